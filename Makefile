@@ -6,26 +6,28 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-lab test-svm test-quick test-newest release-check check budget format bench docs clean
+.PHONY: help demo test test-lab test-svm test-quick test-device test-gpu test-newest release-check check budget format bench docs clean
 
 help:
 	@echo "make demo    train on real images over 2 processes, and compare with 1 (about a minute)"
-	@echo "make test    run the tests (about 6 minutes on two cores)"
+	@echo "make test    run the tests (about 11 minutes on two cores)"
 	@echo "make test-lab    run lab/tests and all that is long (minutes)"
 	@echo "make test-svm    run svm/tests"
+	@echo "make test-device run all of tests/device, on an emulated accelerator (minutes; needs g++)"
+	@echo "make test-gpu    the same on a real accelerator, with step times: DEVICE=cuda; writes a report to be sent to us"
 	@echo "make test-quick  run pure logic (about a minute): no process, no compiler"
 	@echo "make test-newest  run the tests of frameworks with their newest releases, in an environment of its own"
 	@echo "make release-check  install the wheel into empty environments and use it: PYTHONS='python3.10 python3.13'"
-	@echo "make check   ruff, mypy --strict, import-linter"
+	@echo "make check   ruff, mypy --strict, import-linter, the rules of prose"
 	@echo "make format  let ruff format and fix what it can"
 	@echo "make bench   run the experiments (an hour or more; results land in lab/results)"
 	@echo "make docs    build the docs site into build/site, strictly"
 	@echo "make clean   remove .venv and caches"
 
-# setuptools first and no build isolation: so the build itself is pinned as well.
+# hatchling first and no build isolation: so the build itself is pinned as well.
 $(STAMP): pyproject.toml lab/pyproject.toml svm/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt hatchling
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
 	  --no-build-isolation -e '.[all,dev,docs]' -e lab -e svm
 	@touch $(STAMP)
@@ -49,6 +51,15 @@ test-lab: $(STAMP)
 test-svm: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS) svm/tests
 
+# All that runs on the emulated accelerator; `make test` runs what is short of it, `make test-lab` the rest.
+test-device: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS) tests/device
+
+# The device's suites on a real accelerator with its own backend; exit code 2 without one.
+DEVICE ?= cuda
+test-gpu: $(STAMP)
+	cd tests && $(abspath $(BIN))/python -m device.real --device $(DEVICE) --report $(CURDIR)/paceline-$(DEVICE).json $(ARGS)
+
 # What carries none of the marks of tests/harness/start_guard.py, and fails if it starts anything.
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --quick $(ARGS)
@@ -57,8 +68,10 @@ test-quick: $(STAMP)
 test-newest:
 	$(PYTHON) -m venv $(VENV)-newest
 	$(VENV)-newest/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --upgrade \
-	  $$(grep ^torch== constraints.txt) -e '.[all]' -e lab -e svm pytest pytest-rerunfailures pytest-timeout pytest-xdist hypothesis pyyaml accelerate pytorch-lightning transformers
-	$(VENV)-newest/bin/python -m pytest tests/integrations $(ARGS)
+	  $$(grep ^torch== constraints.txt) -e '.[all]' -e lab -e svm pytest pytest-rerunfailures pytest-timeout pytest-xdist hypothesis pyyaml accelerate pytorch-lightning transformers \
+	  'ray[train]' kubeflow-training
+	$(VENV)-newest/bin/python -m pytest tests/integrations tests/launch/test_clusters.py $(ARGS)
+	$(VENV)-newest/bin/python -m pytest tests/journeys/test_docs.py -k guide/ray.md $(ARGS)
 
 # What a release has to pass: sdist, wheel, and the README's lines in an environment with nothing else.
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13
@@ -70,6 +83,7 @@ check: $(STAMP) budget
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tests/harness/prose_lint.py
 
 # Lines of a package, and of the rooms of the first: printed, not enforced.
 budget: $(STAMP)

@@ -277,9 +277,9 @@ def draw(record: dict[str, Any], path: Path) -> bool:
     text = record["text"].split(" (", maxsplit=1)[0]
     return draw_figure(
         path,
-        f"mLSTM on {text}: {curve[-1]['held_out_bits_per_character']:.2f} bits a character held out after "
+        f"mLSTM on {text}: {curve[-1]['held_out_bits_per_character']:.2f} bits per held-out character after "
         f"{curve[-1]['epochs']:.1f} epochs",
-        [Lines("", "epochs", "bits a character", lines, bottom=None)],
+        [Lines("", "epochs", "bits per character", lines, bottom=None)],
         f"{settings['hidden_size']} cells, {settings['streams']} streams over {record['ranks']} ranks"
         + (", gradients reduced in 16 bits." if settings["half"] else "."),
     )

@@ -15,14 +15,18 @@ from paceline.version import __version__
 
 if TYPE_CHECKING:
     from paceline.ddp import DistributedDataParallel, SyncBatchNorm, convert_sync_batchnorm, windows
+    from paceline.elastic import Elastic
     from paceline.integrations.torch_patch import patch_torch
+    from paceline.launch.notebook import notebook_launcher
     from paceline.observe.workload_recording import record_workload
 
 __all__ = [
     "DistributedDataParallel",
+    "Elastic",
     "SyncBatchNorm",
     "__version__",
     "convert_sync_batchnorm",
+    "notebook_launcher",
     "patch_torch",
     "record_workload",
     "windows",
@@ -32,8 +36,10 @@ __getattr__ = on_first_use(
     __name__,
     {
         "DistributedDataParallel": "ddp",
+        "Elastic": "elastic",
         "SyncBatchNorm": "ddp",
         "convert_sync_batchnorm": "ddp",
+        "notebook_launcher": "launch.notebook",
         "patch_torch": "integrations.torch_patch",
         "record_workload": "observe.workload_recording",
         "windows": "ddp",

@@ -16,6 +16,18 @@ PacelineError
 
 from __future__ import annotations
 
+import traceback
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Let an error that has been dealt with, and those behind it, keep nothing alive: no tensors, no groups.
+
+    Frames that still run keep what they have. What the errors say stays.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
 
 class PacelineError(Exception):
     """Root of the tree; catch it to catch everything Paceline raises on purpose."""

@@ -11,15 +11,7 @@ from paceline.errors import ConfigurationError
 
 
 def check_output(path: Path, option: str) -> None:
-    """Refuse a file that could not be written later.
-
-    Args:
-        path: The file.
-        option: That names it.
-
-    Raises:
-        ConfigurationError: It is a folder, has none, or may not be written to.
-    """
+    """Raise ConfigurationError for a file, named by `option`, that could not be written later."""
     reasons = {
         "it is a folder": path.is_dir(),
         f"there is no folder {path.parent}": not path.parent.is_dir(),
@@ -31,11 +23,7 @@ def check_output(path: Path, option: str) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what a text says in JSON.
-
-    Raises:
-        ValueError: It is none; also where it is nested more deeply than Python reads.
-    """
+    """Return what a text says in JSON; raises ValueError if it is none, or nested more deeply than Python reads."""
     try:
         return json.loads(text)
     except RecursionError as error:

@@ -17,9 +17,7 @@ Action = Callable[[Any], None]
 def on_first_use(package: str, home_of: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the `__getattr__` (PEP 562) of a package that imports its public names when they are first used.
 
-    Args:
-        package: Its `__name__`.
-        home_of: The module of each name, relative to the package.
+    `home_of` has the module of each name, relative to the package.
     """
 
     def public_name(name: str) -> Any:

@@ -114,10 +114,5 @@ def inner(function: Callable[..., Any], options: dict[str, Any], is_hot: bool = 
 
 
 def entry(function: Callable[..., Any], options: dict[str, Any]) -> Any:
-    """A function for Python, and for compiled code, which then links it as numba does; kept on disk.
-
-    Args:
-        function: To compile.
-        options: Of `numba.njit`.
-    """
+    """A function for Python, and for compiled code, which then links it as numba does; kept on disk."""
     return numba.njit(**{**options, "no_cfunc_wrapper": True, "cache": True, **_LEAN})(function)

@@ -41,12 +41,7 @@ def stamp_of(files: Iterable[Path]) -> Stamp:
 
 
 def keep(function: Any, stamp: Stamp) -> None:
-    """Let the code of a function made by `numba.njit(cache=True)` be stored for this stamp, once a host. Local.
-
-    Args:
-        function: Changed.
-        stamp: What the code depends on.
-    """
+    """Let the code of a function made by `numba.njit(cache=True)` be stored for this stamp, once a host. Local."""
     with contextlib.suppress(AttributeError):  # another numba keeps it elsewhere: then as numba does it
         function._cache._cache_file._source_stamp = stamp
         _OneProcess(function)

@@ -18,15 +18,18 @@ def rate(text: str, option: str) -> float:
     if unit.lower().endswith("bps"):
         scale = unit[:-3]
         raise ConfigurationError(
-            f"{option} {text} can be read in two ways: bps is bits a second to networkers, and bytes a second to tc. "
+            f"{option} {text} can be read in two ways: bps is bits per second to networkers, and "
+            "bytes per second to tc. "
             f"Write {option} {number:g}{scale}bit for bits, {option} {8 * number:g}{scale}bit for bytes."
         )
     key = unit.lower().removesuffix("/s").removesuffix("ps").rstrip("s")
     return number * factor(key, _BITS_PER_S, text, option, "kbit, Mbit or Gbit (bits a second)")
 
 
-def seconds(text: str, option: str) -> float:
-    """Seconds: `1ms`, `250us`, `2s`."""
+def seconds(text: str, option: str, *, is_bare_possible: bool = False) -> float:
+    """Seconds: `1ms`, `250us`, `2s`; a number without a unit where it can only mean seconds."""
+    if is_bare_possible and re.fullmatch(r"[\d.eE+\-\s]*", text):
+        text = f"{text}s"
     number, unit = split(text, option, "a time such as 1ms or 250us")
     return number * factor(unit.lower(), _SECONDS, text, option, "us, ms or s")
 
@@ -39,6 +42,14 @@ def percentage(text: str, option: str) -> float:
             f"{option} {text} has no percent sign. Pass a percentage, for example {option} {number:g}%."
         )
     return number / 100
+
+
+def cores(text: str, option: str) -> float:
+    """Cores: `0.5` and `50%` are half of one."""
+    if not text.strip().endswith("%"):
+        text = f"{text}cores"
+    number, unit = split(text, option, "a number of cores, such as 0.5 or 50%")
+    return number * factor(unit.lower(), {"%": 0.01, "core": 1.0, "cores": 1.0}, text, option, "cores or %")
 
 
 def show_rate(bits_per_s: float, digits: int = 4) -> str:

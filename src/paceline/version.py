@@ -8,11 +8,7 @@ __version__ = "0.1.0"
 
 
 def difference(versions: Sequence[str]) -> str | None:
-    """Say which rank runs another version than rank 0; None if all run the same.
-
-    Args:
-        versions: By rank.
-    """
+    """Say which rank runs another version than rank 0, of all ranks' versions; None if all run the same."""
     for rank, version in enumerate(versions):
         if version != versions[0]:
             return (

@@ -14,7 +14,11 @@ pytestmark = pytest.mark.compiles
 @pytest.mark.lab
 def test_the_benchmark_reports_every_side(tmp_path):
     command = ["paceline", "study", "svm", "--quick", "--json", "--report", str(tmp_path)]
-    done = run([*command, "--sides", "sklearn,one,ranks", "--ranks", "2"], cwd=REPOSITORY, temporary=tmp_path)
+    done = run(
+        [*command, "--sides", "sklearn,one,ranks", "--ranks-per-host", "2"],
+        cwd=REPOSITORY,
+        temporary=tmp_path,
+    )
     assert done.code == 0, done.err
     record = json.loads(done.out)
     assert json.loads((tmp_path / "svm-quick.json").read_text()) == record

@@ -28,7 +28,7 @@ def test_fit_over_ranks_predict_and_cross_validate(tmp_path):
     words = np.where(y, "yes", "no")
     (tmp_path / "data.csv").write_text("a,b,c,d,class\n" + csv(X, words))
     dump_svmlight_file(X, y, str(tmp_path / "data.svm"), zero_based=False)
-    fit = ["svm", "fit", "--gamma", "0.5", "data.svm", "--ranks", "2", "--figure", "gap.png"]
+    fit = ["svm", "fit", "--gamma", "0.5", "data.svm", "--ranks-per-host", "2", "--figure", "gap.png"]
     fitted = paceline(*fit, cwd=tmp_path)
     assert fitted.code == 0, fitted.err
     assert "over all samples (at most tol 0.001)" in fitted.out

@@ -36,12 +36,14 @@ pytestmark = pytest.mark.compiles
 
 HEURISTICS = [
     "none",
+    "auto",
     "adaptive",
     *(
         f"{often}-{threshold}"
         for often in ("single", "multi")
         for threshold in (2, 500, 1000, "5%", "10%", "50%")
     ),
+    "adaptive-500",
 ]
 C, GAMMA, TOL = 4.0, 0.5, 1e-4
 SETTINGS = {"C": C, "gamma": GAMMA, "tol": TOL}
@@ -131,7 +133,8 @@ def test_heuristics_do_what_their_names_say(models):
     assert counters["single-5%"].num_unshrinks == 1
     assert counters["multi-2"].least_active < 300
     assert counters["multi-5%"].num_kernel_values < 0.8 * counters["none"].num_kernel_values
-    assert counters["adaptive"].least_active < 400  # the cache is too small here
+    assert counters["auto"].least_active < 400  # the cache is too small here
+    assert counters["adaptive"].num_kernel_values < 0.8 * counters["none"].num_kernel_values
 
 
 def test_shrinking_leaves_itself_alone_where_the_cache_holds_all_rows():

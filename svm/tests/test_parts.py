@@ -196,14 +196,20 @@ def test_only_what_no_violation_can_contain_is_shrunk():
 
 
 def test_when_shrinking_is_due():
-    five, single, adaptive = (Heuristic.named(name) for name in ("multi-5%", "single-500", "adaptive"))
-    assert five.is_due(50, 1000, 3, short_of_memory=False)
-    assert not five.is_due(49, 1000, 0, short_of_memory=True)
-    assert single.is_due(500, 10**6, 0, short_of_memory=False)
-    assert not single.is_due(500, 10**6, 1, short_of_memory=False)
-    assert not adaptive.is_due(10**6, 1000, 0, short_of_memory=False)
-    assert adaptive.is_due(50, 1000, 2, short_of_memory=True)
-    assert not Heuristic.named("none").is_due(10**9, 10, 0, short_of_memory=True)
+    five, single, auto = (Heuristic.named(name) for name in ("multi-5%", "single-500", "auto"))
+    assert five.is_due(50, 1000, 40, 3, short_of_memory=False)
+    assert not five.is_due(49, 1000, 40, 0, short_of_memory=True)
+    assert single.is_due(500, 10**6, 10**6, 0, short_of_memory=False)
+    assert not single.is_due(500, 10**6, 10**6, 1, short_of_memory=False)
+    assert not auto.is_due(10**6, 1000, 1000, 0, short_of_memory=False)
+    assert auto.is_due(50, 1000, 1000, 2, short_of_memory=True)
+    adaptive, hundred = Heuristic.named("adaptive"), Heuristic.named("adaptive-100")
+    assert adaptive == Heuristic.named("adaptive-5%")
+    assert not adaptive.is_due(49, 1000, 400, 1, short_of_memory=False)
+    assert adaptive.is_due(50, 1000, 400, 1, short_of_memory=False)
+    assert not hundred.is_due(59, 1000, 60, 0, short_of_memory=False)
+    assert hundred.is_due(60, 1000, 60, 0, short_of_memory=False), "fewer active samples than the threshold"
+    assert not Heuristic.named("none").is_due(10**9, 10, 10, 0, short_of_memory=True)
 
 
 def test_the_cache_grows_by_what_comes_back():

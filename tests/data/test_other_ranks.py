@@ -154,3 +154,20 @@ def test_micro_steps_are_cut_where_these_move():
     loop = shuffle.steps(shuffle)
     assert len(next(loop)) == 4
     assert shares.own_weights() == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 7])
+def test_a_batch_among_other_ranks_has_as_many_samples_and_no_larger_micro_batch(num_ranks):
+    """There are more micro-steps instead; as many ranks as before have what they had."""
+    for batch in (
+        GlobalBatch((8, 8, 8, 8)),
+        GlobalBatch((3, 5), 4),
+        GlobalBatch((7, 0, 4)),
+        GlobalBatch((1, 1)),
+    ):
+        other = batch.among(num_ranks)
+        assert other.size == batch.size
+        assert other.num_ranks == num_ranks
+        assert max(other.local) <= max(batch.local)
+        assert batch.among(num_ranks).among(batch.num_ranks).size == batch.size
+    assert GlobalBatch((3, 5), 4).among(2) == GlobalBatch((3, 5), 4)

@@ -53,6 +53,32 @@ def test_compiled_gradients_are_the_same(where, backend):
     assert max(pool(2).run(compiled, 1, where, backend, {})) < 1e-6
 
 
+class CountsGraphs:
+    """A compiler that leaves graphs as they are."""
+
+    def __init__(self):
+        self.num_graphs = 0
+
+    def __call__(self, graph, _inputs):
+        self.num_graphs += 1
+        return graph
+
+
+def cut_at_buckets(_rank, _num_ranks):
+    torch._dynamo.reset()
+    layers = [nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(6)]
+    compiler = CountsGraphs()
+    model = torch.compile(DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=2), backend=compiler)
+    squares(model(torch.ones(2, 512))).backward()
+    return compiler.num_graphs
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dynamo_cuts_graphs_where_buckets_end():
+    """Six layers of 1 MiB: one in the first bucket, two in each of 2 MiB, which are sent before backward ends."""
+    assert pool(2).run(cut_at_buckets) == [4, 4]
+
+
 @pytest.mark.parametrize(
     "options", [{"bucket_cap_mb": 1}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str
 )

@@ -120,6 +120,22 @@ def test_refusals_are_torchs(case):
         assert words in outcome.error.message, outcome.story()
 
 
+def gradients_over_a_mesh(rank, num_ranks, kind):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
+    torch.manual_seed(3)
+    model = kind(Mlp(), device_mesh=mesh)
+    assert model.device_mesh is mesh
+    squares(model(torch.randn(3, 8, generator=generator(3, rank)))).backward()
+    return digest([parameter.grad for parameter in model.parameters()])
+
+
+def test_a_mesh_of_one_dimension_stands_for_its_group():
+    """As torch's class takes it: the same gradients, on all ranks."""
+    ours = pool(2).run(gradients_over_a_mesh, DistributedDataParallel)
+    assert len(set(ours)) == 1
+    assert pool(2).run(gradients_over_a_mesh, TorchDdp) == ours
+
+
 def warnings_of(rank, _num_ranks, options, seed):
     torch.manual_seed(seed)
     with warnings.catch_warnings(record=True) as caught:

@@ -59,10 +59,11 @@ def lengths(rank, num_ranks, communication_s):
     )
     buckets = [Bucket([Parameter(i)]) for i in range(NUM_BUCKETS)]
     pieces = cut([BUCKET_BYTES // 4] * NUM_BUCKETS, [4] * NUM_BUCKETS)
-    timings, now_s, steps = StepTimings(), 0.0, []
+    timings, now_s, steps, verdicts = StepTimings(), 0.0, [], {}
     for number in range(STEPS):
         step = step_at(communication_s(number))
         is_put_off = agreement.defers(buckets, number, timings, FORWARD_S, Needs())
+        verdicts.setdefault(agreement.verdict, number)
         order = (
             [pieces.index(piece) for piece in agreement.pieces] if is_put_off else list(range(len(pieces)))
         )
@@ -72,7 +73,7 @@ def lengths(rank, num_ranks, communication_s):
         timings.add(timing(number, now_s, step, done_s, order))
         now_s += took_s
         steps.append((is_put_off, took_s, predict(pieces, plan(pieces, step), step).with_s))
-    return steps, agreement.is_on
+    return steps, agreement.is_on, verdicts
 
 
 def timing(number, now_s, step, done_s, order):
@@ -102,7 +103,7 @@ def is_steady(number):
 def test_the_plan_follows_a_link_whose_rate_halves():
     first, second = pool(2).run(lengths, halves)
     assert first == second
-    steps, is_on = first
+    steps, is_on, _ = first
     assert is_on
     deferred, took_s, planned_s = zip(*steps, strict=True)
     assert took_s[CHANGES] > 1.01 * planned_s[CHANGES]  # the old order is not the right one
@@ -112,17 +113,22 @@ def test_the_plan_follows_a_link_whose_rate_halves():
 
 
 def test_it_is_off_while_nothing_can_be_gained_and_comes_back():
-    steps, is_on = pool(2).run(lengths, is_fast_for_a_while)[0]
+    steps, is_on, verdicts = pool(2).run(lengths, is_fast_for_a_while)[0]
     deferred = [each[0] for each in steps]
     assert is_on
     assert deferred[CHANGES - 1]
     assert not deferred[CHANGES_BACK - 1]
     assert deferred[CHANGES_BACK + FOLLOWS_STEPS]
     assert sum(deferred[CHANGES:CHANGES_BACK]) <= 64
+    words = [verdict.partition(":")[0].partition(";")[0] for verdict in verdicts]
+    again = "on, to be compared in 20 steps"
+    off = "off until the link's rate changes, because it saves nothing"
+    assert words[:5] == ["", again, "on", again, off]
+    assert next(number for text, number in verdicts.items() if text.startswith(off)) < CHANGES_BACK
 
 
 def test_a_steady_link_is_compared_once():
-    steps, is_on = pool(2).run(lengths, is_steady)[0]
+    steps, is_on, verdicts = pool(2).run(lengths, is_steady)[0]
     assert is_on
     assert [number for number, (is_put_off, *_) in enumerate(steps) if not is_put_off] == [
         0,
@@ -130,3 +136,9 @@ def test_a_steady_link_is_compared_once():
         2,
         *range(23, 29),
     ]
+    assert list(verdicts.values()) == [0, 3, 29]
+    measuring, tried, kept = verdicts
+    assert measuring == ""
+    assert tried.startswith("on, to be compared in 20 steps; predicted to save ")
+    assert kept.startswith("on: measured, it saves ")
+    assert kept.endswith(" without)")

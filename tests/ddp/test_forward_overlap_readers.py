@@ -320,6 +320,60 @@ def test_transforms_and_copies_see_whole_steps():
         assert is_same
 
 
+def put(weight):
+    taken = torch.zeros_like(weight.detach() if type(weight) is nn.Parameter else torch.empty(8, 32))
+    taken.data = weight
+    return taken
+
+
+def without_functions(weight):
+    with torch._C.DisableTorchFunction():
+        return weight * 1
+
+
+PAST_THE_HOOKS = {
+    "tensor": torch.tensor,
+    "asarray": lambda weight: torch.asarray(weight, copy=True),
+    "new_tensor": lambda weight: torch.zeros(1).new_tensor(weight),
+    "data": put,
+    "as_subclass": lambda weight: weight.as_subclass(torch.Tensor),
+    "without functions": without_functions,
+    "parameter": nn.Parameter,
+}
+
+
+def read_past_the_hooks(rank, _num_ranks):
+    """Of each read, whether it saw the whole step, or NaN; and the end's bits."""
+    warnings.simplefilter("ignore")
+    without, run = Run(rank, False), Run(rank, "always")
+    for step in range(PUT_OFF_FROM):
+        run.step(step)
+    found = {}
+    for place, (name, read) in enumerate(PAST_THE_HOOKS.items(), PUT_OFF_FROM):
+        run.step(place)
+        weight = run.net[4].weight
+        seen = read(weight).detach().clone()
+        run.model.flush()
+        is_right = torch.equal(seen, weight)
+        found[name] = "right" if is_right else "NaN" if bool(seen.isnan().all()) else "stale"
+    for step in range(PUT_OFF_FROM + len(PAST_THE_HOOKS)):
+        without.step(step)
+    is_same = run.result() == without.result()
+    run.step(0)
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        run.net[4].weight.add_(1.0)
+    return found, run.num_deferred, is_same, said_by(run.model.flush)
+
+
+def test_what_torch_cannot_see_is_never_stale():
+    for found, num_deferred, is_same, said_of_a_write in pool(2).run(read_past_the_hooks):
+        assert found.pop("parameter") == "right"
+        assert not [name for name, seen in found.items() if seen == "stale"], found
+        assert num_deferred > len(found)
+        assert is_same
+        assert "a parameter was written" in said_of_a_write
+
+
 def drop(rank, _num_ranks):
     """Wrappers that nobody has any more, with a step under way: of a module that is kept, and of one that is not."""
     kept, without, gone = Run(rank, "always"), Run(rank, False), Run(rank, "always")

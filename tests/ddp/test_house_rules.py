@@ -11,6 +11,7 @@ REDUCER = HOME / "reducer.py"
 OF_TORCH = {"grad", "__class__", "data", "_active_ddp_module", "_join_config", "_mp_param", "_fp_param"}
 OTHERS = {
     ("mixed_precision.py", "atexit"),  # of a weakref.finalize
+    ("sync_batch_norm.py", "atexit"),
     ("sync_batch_norm.py", "process_group"),  # of torch's layer
     ("torch_compat/state_names.py", "_lent_versions"),  # of torch's module, between two of its hooks
     ("torch_compat/dynamo.py", "_may_compile"),  # of a function

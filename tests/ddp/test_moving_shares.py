@@ -187,7 +187,7 @@ def test_a_rank_without_memory_trains_less(pairs):
 def test_ranks_in_different_steps_are_told(pairs):
     """All of them, in the step in which they differ; after that training may go on."""
     for told, _ in (pair["not_in_the_same_step"] for pair in pairs):
-        assert "rank 1 is at sample 0 of epoch 0" in told[0]
+        assert "Rank 1 is at sample 0 of epoch 0" in told[0]
         assert "in other shares" in told[0]
-        assert "rank 1 is at sample 10 of epoch 0, rank 0 at 0" in told[1]
+        assert "Rank 1 is at sample 10 of epoch 0, rank 0 at 0" in told[1]
     assert len({bits for _, bits in (pair["not_in_the_same_step"] for pair in pairs)}) == 1

@@ -71,7 +71,7 @@ def test_the_first_gradient_that_is_not_finite_is_named():
         assert said.pop("skipped") == said.pop("scaled") == []
         ((step, words),) = said.pop("embedding")  # rows that the sample does not hold: the next step shows it
         assert step == 3
-        assert "They were not before step 3 already, by whose gradients was not seen" in words
+        assert "They were already not finite before step 3. Which rank caused it is unknown" in words
         for case, messages in said.items():
             assert [step for step, _ in messages] == [2], (case, messages)
             words = messages[0][1]

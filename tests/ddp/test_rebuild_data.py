@@ -162,7 +162,7 @@ def lose_two(rank, _num_ranks, dies_in):
                 group = dist.new_group(members, use_local_synchronization=True)
                 if rank == 2:
                     where = {"standing": model._steps, "group_like": gradient_group}[dies_in]
-                    setattr(where, dies_in, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+                    setattr(where, dies_in, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
                 try:
                     model.membership.rebuild(group)
                     break

@@ -28,16 +28,16 @@ def work_of(shuffle):
     shares = StepShares(shuffle, None, 0, 2, torch.device("cpu"))
     loop = shuffle.steps(Indices(shuffle))
     next(loop)
-    assert shares.report(None)[5:] == (0, 0)
+    assert shares.report(None)[5:7] == (0, 0)
     next(loop)
-    assert shares.report(timing(1, 10.0, 2.0, 1.0))[5:] == (0, 0)  # when it began is not known
+    assert shares.report(timing(1, 10.0, 2.0, 1.0))[5:7] == (0, 0)  # when it began is not known
     shares.waited(0.5)
     next(loop)
     words = shares.report(timing(2, 16.0, 2.0, 9.0))
     assert shares.report(timing(2, 16.0, 2.0, 9.0)) is words
     next(loop)
-    assert shares.report(timing(2, 16.0, 2.0, 9.0))[5:] == (0, 0)  # no step has ended since
-    return words[5:]
+    assert shares.report(timing(2, 16.0, 2.0, 9.0))[5:7] == (0, 0)  # no step has ended since
+    return words[5:7]
 
 
 def test_work_is_what_a_rank_does_itself():
@@ -74,3 +74,22 @@ def test_balance_moves_behind_what_the_furthest_has_fetched():
         with pytest.raises(ProtocolError, match="do not train the same global batch"):
             shares.take([own, changed])
     shares.take([own, (0.0,) * 7])  # it takes no part any more
+
+
+def test_all_pause_behind_the_step_in_which_one_is_asked():
+    """The word travels with the step's report; following others takes it back."""
+    every = []
+    for rank in range(2):
+        shuffle = GlobalShuffle(40, GlobalBatch((4, 4)), rank)
+        every.append(StepShares(shuffle, None, rank, 2, torch.device("cpu")))
+    loops = [shares.sampler.steps(Indices(shares.sampler)) for shares in every]
+    for is_asked in (False, True):
+        every[1].pause_when(lambda asked=is_asked: asked)
+        for loop in loops:
+            next(loop)
+        reports = [shares.report(None) for shares in every]
+        for shares in every:
+            shares.take(reports)
+        assert [shares.pauses for shares in every] == [is_asked] * 2
+    every[0].follow(GlobalBatch((8,)), 0, every[0].standing(None), [0])
+    assert not every[0].pauses

@@ -101,7 +101,7 @@ def test_json_alone_goes_to_stdout(tmp_path):
     """Three ranks of a folder's images, in float32; the progress goes to stderr."""
     data = _idx_folder(tmp_path / "images")
     words = (
-        "--ranks",
+        "--ranks-per-host",
         "3",
         "--epochs",
         "1",
@@ -130,7 +130,7 @@ def test_json_alone_goes_to_stdout(tmp_path):
 
 @pytest.mark.processes
 def test_one_rank_is_bitwise_one_process(tmp_path):
-    done = paceline("demo", "--ranks", "1", "--epochs", "1", "--json", cwd=tmp_path)
+    done = paceline("demo", "--ranks-per-host", "1", "--epochs", "1", "--json", cwd=tmp_path)
     assert done.code == 0, done.err
     assert json.loads(done.out)["difference"]["largest"] == 0
 
@@ -138,8 +138,8 @@ def test_one_rank_is_bitwise_one_process(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--ranks", "0"], "'--ranks': it has to be at least 1"),
-        (["--ranks", "9999"], f"there are {num_cores()}"),
+        (["--ranks-per-host", "0"], "'--ranks-per-host' / '--nproc-per-node': it has to be at least 1"),
+        (["--ranks-per-host", "9999"], f"there are {num_cores()}"),
         (["--epochs", "0"], "'--epochs': it has to be at least 1"),
         (["--seed", "-1"], "'--seed': it has to be at least 0"),
         (["--dtype", "float16"], "is not one of 'float64', 'float32'"),
@@ -283,7 +283,7 @@ def test_the_demo_needs_neither_matplotlib_nor_scikit_learn(tmp_path):
     path = os.pathsep.join([str(tmp_path / "without"), os.environ.get("PYTHONPATH", "")])
     done = paceline("demo", "--epochs", "1", cwd=tmp_path, env={"PYTHONPATH": path}, cold=True)
     assert done.code == 0, done.err
-    assert "paceline-report/rows.json. Pictures: pip install 'paceline[plot]'" in done.out
+    assert "paceline-report/rows.json. Pictures: pip install matplotlib" in done.out
     assert [file.name for file in (tmp_path / "paceline-report").iterdir()] == ["rows.json"]
 
 

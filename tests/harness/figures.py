@@ -1,7 +1,7 @@
 """Reads the figures that pages print, and the measured values in `lab/results` that they are figures of.
 
-A page that prints figures holds tables whose first column is `#`, a row's name, and at its end the table
-`# | figure | value of`, which says for each figure of a row where it was measured:
+A table of figures has the first column `#`: the name of its row in `lab/results/figures.json`. There each row has
+`what` was measured, the `commands` that measure it again, and its `figures`: as printed, and where the value is.
 
     a path         `step_time-tiny-2ranks > ours > step_s in ms`: a file of `lab/results`, then keys below its
                    `summaries` (or below the file itself). In a list, a key is an index, or `name=value` for the
@@ -26,7 +26,7 @@ from harness.terminal import REPOSITORY
 RESULTS = REPOSITORY / "lab" / "results"
 UNITS = {"ms": 1e3, "µs": 1e6, "%": 100.0, "MB": 1e-6, "million": 1e-6}
 PROSE_COLUMNS = frozenset(
-    {"#", "measured", "unit", "better", "claim", "published", "verdict", "command", "file"}
+    {"#", "measured", "setting", "unit", "better", "claim", "published", "how", "verdict", "command"}
 )
 _NUMBER = re.compile(r"(?<![\w.\u00d7])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)")
 
@@ -37,6 +37,29 @@ class Table:
 
     header: list[str]
     rows: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What `figures.json` holds of a row: figures as printed, each with where its value is."""
+
+    what: str
+    commands: list[str]
+    figures: list[tuple[str, str]]
+
+    @property
+    def printed(self) -> set[str]:
+        """Its figures."""
+        return {figure for figure, _ in self.figures}
+
+
+def stored_rows() -> dict[str, Row]:
+    """Every row of `figures.json`, by its name."""
+    stored = json.loads((RESULTS / "figures.json").read_text())
+    return {
+        name: Row(row["what"], row["commands"], [(figure, source) for figure, source in row["figures"]])
+        for name, row in stored.items()
+    }
 
 
 def tables(text: str) -> list[Table]:

@@ -22,16 +22,17 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 # The folder of each package of this repository, and what it is built from.
 PACKAGES = {"paceline": ".", "paceline_lab": "lab", "paceline_svm": "svm"}
-BUILT_FROM = ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "src")
+BUILT_FROM = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "src")
+PAGES = ("docs/glossary.md", "docs/troubleshooting.md")  # which the package holds links to
 FIT = "from paceline_svm import SVC; print(SVC().fit([[0.0], [1], [2], [3]], [0, 0, 1, 1]).predict([[0.5], [2.5]]))"
-_BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_{kind}(sys.argv[1]))"
+_BUILD = "import sys; from hatchling import build; print(build.build_{kind}(sys.argv[1]))"
 
 
 def build(folder: Path, package: str = "paceline") -> tuple[Path, Path]:
     """Build a package's sdist from the working tree, and a wheel from what the sdist holds; returns both.
 
     Args:
-        folder: Gets them, and the tree they are built from: setuptools leaves files where it builds.
+        folder: Gets them, and the tree they are built from.
         package: A key of `PACKAGES`.
     """
     tree = folder / "tree"
@@ -42,6 +43,9 @@ def build(folder: Path, package: str = "paceline") -> tuple[Path, Path]:
             shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         elif source.exists():
             shutil.copy(source, tree / name)
+    (tree / "docs").mkdir()
+    for name in PAGES:
+        shutil.copy(REPOSITORY / name, tree / name)
     sdist = _build("sdist", tree, folder)
     shutil.unpack_archive(sdist, folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
@@ -116,7 +120,7 @@ def smoke(python: str, wheel: Path, others: Sequence[Path]) -> None:
         # What comes with another package says which.
         for missing in ("bench", "emulate", "study", "svm"):
             out = _run(folder, str(own / "paceline"), missing, code=2)
-            if "pip install paceline-" not in out:
+            if "pip install ./" not in " ".join(out.split()):
                 raise SystemExit(
                     f"`paceline {missing}` without its package does not say what to install:\n{out}"
                 )

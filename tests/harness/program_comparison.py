@@ -34,6 +34,7 @@ class Comparison:
         self.wrong: list[str] = []
         self.bits: list[str] = []
         self.where = "before the first operation"
+        self.group: Any = None  # whose ranks train; the default one
         lossy = program.options.get("compression", program.options.get("hook", ""))
         self.tolerance = ROUNDED.get(lossy, EXACT)
         if "mixed_precision" in program.options:
@@ -96,11 +97,17 @@ class Comparison:
         result = []
         for (name, p), mean in zip(model.module.named_parameters(), expected, strict=True):
             zeros = torch.zeros(p.numel(), dtype=torch.float64)
-            change = (before.get(name, zeros) - now.get(name, zeros)).view(p.shape) / dist.get_world_size()
-            dist.all_reduce(change)
+            change = (before.get(name, zeros) - now.get(name, zeros)).view(p.shape) / dist.get_world_size(
+                self.group
+            )
+            dist.all_reduce(change, group=self.group)
             nothing = mean is None and not change.any()
             result.append(None if nothing else change if mean is None else mean + change)
         return result
+
+    def forget_codecs(self) -> None:
+        """The wrapper and its codecs are gone."""
+        self._in_use, self._left_over = {}, {}
 
     def _kept_on(self, reduction: Any) -> None:
         """A codec that `compression="auto"` goes on using is the same object, or what it had left over is lost."""

@@ -1,10 +1,10 @@
-"""Random programs of the other kinds: what torch's class can do, two models, local steps, steps deferred."""
+"""Random programs of the other kinds: what torch's class can do, two models, local steps."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from harness.program_comparison import EXACT, Comparison, take
-from harness.program_free import accumulate, accumulate_copies
 from harness.program_model import (
     HOOKS,
     SIZE,
@@ -28,14 +27,16 @@ from harness.program_model import (
 )
 from harness.random_programs import Program
 from paceline import DistributedDataParallel
-from paceline.optim import DiLoCo, LocalSGD, overlap
+from paceline.optim import DiLoCo, LocalSGD
 
 
 def train_on(program: Program, name: str, seed: int, model: Any, who: Sequence[int], whole: bool) -> None:
     """Zero, forward and backward of the ranks `who`: one's own on a wrapped model, all on a bare one (`whole`)."""
     weighted = "weight" in program.options
     is_static = "static_graph" in program.options
-    can_skip = program.kind == "overlap" or is_static or "find_unused_parameters" in program.options
+    can_skip = (
+        "overlap_forward" in program.options or is_static or "find_unused_parameters" in program.options
+    )
     if weighted and name == "train on two micro-batches":
         name = "train"  # without a window that is refused
     if program.options.get("compression") == "auto" and name == "train twice forward":
@@ -47,7 +48,7 @@ def train_on(program: Program, name: str, seed: int, model: Any, who: Sequence[i
         losses = []
         for r in who:
             used = branches(program, 0 if is_static else seed, r) if can_skip else {}
-            if program.kind != "overlap" and used:
+            if "overlap_forward" not in program.options and used:
                 used["left"] = True  # torch's class wants a loss that comes out of forward
             x = batch(program, seed, r, part, sizes[r])
             share = (sizes[r] / sum(sizes.values())) if weighted else 1 / program.num_ranks
@@ -252,34 +253,3 @@ def local_steps(program: Program, rank: int, num_ranks: int, compare: Comparison
                 for other in others:
                     other.detach().copy_(own.detach())
             before = [p.detach().clone() for p in net.parameters()]
-
-
-def forward_overlap(program: Program, rank: int, num_ranks: int, compare: Comparison) -> None:
-    """Parameters and outputs are those of one process on the whole batch whenever they are read."""
-    net = make_net(program)
-    kind = program.options["optimizer"]
-    make: Callable[[Any], torch.optim.Optimizer] = (
-        (lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.5))
-        if kind == "SGD"
-        else (lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-3))
-    )
-    alone, model = copy.deepcopy(net), wrap(program, net)
-    theirs = make(alone.parameters())
-    ours = overlap(make(model.parameters()), model)
-    for name, seed in [*program.operations, ("read", 0)]:
-        compare.where = f"{name} ({seed})"
-        if name == "read":
-            compare.parameters(model.module, alone)
-        elif name == "evaluate":
-            with torch.no_grad():
-                x = torch.ones(2, SIZE, dtype=torch.float64)
-                compare.same("output", model(x)[0], alone(x)[0], 1.0)
-        else:
-            if name == "accumulate":
-                accumulate(program, seed, model, rank)
-                accumulate_copies(program, seed, [alone])
-            else:
-                train_on(program, name, seed, model, [rank], whole=False)
-                train_on(program, name, seed, alone, range(num_ranks), whole=True)
-            ours.step()
-            theirs.step()

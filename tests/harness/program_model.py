@@ -46,7 +46,8 @@ class InTurns(Auto):
         super()._start_over(codecs, num_ranks)
         course = self._decision.course
         decided, tried_out = course.decided, course.tried_out
-        course.decided = lambda chosen: decided(codecs[0])  # type: ignore[method-assign] # noqa: ARG005
+        course.tries_longer = lambda *_: False  # type: ignore[method-assign]
+        course.decided = lambda *_: decided(codecs[0])  # type: ignore[method-assign]
         course.tried_out = lambda *_: tried_out(1.0, 2.0 if course.num_steps % 2 else 0.5)  # type: ignore[method-assign]
 
 
@@ -282,9 +283,9 @@ def codec(name: str) -> Any:
     return CODECS[name]() if name in CODECS else name
 
 
-def wrap(program: Program, net: nn.Module) -> DistributedDataParallel:
+def wrap(program: Program, net: nn.Module, process_group: Any = None) -> DistributedDataParallel:
     """Our wrapper with the program's options."""
-    given = {k: v for k, v in program.options.items() if k not in ("hook", "optimizer", "weight")}
+    given = {k: v for k, v in program.options.items() if k not in ("hook", "optimizer", "divided", "weight")}
     if "compression" in given:
         given["compression"] = codec(given["compression"])
     if "weight" in program.options:
@@ -293,7 +294,7 @@ def wrap(program: Program, net: nn.Module) -> DistributedDataParallel:
         from torch.nn.parallel.distributed import _MixedPrecision  # private: torch may move it
 
         given["mixed_precision"] = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = DistributedDataParallel(copy.deepcopy(net), **given)
+    model = DistributedDataParallel(copy.deepcopy(net), process_group=process_group, **given)
     model.__dict__["is_late"] = program.slow_rank == dist.get_rank()
     if "hook" in program.options:
         model.register_comm_hook(None, HOOKS[program.options["hook"]])

@@ -13,9 +13,11 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from harness.program_comparison import Comparison
+from harness.program_dropped import dropped
 from harness.program_free import free
-from harness.program_kinds import forward_overlap, gan, local_steps, with_torch
+from harness.program_kinds import gan, local_steps, with_torch
 from harness.program_model import LEFT, short_turns
+from harness.program_overlapped import forward_overlap, overlapped_pair
 from harness.program_resumed import resumed
 from harness.random_programs import Program, shrink
 from harness.ranks import Ranks
@@ -27,6 +29,8 @@ KINDS: dict[str, Callable[[Program, int, int, Comparison], None]] = {
     "gan": gan,
     "local steps": local_steps,
     "overlap": forward_overlap,
+    "overlapped pair": overlapped_pair,
+    "dropped": dropped,
     "resumed": resumed,
 }
 

@@ -32,6 +32,7 @@ SHORTER = (
 )
 SHORTER_CHANGES = ("bf16", "fp16", "int8", "all of topk")  # of parameters: compared without residuals
 SOURCES = ("shuffle", "tokens", "stream", "stream with state")
+DIVIDED = ("by model", "by dimension", "by dimension", "not at all")  # parameters among optimizers
 HOOKS = ("allreduce", "fp16", "fp16 around allreduce", "fresh", "noop")
 
 # Operations of each kind of program, with how often they are drawn.
@@ -65,7 +66,33 @@ OPERATIONS: dict[str, dict[str, int]] = {
     # Parameters instead of gradients.
     "local steps": {"train": 6, "evaluate": 1, "synchronize": 1},
     # The optimizer's step is deferred into the next forward.
-    "overlap": {"train": 6, "train on two micro-batches": 2, "accumulate": 2, "evaluate": 1, "read": 2},
+    "overlap": {
+        "train": 6,
+        "train on two micro-batches": 2,
+        "accumulate": 2,
+        "evaluate": 1,
+        "read": 1,
+        "read one": 4,
+    },
+    # Two such models, with optimizers that have parameters of both.
+    "overlapped pair": {
+        "train both": 6,
+        "train the critic": 2,
+        "train the maker": 2,
+        "train one after the other": 2,
+        "evaluate": 1,
+        "read": 1,
+        "read one": 2,
+    },
+    # Models that are dropped, and wrapped anew.
+    "dropped": {
+        "train": 6,
+        "drop": 3,
+        "drop, collect": 1,
+        "collect": 1,
+        "open a group": 2,
+        "close a group": 2,
+    },
     "mixed precision": {"train": 6, "train on two micro-batches": 2, "evaluate": 1},
     # Samplers and streams that are saved anywhere and resumed with other shares.
     "resumed": {"train": 8, "train again": 1, "change shares": 1, "resume": 4, "go back": 1},
@@ -75,7 +102,9 @@ NUM_OPERATIONS = {
     "torch": 4,
     "gan": 6,
     "local steps": 7,
-    "overlap": 5,
+    "overlap": 9,
+    "overlapped pair": 9,
+    "dropped": 8,
     "mixed precision": 3,
     "resumed": 10,
 }
@@ -85,8 +114,10 @@ WEIGHTS = {
     "gan": 3,
     "local steps": 2,
     "overlap": 3,
+    "overlapped pair": 3,
+    "dropped": 2,
     "mixed precision": 1,
-    "resumed": 2,
+    "resumed": 3,
 }
 
 
@@ -160,9 +191,14 @@ def _options(kind: str, source: random.Random) -> Iterator[tuple[str, Any]]:
         return
     if source.random() < 0.5:
         yield "bucket_cap_mb", 0.0001
-    if kind == "overlap":
+    if kind in ("overlap", "overlapped pair"):
         yield "overlap_forward", "always"
         yield "optimizer", source.choice(("SGD", "AdamW"))
+        if kind == "overlapped pair":
+            yield "divided", source.choice(DIVIDED)
+        return
+    if kind == "dropped":
+        yield from _dropped_options(source)
         return
     if kind == "resumed":
         yield "source", source.choice(SOURCES)
@@ -189,6 +225,18 @@ def _options(kind: str, source: random.Random) -> Iterator[tuple[str, Any]]:
         yield "find_unused_parameters", True
         if source.random() < 0.5:
             yield "skip_all_reduce_unused_params", True
+
+
+def _dropped_options(source: random.Random) -> Iterator[tuple[str, Any]]:
+    if source.random() < 0.5:
+        yield "part", True
+    extra = source.choice(("overlap_forward", "overlap_forward", "compression", "find_unused", "none"))
+    if extra == "overlap_forward":
+        yield extra, "always"
+    elif extra == "compression":
+        yield extra, source.choice([name for name in SHORTER if name != "auto"])
+    elif extra == "find_unused":
+        yield "find_unused_parameters", True
 
 
 def _blocks(kind: str, options: dict[str, Any], source: random.Random) -> list[str]:
@@ -234,7 +282,7 @@ def _smaller(program: Program) -> Iterator[Program]:
                 yield replace(program, operations=left)
         size //= 2
     for name in program.options:
-        if name not in ("optimizer", "every", "overlap_forward"):
+        if name not in ("optimizer", "every") and (name != "overlap_forward" or program.kind == "dropped"):
             yield replace(program, options={k: v for k, v in program.options.items() if k != name})
     for place in range(len(program.blocks)):
         yield replace(program, blocks=program.blocks[:place] + program.blocks[place + 1 :])

@@ -66,7 +66,7 @@ def test_torchs_class_is_back_when_the_last_patch_is_undone():
     [
         ({"compression": "bf17"}, "is not a compression"),
         ({"reduction": "median"}, "is not a reduction"),
-        ({"reduction": "adasum", "compression": "bf16"}, "Leave out either"),
+        ({"reduction": "adasum", "compression": "bf16"}, "Leave out one of them"),
     ],
 )
 def test_a_wrong_argument_is_refused_before_anything_is_replaced(options, says):

@@ -90,7 +90,7 @@ def test_help_names_every_command(tmp_path):
         (["trian"], "No such command 'trian'"),
         (["--fast"], "No such option: --fast"),
         (["demo", "--rank", "2"], "--rank"),
-        (["demo", "--ranks", "two"], "--ranks"),
+        (["demo", "--ranks-per-host", "two"], "--ranks-per-host"),
     ],
 )
 def test_bad_usage_is_one_paragraph_and_exit_2(words, says, tmp_path):
@@ -110,11 +110,14 @@ def test_bad_usage_is_one_paragraph_and_exit_2(words, says, tmp_path):
             "Missing argument 'data': A .csv file, or one in LIBSVM's format. `paceline svm fit --help`",
         ),
         (
-            ["demo", "--ranks", "two"],
-            "for '--ranks': it has to be a whole number, such as 2. `paceline demo --help`",
+            ["demo", "--ranks-per-host", "two"],
+            "'--nproc-per-node': it has to be a whole number, such as 2. `paceline demo --help`",
         ),
         (["svm", "fit", "x", "--C", "a"], "for '--C': it has to be a number, such as 0.5. "),
-        (["svm", "fit", "x", "--ranks", "0"], "for '--ranks': it has to be at least 1. "),
+        (
+            ["svm", "fit", "x", "--ranks-per-host", "0"],
+            "for '--ranks-per-host' / '--nproc-per-node': it has to be at least 1. ",
+        ),
         (["dmo"], "Did you mean 'demo'? `paceline --help`"),
         (["study", "scaling", "--ranks", "1,a"], "paceline: --ranks '1,a' has to be like 1,2,4,8,16."),
         (["study", "scaling", "--rates", "10:b"], "paceline: --rates '10:b' has to be like 10:1."),
@@ -159,3 +162,33 @@ def test_the_launchers_help_shows_our_options_first(capsys):
         out.index(option) for option in ("positional", "--help", "--nnodes", "--standalone")
     )
     assert out.startswith("usage: paceline run [options] training_script")
+
+
+@pytest.mark.parametrize(
+    "words", ["", "demo", "serve", "plan", "plan record", "emulate", "bench step", "study", "svm fit"]
+)
+def test_a_short_h_is_help(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*words.split(), "-h"])
+    assert ended.value.code == 0
+    assert f"Usage: {' '.join(['paceline', *words.split()])} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", ["demo", "plan predict", "emulate", "bench step", "bench allreduce", "svm fit"]
+)
+def test_the_number_of_processes_has_one_name_and_torchruns(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main([*words.split(), "--help"])
+    assert "--ranks-per-host,--nproc-per-node" in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_bash_completes_options(tmp_path):
+    words = {
+        "COMP_WORDS": "paceline bench step --nproc",
+        "COMP_CWORD": "3",
+        "_PACELINE_COMPLETE": "complete_bash",
+    }
+    assert paceline(cwd=tmp_path, env=words, cold=True).out.split() == ["--nproc-per-node"]

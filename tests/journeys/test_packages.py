@@ -9,13 +9,13 @@ from email.parser import Parser
 
 import pytest
 
-from harness.installed_smoke import PACKAGES, build, twelve_lines
+from harness.installed_smoke import BUILT_FROM, PACKAGES, build, twelve_lines
 from harness.terminal import REPOSITORY
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    pytest.importorskip("setuptools")
+    pytest.importorskip("hatchling")
     return build(tmp_path_factory.mktemp("packages"))
 
 
@@ -91,7 +91,15 @@ def test_an_index_shows_the_python_versions_that_the_readme_says(metadata):
     assert not [name for name in classifiers if name.startswith("License ::")], "the expression says it"
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata["Summary"]
-    assert "Paceline trains one PyTorch model" in metadata.get_payload()
+    assert "Data-parallel training on PyTorch" in metadata.get_payload()
+
+
+@pytest.mark.processes
+def test_building_leaves_nothing_in_the_tree(built):
+    """`pip install .` in a clone builds there."""
+    tree = built[0].parent / "tree"
+    assert {path.name for path in tree.iterdir()} == {*BUILT_FROM, "docs"}
+    assert not list(tree.rglob("*.egg-info"))
 
 
 def test_the_smoke_test_of_a_release_runs_the_readmes_lines():

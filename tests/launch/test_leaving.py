@@ -18,7 +18,7 @@ from harness.models import Mlp
 from harness.ranks import Ranks
 from harness.terminal import TORCHS_ABORT, run
 from paceline import DistributedDataParallel
-from paceline.comm import peers, rendezvous
+from paceline.comm import gradient_group, peers, rendezvous
 from paceline.comm.sealed_store import TOKEN, SealedStore
 from paceline.errors import PeerLostError
 from paceline.host.processes import GONE, ProcessCard
@@ -33,7 +33,11 @@ def die(*_args, **_kwargs):
 
 def dies_while_joining(rank, _num_ranks, victim, where):
     """What a survivor is told when `victim` dies at one point of making a group."""
-    target = {"before": (dist, "new_group"), "joining": (neighbours, "_map_arenas")}[where]
+    target = {
+        "before": (gradient_group, "group_like"),
+        "named": (dist.distributed_c10d, "_new_process_group_helper"),
+        "joining": (neighbours, "_map_arenas"),
+    }[where]
     try:
         with mock.patch.object(*target, die) if rank == victim else contextlib.nullcontext():
             DistributedDataParallel(Mlp())
@@ -44,10 +48,11 @@ def dies_while_joining(rank, _num_ranks, victim, where):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("num_ranks", "victim", "where"), [(2, 1, "before"), (3, 1, "joining"), (2, 0, "joining")]
+    ("num_ranks", "victim", "where"),
+    [(2, 1, "before"), (2, 1, "named"), (3, 1, "joining"), (2, 0, "joining")],
 )
 def test_a_death_while_groups_are_made_is_named(num_ranks, victim, where):
-    """In the constructor, around `new_group`: long before the timeout, and by number and process."""
+    """In the constructor, around the group that it opens: long before the timeout, and by number and process."""
     with Ranks(num_ranks, group_timeout_s=TIMEOUT_S) as ranks:
         outcomes = ranks.outcomes(dies_while_joining, victim, where)
     for outcome in outcomes:

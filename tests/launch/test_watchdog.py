@@ -143,3 +143,11 @@ def test_what_the_launcher_started_before_is_not_of_the_launch():
         for process in processes:
             process.kill()
             process.wait()
+
+
+def test_folders_lie_where_whoever_makes_the_host_wants_them(tmp_path, monkeypatch):
+    monkeypatch.setenv(watchdog.PLACE, str(tmp_path))
+    with watchdog.Watchdog("launch") as dog:
+        assert dog.folder.parent == tmp_path
+        assert dog.folder.is_dir()
+    assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.observe import StepTiming
-from paceline.observe.timings import BucketTiming
+from paceline.observe.run_records import BucketTiming
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6)
 

@@ -52,6 +52,37 @@ def test_what_passes_between_two_backwards_is_told_apart(clock):
     assert timings.before(started_s=13.5).forward_s == 0.0
 
 
+def test_waiting_for_the_step_before_is_not_part_of_this_one(clock):
+    """Forward overlap waits within forward, within an optimizer, or wherever something is read."""
+    timings = StepTimings()
+    timings.leave()
+    timings.note_wait(1.0, 3.0)  # neither in forward nor in an optimizer
+    optimizers = timings_module._optimizers
+    clock.now_s = 4.0
+    optimizers._begin()
+    timings.note_wait(4.0, 5.0)
+    clock.now_s = 6.0
+    optimizers._end()
+    timings.note_wait(8.0, 11.0)
+    clock.now_s = 12.0
+    timings.note_forward(5.0)
+    before = timings.before(started_s=20.0)
+    assert (before.forward_s, before.last_forward_s) == (2.0, 5.0)
+    assert (before.optimizer_s, before.other_s) == (1.0, 20.0 - 2.0 - 1.0 - 2.0 - 1.0 - 3.0)
+
+
+def test_a_decision_is_told_once_and_stands_in_the_table(monkeypatch):
+    told = []
+    monkeypatch.setattr(timings_module, "tell", lambda *words: told.append(words))
+    timings = StepTimings()
+    for words in ("on", "on", "off, because", "off, because"):
+        timings.decide("overlap_forward", words, is_told=True)
+    timings.decide("overlap_forward", "on again", is_told=False)
+    assert [text for _, text in told] == ["overlap_forward=True: on", "overlap_forward=True: off, because"]
+    timings.add(StepTiming(1, 0.01, 0.0, 0.02, 0.04, ()))
+    assert str(timings).splitlines()[-1] == "overlap_forward: on again"
+
+
 def test_the_table_adds_up():
     timings = StepTimings()
     assert timings.table() == str(timings) == "no step has been synchronized yet"

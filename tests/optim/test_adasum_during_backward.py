@@ -253,7 +253,9 @@ def skip_batches(rank, num_ranks, optimizer_name):
             if launched:
                 with pytest.raises(ConfigurationError, match=r"zero_grad.*abort_step\(\), on all ranks"):
                     during.zero_grad()
-                with pytest.raises(ConfigurationError, match="to skip a batch whose backward raised"):
+                with pytest.raises(
+                    ConfigurationError, match="To skip a batch whose backward raised, call abort_step"
+                ):
                     model[0](torch.ones(1, 8)).sum().backward()  # of the last bucket
             during.abort_step()
             assert all(parameter.grad is None for parameter in parameters)

@@ -310,7 +310,7 @@ def misuse_local_steps(rank, _num_ranks):
         ReplicaMismatchError, match="other parameters, or another reduction, setting or version"
     ):
         LocalSGD(inner, every=2, buffers=[torch.ones(2 + rank)])
-    with pytest.raises(ConfigurationError, match='compression="auto" decides by'):
+    with pytest.raises(ConfigurationError, match='compression="auto" measures the buckets'):
         LocalSGD(inner, every=2, compression="auto")
     # Gradients that are reduced already.
     model = DistributedDataParallel(Mlp(dtype=torch.float64))

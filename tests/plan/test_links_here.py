@@ -49,7 +49,7 @@ def test_servers_have_the_measured_link_unless_theirs_was_given() -> None:
             PlanRequest("tiny"),
             (
                 "25 Gbit/s (assumed), 30 us a round (assumed); this is one host, which has no such link to measure "
-                "(see docs/guide/plan.md#on-several-hosts)"
+                "(as a job on several hosts it is measured)"
             ),
             "--rate 25Gbit, --latency 30us, --ranks-per-host 8, --within 800Gbit",
         ),

@@ -88,7 +88,7 @@ def test_a_shipped_workload_is_planned_without_torch(tmp_path: Path) -> None:
 def test_a_script_is_planned_by_at_most_20_files(tmp_path: Path) -> None:
     """The ways of docs/architecture.md: files of which a function runs, from the command to the last line printed."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    planned = run(TRACED, tmp_path, "plan", "train.py", "--to", "2", "--steps", "2")
+    planned = run(TRACED, tmp_path, "plan", "--to", "2", "--steps", "2", "train.py")
     assert planned.returncode == 0, planned.stderr
     recorded = run(TRACED, tmp_path, "trace.jsonl", "2", "train.py")
     assert recorded.returncode == 0, recorded.stderr

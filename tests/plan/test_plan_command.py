@@ -42,7 +42,7 @@ def test_a_script_is_recorded_predicted_and_scored(tmp_path: Path) -> None:
         "--price",
         "2",
     ]
-    done = paceline("plan", "train.py", *words, "--", "128", cwd=tmp_path)
+    done = paceline("plan", *words, "train.py", "128", cwd=tmp_path)
     assert done.code == 0, done.err
     assert "hello from the script" in done.err
     record = json.loads(done.out)
@@ -73,6 +73,23 @@ def test_the_port_of_a_recorded_script_is_kept_for_it() -> None:
         assert dist.TCPStore("127.0.0.1", port, 1, is_master=True).port == port
 
 
+@pytest.mark.processes
+def test_a_script_runs_in_a_copy_if_asked_to(tmp_path: Path) -> None:
+    """Its checkpoint stays as it was; without --scratch it is overwritten, which is said before the script begins."""
+    writes = "import sys; from pathlib import Path; Path('checkpoint.pt').write_text(sys.argv[2])\n"
+    (tmp_path / "train.py").write_text(writes + SCRIPT)
+    (tmp_path / "checkpoint.pt").write_text("days of training")
+    words = ["plan", "record", "--steps", "1", "train.py", "16", "new"]
+    careful = paceline(*words[:2], "--scratch", *words[2:], cwd=tmp_path)
+    assert careful.code == 0, careful.err
+    assert (tmp_path / "checkpoint.pt").read_text() == "days of training"
+    done = paceline(*words, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert (tmp_path / "checkpoint.pt").read_text() == "new"
+    assert done.err.index("--scratch runs it in a copy") < done.err.index("hello from the script")
+
+
+@pytest.mark.slow
 @pytest.mark.processes
 def test_scripts_that_cannot_be_recorded(tmp_path: Path) -> None:
     (tmp_path / "forward.py").write_text(
@@ -119,8 +136,8 @@ def test_bad_input(
         "--steps 5 would change nothing without a script": ["tiny", "--steps", "5"],
         "arguments ('5',) would change nothing": ["tiny", "--", "5"],
         "--algorithm halving_doubling would": ["tiny", "--servers", "1", "--algorithm", "halving_doubling"],
-        "there is no folder none": ["record", "train.py", "--out", "none/x.json"],
-        "it is a folder": ["record", "train.py", "--out", "."],
+        "there is no folder none": ["record", "--out", "none/x.json", "train.py"],
+        "it is a folder": ["record", "--out", ".", "train.py"],
     }
     for words, arguments in cases.items():
         with pytest.raises(SystemExit) as ended:

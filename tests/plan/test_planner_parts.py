@@ -102,7 +102,7 @@ def test_what_limits_is_what_was_made_to_limit() -> None:
         "computing": (workload(), grow(1e10)(8), ReductionPlan()),
         "the hosts' links": (workload(), grow(1e7)(8), ReductionPlan()),
         "latency": (workload(), grow(1e12, 5e-3)(8), ReductionPlan(algorithm="ring")),
-        "stragglers": (workload(relative_steps=jitter), grow(1e10)(8), ReductionPlan()),
+        "recorded steps that vary": (workload(relative_steps=jitter), grow(1e10)(8), ReductionPlan()),
         "the parameter servers' links": (workload(), grow(1e12)(8), ReductionPlan(servers=Servers(1, 1e8))),
         "several links alike": (workload(), grow(1e8)(8), ReductionPlan(servers=Servers(8, 1e8))),
         "computing (one rank)": (workload(), grow()(1), ReductionPlan()),
@@ -114,7 +114,9 @@ def test_what_limits_is_what_was_made_to_limit() -> None:
     slow = setups["the hosts' links"]
     helps = what_helps(slow, slow.simulate())
     assert [x.ratio for x in helps] == sorted((x.ratio for x in helps), reverse=True)
-    assert {"links twice as fast", "gradients in half the bytes"} <= {x.what for x in helps}
+    assert {"links twice as fast", 'compression="bf16"'} <= {x.what for x in helps}
+    real = Setup(RecordedWorkload.shipped("resnet50"), grow(1e9)(8), ReductionPlan())
+    assert "overlap_forward=True" in {x.what for x in what_helps(real, real.simulate())}
     alone = setups["computing (one rank)"]
     assert what_helps(alone, alone.simulate()) == ()
 

@@ -106,10 +106,20 @@ def test_coding_on_busy_processors_delays_gradients():
     """Half of the processors busy: half of the extra processor time is missing to whoever computes."""
     plain = ReductionCost("none", FREE, AlphaBetaCost(0.0, 2e-3), FREE, AlphaBetaCost(0.0, 1e-3), 2e-3)
     measured = (FREE, AlphaBetaCost(0.0, 1.5e-3), FREE, AlphaBetaCost(0.1, 3e-3))
-    assert ReductionCost.of_codec("x", plain, measured, 0.5, 0.0).launch == FREE
-    codec = ReductionCost.of_codec("x", plain, measured, 0.5, 0.5)
+    assert ReductionCost.of_codec("x", plain, measured, 0.5, 0.5, 0.0).launch == FREE
+    codec = ReductionCost.of_codec("x", plain, measured, 0.5, 0.5, 0.5)
     assert numbers(codec.launch) == near(0.05, 1e-3)
     assert codec.link_s_per_byte == 1e-3
+
+
+def test_the_models_bytes_count_and_not_the_probes():
+    """A tenth of the model's bytes, though half of the probe's; coding takes no more than its processor time."""
+    plain = ReductionCost("none", FREE, AlphaBetaCost(0.0, 2e-3), FREE, AlphaBetaCost(0.0, 1e-3), 2e-3)
+    for slope, coding in ((1.1e-3, 0.1e-3), (9e-3, 0.3e-3)):
+        measured = (FREE, AlphaBetaCost(0.0, slope), FREE, AlphaBetaCost(0.0, 1.3e-3))
+        codec = ReductionCost.of_codec("x", plain, measured, 0.1, 0.5, 0.0)
+        assert numbers(codec.wire) == near(0.0, 0.2e-3 + coding)
+        assert codec.link_s_per_byte == pytest.approx(0.2e-3)
 
 
 def test_a_codec_makes_nothing_shorter_but_the_bytes():
@@ -117,7 +127,7 @@ def test_a_codec_makes_nothing_shorter_but_the_bytes():
     plain = ReductionCost(
         "none", AlphaBetaCost(0.2, 1e-4), AlphaBetaCost(0.3, 2e-3), AlphaBetaCost(0.1, 0.0), FREE, 2e-3
     )
-    codec = ReductionCost.of_codec("x", plain, (FREE, AlphaBetaCost(0.1, 1e-3), FREE, FREE), 0.5, 0.0)
+    codec = ReductionCost.of_codec("x", plain, (FREE, AlphaBetaCost(0.1, 1e-3), FREE, FREE), 0.5, 0.5, 0.0)
     assert (codec.launch, codec.finish) == (plain.launch, plain.finish)
     assert numbers(codec.wire) == near(0.3, 1e-3)
 

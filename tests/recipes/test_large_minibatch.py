@@ -219,7 +219,7 @@ def test_ranks_that_differ_are_all_told(case, words):
         ({"batch": 8, "scaling": "log"}, "'log' is not a rule"),
         ({"batch": 8, "rates": (0.0,)}, "parameter group 0 has lr=0.0"),
         ({"batch": 8, "rates": (0.1, -1e-3)}, "parameter group 1"),
-        ({"batch": GlobalBatch((8,)), "accumulation": 2}, "beside a GlobalBatch"),
+        ({"batch": GlobalBatch((8,)), "accumulation": 2}, "was given with a GlobalBatch"),
     ],
 )
 def test_refused(kwargs, words):

@@ -1,5 +1,9 @@
 """Auto's small parts: the profile of a step, waiting in slices, pieces of a bucket, numbers agreed on."""
 
+import math
+import random
+import statistics
+
 import pytest
 import torch
 from torch.nn import Parameter
@@ -69,6 +73,26 @@ def test_periods_are_medians():
     assert periods.medians(["x", None, "y"]) == [2.0, 5.0, 0.0]
     periods.clear()
     assert periods.medians(["x"]) == [0.0]
+
+
+@pytest.mark.parametrize(("spread", "number"), [(0.02, 40), (0.1, 40), (0.1, 160)])
+def test_doubt_is_how_far_the_ratio_of_two_medians_scatters(spread, number):
+    """As drawn a thousand times, within half; a few long steps change little; without steps all is in doubt."""
+    source = random.Random(0)
+
+    def draw():
+        periods = Periods()
+        for codec in ("x", None):
+            for _ in range(number):
+                periods.add(codec, 1.0 + spread * source.gauss(0.0, 1.0))
+            periods.add(codec, 5.0)
+        with_s, without_s = periods.medians(["x", None])
+        return with_s / without_s, periods.doubt(["x", None])
+
+    ratios, doubts = zip(*(draw() for _ in range(1000)), strict=True)
+    assert 0.7 < statistics.median(doubts) / statistics.stdev(ratios) < 1.4
+    assert draw()[1] < spread
+    assert Periods().doubt(["x", None]) == math.inf
 
 
 def test_of_several_timings_the_shortest_counts():
@@ -142,8 +166,8 @@ def message(*shapes):
 
 
 def test_a_probe_takes_copies_of_some_gradients():
-    """As many of the first as fit, at least one, and the smallest of these; the bucket's own stay as they are."""
-    bucket = message((LEAST_BYTES // 8,), (4, 3), (LEAST_BYTES // 8,), (2,))
+    """As many of the first as come nearest to an eighth, and the smallest of them; the bucket's own stay."""
+    bucket = message((LEAST_BYTES // 8,), (4, 3), (LEAST_BYTES,), (2,))
     total = 4 * bucket.num_gradient_elements
     for total_bytes, num_kept in ((total, 2), (LARGE_SHARE * total, 4)):
         large, small = Probe.of(bucket, total_bytes, {"none": Mean()}, 2, 0.5)._messages
@@ -160,6 +184,12 @@ def test_a_probe_takes_copies_of_some_gradients():
         large.gradients[1].zero_()
         assert large.flat[LEAST_BYTES // 8 : LEAST_BYTES // 8 + 12].abs().sum() == 0
         assert bucket.gradients[1].min() > 0
+    matrix = message(
+        (64,), (LEAST_BYTES // 128, 64)
+    )  # a bias before it: that alone would say nothing of shapes
+    large, small = Probe.of(matrix, 1, {"none": Mean()}, 2, 0.5)._messages
+    assert [view.shape for view in large.gradients] == [view.shape for view in matrix.gradients]
+    assert [view.shape for view in small.gradients] == [(64,)]
     only = message((5, 7))
     large, small = Probe.of(only, 1, {"none": Mean()}, 2, 0.5)._messages
     assert torch.equal(large.flat, only.flat[:35])

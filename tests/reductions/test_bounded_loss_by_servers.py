@@ -163,7 +163,7 @@ def test_what_is_lost_of_a_push_is_compensated_and_told(lossy_servers, compensat
 
 def test_impossible_servers_are_refused():
     for wrong in ({"servers": ["127.0.0.1:1"]}, {"servers": ParameterServers(), "connect": print}):
-        with pytest.raises(ConfigurationError, match=r"give ParameterServers\(\)"):
+        with pytest.raises(ConfigurationError, match=r"Give ParameterServers\(\)"):
             BoundedLoss(0.1, **wrong)
     made = BoundedLoss(0.1, servers=ParameterServers(["127.0.0.1:1"]))
     assert repr(copy.deepcopy(made)) == repr(made)

@@ -455,7 +455,7 @@ def two_models(_rank, _num_ranks):
     """One object for two models; the first is kept, as one that is gone leaves the object free."""
     reduction = Compressed(TopK())
     first = DistributedDataParallel(Mlp(), compression=reduction)
-    with pytest.raises(ConfigurationError, match="reduces another model's gradients already"):
+    with pytest.raises(ConfigurationError, match="already reduces another model's gradients"):
         DistributedDataParallel(Mlp(), compression=reduction)
     del first
 
@@ -487,7 +487,7 @@ def compression_refused(rank, _num_ranks, case):
 REFUSED = {
     "unknown": "compression='zip' is not a compression. Give one of 'fp16', 'bf16', 'int8', 'onebit'",
     "not one": "compression=3 is not a compression",
-    "both": "each says how gradients are combined. Leave out either",
+    "both": "each says how gradients are combined. Leave out one of them",
     "mixed precision": "compression='fp16' and mixed_precision",
     "dtype": "the gradient of 'c.weight', which is torch.bfloat16",
     "differs": "TopK(ratio=0.2)",

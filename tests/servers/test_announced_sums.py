@@ -129,6 +129,7 @@ def test_who_leaves_while_others_wait_is_named_and_who_has_all_may_leave():
 
 def test_a_sum_before_joining_is_refused():
     session = Session(1, TIMEOUT_S, SteppedKeys)
+    session.names[0] = "(process 100)"
     told = failure(session.receive(0, announce(0), 0.0))
     assert "has not joined" in told[0]["words"]
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.errors import ProtocolError
+from paceline.errors import ConfigurationError, ProtocolError
 from paceline.servers import ELEMENTWISE
+from paceline.servers.datagram_sums import DatagramSums
 from paceline.servers.ordered_sum import OrderedSum
 from paceline.servers.session import DOUBT_S, Session
 from paceline.servers.stepping import SteppedKeys
@@ -292,3 +293,22 @@ def test_a_rank_that_was_answered_is_blamed_again_and_doubts_begin_anew():
     made.receive(1, waits(""), begun_s + TIMEOUT_S + 0.2)
     told = said(made.check(begun_s + TIMEOUT_S + 0.3))
     assert {(words["kind"], words["rank"]) for words in told.values()} == {("lost", 1)}
+
+
+def test_a_failure_is_told_to_those_who_have_come_and_names_a_few():
+    """However many ranks there are said to be: a list of all would hold up every job of the server."""
+    made = Session(10**9, TIMEOUT_S, SteppedKeys)
+    made.names.update({0: "(process 1)", 1: "(process 2)"})
+    assert set(said(made.lose(1, "is gone"))) == {0}
+    late = Session(40, TIMEOUT_S, SteppedKeys)
+    late.names[0] = "(process 1)"
+    late.receive(0, push(torch.ones(2)), 0.0)
+    (words,) = said(late.check(TIMEOUT_S + 0.1)).values()
+    assert words["words"].endswith("rank 16 has never connected; and 23 more")
+
+
+@pytest.mark.parametrize("wrong", [{"servers": 10**9}, {"number": 2}, {"ports": 10**6}, {"ports": 0}])
+def test_numbers_of_sums_by_datagrams_are_checked_before_anything_is_opened(wrong):
+    sums = DatagramSums(1, TIMEOUT_S, "127.0.0.1")
+    with pytest.raises(ConfigurationError, match="There are at most 1024 servers, and 16 ports"):
+        sums.join(0, {"number": 0, "servers": 2, "ports": 1, "mtu": 1500} | wrong)

@@ -1,5 +1,6 @@
 """Who reaches a server's port without the job's token, or speaks another protocol, gets nowhere and disturbs nobody."""
 
+import contextlib
 import errno
 import socket
 import threading
@@ -14,9 +15,10 @@ from paceline.errors import ConfigurationError, ProtocolError, ServerLostError
 from paceline.servers.connection import Connection
 from paceline.servers.handshake import (
     CODE_BYTES,
-    FROM_RANK,
-    FROM_SERVER,
     GREETING,
+    KNOCK_BYTES,
+    NONCE_BYTES,
+    REFUSAL,
     RefusedError,
     ServerSide,
     enter,
@@ -60,25 +62,30 @@ def push_alone(link, number):
 
 def talk(address, words):
     """What a server says to these words before it closes the connection."""
-    host, port = address.split(":")
-    with socket.create_connection((host, int(port)), LIMIT_S) as stranger:
-        heard = stranger.recv(FROM_SERVER)
+    heard = b""
+    with dialled(address) as stranger:
         stranger.sendall(words)
-        with pytest.raises((ConnectionResetError, ConnectionAbortedError, StopIteration)):
-            if not stranger.recv(100):
-                raise StopIteration
+        with contextlib.suppress(ConnectionError):
+            while part := stranger.recv(100):
+                heard += part
     return heard
+
+
+def dialled(address):
+    """A connection to a server, whose other end says nothing by itself."""
+    host, port = address.split(":")
+    return socket.create_connection((host, int(port)), LIMIT_S)
 
 
 def test_strangers_are_dropped_and_the_job_goes_on():
     with in_threads(1, "secret") as addresses:
         link = Link(addresses, rank())
         for words in (
-            b"x" * FROM_RANK,
-            b"GET / HTTP/1.1\r\n\r\n" + b" " * FROM_RANK,
-            HEADER.pack(2, 0, 0, 0, 0, 8) * 4,
+            b"x" * KNOCK_BYTES,
+            b"GET / HTTP/1.1\r\n\r\n" + b" " * KNOCK_BYTES,
+            HEADER.pack(2, 0, 0, 0, 0, 8) * 5,
         ):
-            assert talk(addresses[0], words).startswith(GREETING)
+            assert talk(addresses[0], words) == REFUSAL
         with pytest.raises(RefusedError, match="another PACELINE_TOKEN"):
             Link(addresses, rank("guess"))
         push_alone(link, 0)
@@ -132,7 +139,7 @@ def test_who_only_greets_like_a_server_is_refused():
     mine, theirs = socket.socketpair()
     with mine, theirs:
         mine.settimeout(LIMIT_S)
-        theirs.sendall(ServerSide("a guess").first_words + bytes(CODE_BYTES))
+        theirs.sendall(GREETING + b"x" * NONCE_BYTES + bytes(CODE_BYTES))
         with pytest.raises(RefusedError, match="does not know the job's token: it is no server of this job"):
             enter(mine, "secret", "somewhere")
 
@@ -157,8 +164,6 @@ def test_serving_refuses_what_cannot_be(monkeypatch):
     for place in ("7000", "127.0.0.1:", "127.0.0.1:port", "127.0.0.1:70000"):
         with pytest.raises(ConfigurationError, match="is no address"):
             serve_on(place)
-    with pytest.raises(ConfigurationError, match="there is no token"):
-        serve_on("10.0.0.5:7000")
     monkeypatch.setenv("PACELINE_TOKEN", "secret")
     with pytest.raises(ConfigurationError, match="cannot listen on 203"):
         serve_on("203.0.113.7:7000")
@@ -196,7 +201,7 @@ def test_who_says_nothing_or_too_little_is_dropped_after_a_while_and_nobody_else
         host, port = addresses[0].split(":")
         strangers = [socket.create_connection((host, int(port)), LIMIT_S) for _ in range(5)]
         _silent, half, *known = strangers
-        half.sendall(b"x" * (FROM_RANK - 1))
+        half.sendall(b"x" * (KNOCK_BYTES - 1))
         for each in known:  # who knows the token, and
             enter(each, "secret", "the server")
         known[1].sendall(Frame(Kind.HELLO, body=(HELLO,)).header[:-1])  # begins a frame
@@ -256,18 +261,18 @@ def test_a_server_without_file_descriptors_goes_on_and_does_not_spin(monkeypatch
     try:
         with socket.create_connection(listener.getsockname(), LIMIT_S) as connected:
             for number in range(1, 4):
-                clock.now_s += 0.25 * (number > 1)
                 wait_for(lambda number=number: listener.num_tries == number)
                 turns = clock.num_looks
                 wait_for(lambda turns=turns: clock.num_looks > turns + 3)
                 assert listener.num_tries == number, "tried again before its time"
+                clock.now_s += 0.25
             connected.setblocking(False)
             with pytest.raises(BlockingIOError):
                 connected.recv(100)
             listener.are_some = True
-            clock.now_s += 0.25
+            clock.now_s += 0.25  # it tried a fourth time before
             connected.settimeout(LIMIT_S)
-            assert connected.recv(FROM_SERVER).startswith(GREETING)
+            enter(connected, "", "the server")
     finally:
         mine.close()
         thread.join()
@@ -311,6 +316,133 @@ def test_ranks_that_are_far_ahead_wait_in_the_network_and_not_in_the_servers_mem
     assert made[0]._held_bytes == 0
 
 
+@pytest.mark.timeout(60)
+def test_strangers_who_say_nothing_make_room_for_ranks_and_for_each_other(monkeypatch):
+    """Nobody is dropped for the time: what lets the ranks in is that the oldest strangers go."""
+    monkeypatch.setattr("paceline.servers.server.PATIENCE_S", 600.0)
+    monkeypatch.setattr("paceline.servers.server._MOST_STRANGERS", 8)
+    with in_threads(1, "secret") as addresses, contextlib.ExitStack() as strangers:
+        slow = strangers.enter_context(dialled(addresses[0]))
+        enter(slow, "secret", "the server")  # a rank that has not said yet who it is, and is no stranger
+        held = [strangers.enter_context(dialled(addresses[0])) for _ in range(70)]
+        link = Link(addresses, rank())
+        push_alone(link, 0)
+        for stranger in held[:-8]:
+            assert stranger.recv(1) == b"", "the oldest are shed"
+        for stranger in held[-8:]:
+            stranger.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                stranger.recv(1)
+        slow.sendall(Frame(Kind.HELLO, body=(HELLO,)).header + HELLO)
+        assert slow.recv(1000), "it is answered"
+        link.close(2.0)
+
+
+@pytest.mark.timeout(60)
+def test_where_descriptors_are_scarce_a_stranger_goes_for_a_rank(monkeypatch):
+    monkeypatch.setattr("paceline.servers.server.PATIENCE_S", 600.0)
+    listener = _NoneLeft(listen("127.0.0.1", 0))
+    listener.are_some = True
+    server = Server(listener, "secret")
+    mine, theirs = socket.socketpair()
+    server.watch(theirs)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        with dialled(address) as stranger:
+            wait_for(lambda: server._strangers)
+            listener.are_some = False
+            drop = server._drop
+
+            def dropped(*given):
+                drop(*given)
+                listener.are_some = True
+
+            monkeypatch.setattr(server, "_drop", dropped)
+            link = Link([address], rank())
+            assert stranger.recv(1) == b""
+            link.close(2.0)
+    finally:
+        mine.close()
+        thread.join()
+        theirs.close()
+
+
+class _ShedsFirst:
+    """A listening socket whose server closes the first connections, as if it had to."""
+
+    def __init__(self, listener, number):
+        self._listener, self.left = listener, number
+
+    def __getattr__(self, name):
+        return getattr(self._listener, name)
+
+    def accept(self):
+        connected, place = self._listener.accept()
+        if self.left:
+            self.left -= 1
+            connected.shutdown(socket.SHUT_RDWR)
+        return connected, place
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_was_shed_comes_again():
+    listener = _ShedsFirst(listen("127.0.0.1", 0), 3)
+    server = Server(listener, "")
+    mine, theirs = socket.socketpair()
+    server.watch(theirs)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        Link([f"127.0.0.1:{listener.getsockname()[1]}"], rank("")).close(2.0)
+        assert listener.left == 0
+    finally:
+        mine.close()
+        thread.join()
+        theirs.close()
+
+
+def test_a_connection_that_closes_without_a_word_accuses_nobody(monkeypatch):
+    monkeypatch.setattr("paceline.servers.link.PATIENCE_S", 0.2)
+    listener = listen("127.0.0.1", 0)
+
+    def close_all():
+        with contextlib.suppress(OSError):
+            while True:
+                listener.accept()[0].close()
+
+    thread = threading.Thread(target=close_all, daemon=True)
+    thread.start()
+    try:
+        with pytest.raises(ServerLostError, match="closes them without a word") as error:
+            Link([f"127.0.0.1:{listener.getsockname()[1]}"], rank())
+        assert "PACELINE_TOKEN" not in str(error.value)
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "timeout_s"),
+    [(10**9, 5.0), (0, 5.0), (-1, 5.0), (1, float("nan")), (1, float("inf")), (1, 0.0), (1, -1.0)],
+)
+def test_numbers_that_cannot_be_are_refused_before_anything_is_made_of_them(num_ranks, timeout_s):
+    with in_threads(1) as addresses:
+        with pytest.raises(ConfigurationError, match="A parameter server serves 1 to"):
+            Link(addresses, Rank(0, num_ranks, "s", timeout_s, ""))
+        Link(addresses, rank("")).close(2.0)
+
+
+def test_nobody_has_memory_reserved_before_it_has_said_who_it_is():
+    with in_threads(1) as addresses, dialled(addresses[0]) as rich:
+        enter(rich, "", "the server")
+        rich.sendall(HEADER.pack(Kind.HELLO, 0, 0, 0, 0, 1 << 30))
+        with contextlib.suppress(ConnectionError):
+            assert rich.recv(1) == b""
+
+
 def test_more_ranks_than_may_be_strangers_come_at_once():
     with in_threads(1, "secret") as addresses:
         host, port = addresses[0].split(":")
@@ -325,11 +457,10 @@ def test_nobody_waits_for_a_server_that_says_nothing_of_its_failure():
 
     def fail():
         connected, _ = listener.accept()
-        side, received = ServerSide("secret"), b""
-        connected.sendall(side.first_words)
-        while len(received) < FROM_RANK:
-            received += connected.recv(FROM_RANK - len(received))
-        connected.sendall(side.answer(received) + Frame(Kind.FAILED).header)
+        side = ServerSide("secret")
+        while not side.has_entered:
+            connected.sendall(side.take(connected.recv(side.num_missing)))
+        connected.sendall(Frame(Kind.FAILED).header)
         connected.recv(10_000)
         connected.close()
 

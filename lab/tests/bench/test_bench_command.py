@@ -45,16 +45,16 @@ def the_json(folder: Path, stdout: str) -> dict[str, object]:
 def test_step_on_loopback(tmp_path: Path) -> None:
     """Ours against two of torch's: JSON alone on stdout, provenance, the limit, and the words 'timed compute'."""
     report = tmp_path / "report"
-    words = ["--vs", "torch,torch-fp16", "--ranks", "2", "--report", str(report), "--json"]
+    words = ["--vs", "torch,torch-fp16", "--ranks-per-host", "2", "--report", str(report), "--json"]
     done = paceline("bench", "step", *TIMED, *words, cwd=tmp_path)
     assert done.code == 0, done.err
     record = the_json(report, done.out)
-    assert [row[0] for row in record["rows"]] == ["ours", "torch", "torch-fp16"]
+    assert [row[0] for row in record["rows"]] == ["paceline", "torch", "torch-fp16"]
     assert record["columns"][2] == "ratio to torch"
     assert record["summaries"]["compute"] == "timed"
     assert any("timed compute" in note for note in record["notes"])
     assert record["summaries"]["limit"]["link_s"] is None
-    assert record["summaries"]["sides"]["ours"]["error"] == 0
+    assert record["summaries"]["sides"]["paceline"]["error"] == 0
     assert record["provenance"]["num_ranks"] == 2
     assert record["provenance"]["command"].startswith("paceline bench step")
     assert record["place"]["ranks"] == "2"
@@ -158,8 +158,8 @@ STEP, ALL = ["bench", "step", "--workload", "tiny"], ["bench", "allreduce"]
         ([*STEP, "--vs", "torch,none"], "--vs none does not synchronize"),
         ([*STEP, "--rounds", "1"], "--rounds 1 gives no spread"),
         ([*STEP, "--steps", "0"], "--steps 0 measures nothing"),
-        ([*STEP, "--ranks", "0"], "--ranks 0 measures nothing"),
-        ([*STEP, "--ranks", "2", "--hosts", "2"], "--ranks-per-host"),
+        ([*STEP, "--ranks-per-host", "0"], "--ranks-per-host 0 measures nothing"),
+        ([*STEP, "--nproc-per-node", "2,1"], "--ranks-per-host 2,1 is not a whole number"),
         ([*STEP, "--rate", "1Gbit"], "Pass --hosts N"),
         ([*STEP, "--hosts", "2", "--rate", "1"], "rate"),
         ([*STEP, "--hosts", "0"], "hosts"),
@@ -169,7 +169,7 @@ STEP, ALL = ["bench", "step", "--workload", "tiny"], ["bench", "allreduce"]
         ([*STEP, "--scale", "0.5"], "--scale 0.5"),
         ([*STEP, "--compute-s", "-1"], "--compute-s -1"),
         ([*STEP, "--profile", "no-such-file.json"], "cannot be read"),
-        ([*STEP, "--workload", "mlstm-8k", "--ranks", "200"], "of memory"),
+        ([*STEP, "--workload", "mlstm-8k", "--ranks-per-host", "200"], "of memory"),
         ([*ALL, "--sizes", "64"], "--sizes"),
         ([*ALL, "--vs", "glue"], "There are: gloo"),
         ([*ALL, "--vs", "gloo,gloo"], "name each side once"),

@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigurationError
-from paceline.plan import RecordedWorkload
+from paceline.plan import LayerTimes, RecordedWorkload
 from paceline_lab.bench.allreduce import launches, num_per_turn
 from paceline_lab.bench.allreduce_sides import parse_sizes
 from paceline_lab.bench.commands import check_memory, needed_bytes
 from paceline_lab.bench.layer_profile import LayerTime, Profile, default_profile
 from paceline_lab.bench.limit import StepLimit, backward_and_communication_s, bus_rate, ring_bytes_per_rank
 from paceline_lab.bench.profile_recording import record
-from paceline_lab.bench.step import StepConfig
-from paceline_lab.bench.timed_model import planned
+from paceline_lab.bench.ranks import LoopbackRanks
+from paceline_lab.bench.sides import StepTimes
+from paceline_lab.bench.step import SideOutcome, StepConfig, StepOutcome
+from paceline_lab.bench.step_report import report
+from paceline_lab.bench.timed_model import gradient_bytes, planned
 
 
 def test_a_ring_sends_what_the_papers_say() -> None:
@@ -104,7 +107,7 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
         Profile.load(path, "vgg16")
     with pytest.raises(ConfigurationError, match="cannot be read"):
         Profile.load(tmp_path / "none.json", "vgg16")
-    with pytest.raises(ConfigurationError, match="times of 0 or more"):
+    with pytest.raises(ConfigurationError, match="no time below 0"):
         Profile("x", "y", (LayerTime("a", ((1,),), -1.0, 0.0),), 0.0)
 
 
@@ -132,3 +135,43 @@ def test_launches_alternate_only_where_they_must() -> None:
     assert launches(("gloo",)) == [("gloo",)]
     assert launches(("gloo", "mpi4py")) == [("gloo",), ("mpi4py",), ("mpi4py",), ("gloo",)]
     assert num_per_turn(64 * 1024) > num_per_turn(25 * 2**20) == 1
+
+
+def test_a_recording_is_a_profile_of_the_same_step() -> None:
+    layers = (LayerTimes("last", 0.01, 0.02, (64, 8)), LayerTimes("first", 0.03, 0.05, (128, 32)))
+    recorded = RecordedWorkload(
+        "mine", "made up", layers, 0.004, other_s=0.001, ready_order=(0, 1), num_micro_steps=3
+    )
+    found = Profile.of_recording(recorded)
+    assert [layer.name for layer in found.layers] == ["first", "last"]  # whose gradients come last and first
+    assert gradient_bytes(found) == recorded.gradient_bytes
+    assert found.forward_s + found.backward_s + found.optimizer_s == pytest.approx(recorded.compute_s)
+    assert StepConfig("mine", ("ours", "torch"), 2, profile=found).gradient_bytes == recorded.gradient_bytes
+
+
+def outcome_of(step_s: float, compute_s: float, communication_s: float) -> StepOutcome:
+    """Two ranks, two rounds, one side."""
+
+    def times(total_s: float) -> StepTimes:
+        thirds = [[total_s / 3] * 4 for _ in range(3)]
+        return StepTimes(*thirds)
+
+    side = SideOutcome("torch", (times(step_s),) * 2, ranks_equal=True, error=None, bucket_bytes=())
+    return StepOutcome((times(compute_s),) * 2, ([communication_s] * 4,) * 2, (side,), ())
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ((0.15, 0.1, 0.06), ""),
+        ((0.06, 0.1, 0.06), "a step of torch took 60.0 ms, and computing alone 100.0 ms"),
+        ((0.2, 0.1, 0.4), "a step of torch took 200.0 ms, and the ideal is 466.7 ms"),
+    ],
+)
+def test_a_result_that_cannot_be_is_not_shown(parts: tuple[float, float, float], says: str) -> None:
+    config, place = StepConfig("tiny", ("torch",), 2), LoopbackRanks(2)
+    made = report(config, outcome_of(*parts), place, 0.0)
+    assert made.summaries["disturbed"] == says
+    shown = [bool(cell) for cell in made.rows[0][:5]]
+    assert shown == ([True, False, True, False, False] if says else [True] * 5)
+    assert any("only ratios are shown" in note for note in made.notes) == bool(says)

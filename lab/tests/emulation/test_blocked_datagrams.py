@@ -12,7 +12,7 @@ from paceline.transports.bounded_loss.datagram_loop import compile_all
 pytestmark = pytest.mark.processes
 
 VICTIM, RANKS = 1, 3
-MTU = "a router between them drops what is longer than its MTU"
+MTU = "A router between them silently drops packets that are longer than its MTU"
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def test_the_link_between_the_hosts_is_measured(tmp_path):
     """Once by the hosts together; then rank 0 records the script by itself and predicts."""
     (tmp_path / "train.py").write_text(SCRIPT)
     hosts = ["--hosts", "2", "--ranks-per-host", "2,1", "--rate", "50Mbit", "--offload"]
-    words = ["-m", "paceline", "plan", "train.py", "--to", "4", "--steps", "1", "--latency", "1ms"]
+    words = ["-m", "paceline", "plan", "--to", "4", "--steps", "1", "--latency", "1ms", "train.py"]
     done = paceline("emulate", *hosts, "--", *words, cwd=tmp_path)
     assert done.code == 0, done.out + done.err
     record = json.loads((tmp_path / "paceline-report" / "plan.json").read_text())

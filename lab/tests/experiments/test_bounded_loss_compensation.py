@@ -225,7 +225,7 @@ def test_one_for_each_model():
     ranks = ranks_with(at_random(0.0, 0), "survivors")
     group = ranks._groups[0]
     with pytest.raises(
-        ConfigurationError, match=r"another model's gradients already.*Make one for each model"
+        ConfigurationError, match=r"already reduces another model's gradients.*Make one for each model"
     ):
         ranks._reductions[0].prepare(parameters(), group)
     ranks.reduce(gradients(0))  # the first model goes on

@@ -1,4 +1,4 @@
-"""What the README, the page of benchmarks and the page of claims print is what was measured, by commands that exist."""
+"""What the README, benchmarks, claims and guides print is what was measured, by commands that exist."""
 
 from __future__ import annotations
 
@@ -8,76 +8,105 @@ import shlex
 import pytest
 import typer
 
-from harness.figures import figures_of, numbers_in, rounds_to, tables, value_of
+from harness.figures import figures_of, numbers_in, rounds_to, stored_rows, tables, value_of
 from harness.terminal import REPOSITORY
 from paceline.cli.app import app
 from paceline.errors import ConfigurationError
 from paceline_lab.experiments.registry import EXPERIMENTS
 
-README, BENCHMARKS, CLAIMS, OPTIONS = (
+README, BENCHMARKS, MORE, CLAIMS, OPTIONS = (
     REPOSITORY / name
-    for name in ("README.md", "docs/benchmarks.md", "docs/claims.md", "docs/guide/which-option.md")
+    for name in (
+        "README.md",
+        "docs/benchmarks.md",
+        "docs/notebook/benchmarks.md",
+        "docs/notebook/claims.md",
+        "docs/index.md",
+    )
 )
+PRINTING = [README, BENCHMARKS, MORE, CLAIMS]
+GUIDES = [page for page in sorted((OPTIONS.parent / "guide").glob("*.md")) if "\n| # |" in page.read_text()]
+STORED = stored_rows()
 # What the parser raises for bad usage; typer has moved it between packages.
 USAGE_ERROR = typer.BadParameter.__mro__[1]
 VERDICTS = {"holds", "holds in part", "refuted", "not yet", "cannot be tested here"}
+# How a claim was tried, and the verdicts that follow from it at most: what was only simulated does not hold.
+UNTRIED = {"not yet", "cannot be tested here"}
+MODELS_ONLY = {"simulated"}
+HOW = {"proved", "real", "emulated", "in one process", *MODELS_ONLY}
+NUM_CLAIMS = {"D": 13, "G": 10, "H": 9, "S": 6, "A": 6, "Z": 5, "L": 9, "M": 5}
 ALL_CLAIMS = {
-    *(f"D{number}" for number in range(1, 9)),
-    *("G1-4", "G5", "G6"),
-    *(f"H{number}" for number in range(1, 5)),
-    *(f"{letter}{number}" for letter in "SAZ" for number in range(1, 4)),
-    *(f"L{number}" for number in range(1, 6)),
-    *(f"M{number}" for number in range(1, 5)),
-}
+    *(f"{letter}{number}" for letter, most in NUM_CLAIMS.items() for number in range(1, most + 1)),
+    "G1-4",
+} - {"G1", "G2", "G3", "G4"}
 
 
 def _tables(page, first="#"):
     return [table for table in tables(page.read_text()) if table.header[0] == first]
 
 
-def _figures(page):
-    """The tables that print figures, and the one at the end that says where each is."""
-    *printing, sources = _tables(page)
-    assert sources.header == ["#", "figure", "value of"]
-    return printing, sources
-
-
-@pytest.mark.parametrize("page", [BENCHMARKS, CLAIMS], ids=lambda page: page.stem)
-def test_every_figure_is_the_measured_one(page):
-    printing, sources = _figures(page)
-    where = {}
-    for row, figure, source in sources.rows:
-        where.setdefault(row, set()).add(figure)
-        value = value_of(source.strip("`"))
-        assert rounds_to(value, figure), f"{page.name}, row {row}: {figure}, but {source} is {value}"
+def _printed(page):
+    """The figures of a page's tables, by the names of their rows; several rows of a page may have one name."""
     printed = {}
-    for table in printing:
+    for table in _tables(page):
         for row, figures in figures_of(table).items():
-            assert row not in printed, f"{page.name}: two rows are called {row}"
-            printed[row] = figures
-    assert {row: figures for row, figures in printed.items() if figures} == where
+            printed.setdefault(row, set()).update(figures)
+    return printed
 
 
-def test_the_readmes_figures_are_the_ten_of_the_page_of_benchmarks():
-    (ten,) = _tables(README)
-    assert len(ten.rows) <= 10
-    assert ten == _tables(BENCHMARKS)[0]
-    headline = re.findall(r"^\*\*(.+?)\*\*", README.read_text(), re.MULTILINE)[0]
-    assert headline.startswith("A step of a wide MLP"), "figure 4"
-    assert numbers_in(headline) == figures_of(ten)["4"]
+@pytest.mark.parametrize("row", STORED)
+def test_every_figure_is_the_measured_one(row):
+    for figure, source in STORED[row].figures:
+        value = value_of(source)
+        assert rounds_to(value, figure), f"figures.json, row {row}: {figure}, but {source} is {value}"
 
 
-def test_the_page_of_options_takes_its_figures_from_the_page_of_benchmarks():
-    """Each number of a row is a figure of the rows that it names, or the condition under which that was measured."""
-    printed = {
-        row: figures for table in _figures(BENCHMARKS)[0] for row, figures in figures_of(table).items()
+@pytest.mark.parametrize("page", PRINTING + GUIDES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_a_page_prints_only_figures_whose_samples_are_known(page):
+    printed = _printed(page)
+    assert printed
+    for row, figures in printed.items():
+        assert row in STORED, f"{page.name}: {row} is no row of figures.json"
+        strays = figures - STORED[row].printed
+        assert not strays, f"{page.name}, row {row}: {strays} are not in figures.json"
+
+
+def test_what_is_said_of_a_row_is_what_its_row_holds():
+    """A line of prose that names rows, as `(row 7)`, has no other figures than theirs, and a few conditions."""
+    conditions = {"1", "2", "16", "95", "5"}  # Gbit/s, hosts, %
+    lines = [line for line in BENCHMARKS.read_text().splitlines() if re.search(r"\(rows? \d", line)]
+    assert len(lines) > 5
+    for line in lines:
+        named = set(re.findall(r"\d+", " ".join(re.findall(r"\(rows? ([^)]*)\)", line))))
+        strays = numbers_in(re.sub(r"\(?rows? [^)]*\)|[Rr]ow \d+", "", line)) - conditions
+        assert strays <= set().union(*(STORED[row].printed for row in named)), line
+
+
+def test_every_known_figure_is_printed():
+    everywhere = {}
+    for page in PRINTING:
+        for row, figures in _printed(page).items():
+            everywhere.setdefault(row, set()).update(figures)
+    assert {row: figures for row, figures in everywhere.items() if figures} == {
+        name: row.printed for name, row in STORED.items() if row.printed
     }
+
+
+def test_the_readme_shows_ten_figures_at_most_and_no_other_in_bold():
+    printed = _printed(README)
+    assert len(printed) <= 10
+    bold = " ".join(re.findall(r"^\*\*(.+?)\*\*", README.read_text(), re.MULTILINE))
+    assert numbers_in(bold) <= set().union(*printed.values())
+
+
+def test_the_page_of_options_takes_its_figures_from_the_stored_ones():
+    """Each number of a row is a figure of the rows that it names, or the condition under which that was measured."""
     conditions = {"1", "100", "200", "50", "25", "15"}  # Gbit/s, Mbit/s, MiB, data sets
     rows = [row for table in _tables(OPTIONS, "you see") for row in table.rows]
     assert len(rows) > 15
     for row in rows:
         measured, sources = row[-2], [number.strip() for number in row[-1].split(",") if number.strip()]
-        figures = set().union(*(printed[source] for source in sources))
+        figures = set().union(*(STORED[source].printed for source in sources))
         strays = numbers_in(" ".join(row[:-1])) - figures - conditions
         assert not strays, f"{row[0]}: {strays} are not among figures {sources}"
         assert not sources or numbers_in(measured) & figures, (
@@ -86,29 +115,49 @@ def test_the_page_of_options_takes_its_figures_from_the_page_of_benchmarks():
 
 
 def test_every_claim_has_a_verdict_and_a_command_or_a_reason():
-    printing, _ = _figures(CLAIMS)
-    rows = {row[0]: dict(zip(table.header, row, strict=True)) for table in printing for row in table.rows}
-    assert set(rows) >= ALL_CLAIMS
+    judged = [table for table in _tables(CLAIMS) if "verdict" in table.header]
+    rows = {row[0]: dict(zip(table.header, row, strict=True)) for table in judged for row in table.rows}
+    assert set(rows) == ALL_CLAIMS
     for name, row in rows.items():
         assert row["verdict"] in VERDICTS, name
-        assert row["here"], name
-        untried = row["verdict"] in {"not yet", "cannot be tested here"}
-        assert untried or _commands(row["command"]), f"{name} says {row['verdict']} without a command"
+        assert row["result"], name
+        assert row["verdict"] in UNTRIED or STORED[name].commands, (
+            f"{name} says {row['verdict']} without a command"
+        )
+
+
+def test_a_verdict_follows_from_how_the_claim_was_tried():
+    judged = [table for table in _tables(CLAIMS) if "verdict" in table.header]
+    for table in judged:
+        for name, _, _, how, _, verdict in table.rows:
+            if how == "\u2013":
+                assert verdict in UNTRIED, f"{name} {verdict}, and was not tried"
+                continue
+            means = set(how.split(", "))
+            assert means <= HOW, f"{name}: {how}"
+            assert verdict != "not yet", f"{name} was tried: {how}"
+            assert verdict != "holds" or not means <= MODELS_ONLY, f"{name} was only simulated"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [README, BENCHMARKS, CLAIMS], ids=lambda page: page.stem)
-def test_every_command_exists(page, tmp_path, monkeypatch):
+def test_every_command_exists(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # parsing `--report` makes its folder
-    found = [
-        command
-        for table in _tables(page)
-        for row in table.rows
-        for command in _commands(dict(zip(table.header, row, strict=True)).get("command", ""))
-    ]
-    assert found
-    for command in found:
-        _resolve(shlex.split(command))
+    for name, row in STORED.items():
+        assert row.commands or not row.figures, f"figures.json, row {name} has no command"
+        for command in row.commands:
+            _resolve(shlex.split(command))
+
+
+@pytest.mark.parametrize("page", PRINTING, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_every_command_of_a_table_is_one_of_its_rows(page):
+    for table in _tables(page):
+        for row in table.rows:
+            shown = dict(zip(table.header, row, strict=True)).get("command", "")
+            strays = set(_commands(shown)) - set(STORED[row[0]].commands)
+            assert not strays, f"{page.name}, row {row[0]}: {strays} are not in figures.json"
+    known = {command for row in STORED.values() for command in row.commands}
+    said = set(re.findall(r"`(paceline (?:study|bench) [^`]*)`", page.read_text()))
+    assert page is README or said <= known, said - known
 
 
 @pytest.mark.parametrize(

@@ -165,10 +165,11 @@ def test_options_that_cannot_be_are_refused():
         {"model": "vgg"},
         {"bounds": (0.1,)},
         {"num_train": 1000},
-        {"bounds": (0.0, 0.6)},
         {"patterns": ("all",)},
         {"compensations": ("both",)},
     ):
         with pytest.raises(ConfigurationError):
             LossOptions(**wrong)
+    with pytest.raises(ConfigurationError, match="--bounds 60: values are percentages from 0 to 50"):
+        LossOptions(bounds=(0.0, 0.6))
     assert set(loss_bound_runs._SAMPLES) == set(TASKS)

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import itertools
 import json
+import xml.dom.minidom
 
 import pytest
 
 from harness.terminal import REPOSITORY
 from paceline_lab.experiments.registry import drawing_of
+from paceline_lab.experiments.step.timeline import busy, joined, typical
+from paceline_lab.report import look
 from paceline_lab.report.figures import draw_figure, show_ratio
 from paceline_lab.report.label_places import spread
-from paceline_lab.report.look import BASELINE, OURS, look_of
+from paceline_lab.report.look import (
+    BASELINE,
+    CURVE_COLORS,
+    OURS,
+    ROW_COLORS,
+    look_of,
+    marker_of,
+    on_dark,
+    text_color,
+)
 from paceline_lab.report.panels import Bar, Bars, Dots, Line, Lines, Stacks
 
 matplotlib_figure = pytest.importorskip("matplotlib.figure")
@@ -21,13 +33,16 @@ RESULTS = REPOSITORY / "lab" / "results"
 SHOWN = (
     "allreduce-2ranks",
     "auto-compression",
+    "forward-overlap-cases",
     "large-batch-mlp",
     "memory-2ranks",
+    "option-map",
     "step-bert-2ranks-timed",
     "step_time-wide_mlp-2ranks",
     "study-overlap",
     "study-rank-count",
     "svm-celeba",
+    "timeline-resnet50-4x1-250mbit",
 )
 
 
@@ -61,8 +76,11 @@ def _check(path, figure):
 
 
 def test_every_stored_result_is_drawn_by_something_and_has_its_picture():
-    for file in RESULTS.glob("*.json"):
-        assert (drawing_of(file.stem) is not None) == file.with_suffix(".png").exists(), file.name
+    for file in set(RESULTS.glob("*.json")) - {
+        RESULTS / "figures.json"
+    }:  # where the pages' figures come from
+        for ending in (".png", ".svg"):
+            assert (drawing_of(file.stem) is not None) == file.with_suffix(ending).exists(), file.name
     with pytest.raises(KeyError, match="unheard-of"):
         drawing_of("unheard-of")
 
@@ -71,8 +89,8 @@ def test_every_stored_result_is_drawn_by_something_and_has_its_picture():
 def test_pictures_are_legible(drawn, tmp_path):
     for name in SHOWN:
         assert drawing_of(name)(json.loads((RESULTS / f"{name}.json").read_text()), tmp_path / name)
-    assert len(drawn) == len(SHOWN)
-    for path, figure in drawn:
+    assert len(drawn) == 2 * len(SHOWN)  # PNG and SVG of each
+    for path, figure in drawn[::2]:
         _check(path, figure)
 
 
@@ -103,12 +121,28 @@ def test_panels_say_their_values(drawn, tmp_path):
         ),
     ]
     assert draw_figure(tmp_path / "p.png", "Three panels", panels, "a note")
-    ((_, figure),) = drawn
+    _, figure = drawn[-1]
     words = [{text.get_text() for text in axes.texts} for axes in figure.axes]
     assert words[0] == {"2.00", "1,234", "limit"}
     assert words[1] == {"3.50"}
     assert words[2] == {"a side", "base"}
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["forward", "backward"]
+
+
+def test_accuracies_show_their_spread_and_those_of_one_seed_are_hollow(drawn, tmp_path):
+    """Letter's tuned rates were mostly run with one seed; a reader has to see which."""
+    record = json.loads((RESULTS / "large-batch-letter.json").read_text())
+    assert drawing_of("large-batch-letter")(record, tmp_path / "p.png")
+    _, figure = drawn[-1]
+    by_the_rule, tuned = ([line for line in axes.lines if _is_hollow(line)] for axes in figure.axes[:2])
+    assert not by_the_rule
+    ones = sum(f"{cell}".count("(1 seed)") for row in record["summaries"]["tuned"][1] for cell in row)
+    assert sum(len(line.get_xdata()) for line in tuned) == ones > 5
+    assert all(axes.collections for axes in figure.axes[:2])  # the bands
+
+
+def _is_hollow(line):
+    return line.get_markerfacecolor() == "white"
 
 
 def test_spread_keeps_order_and_distance_and_moves_little():
@@ -133,3 +167,56 @@ def test_a_side_has_one_look():
     assert show_ratio(0.71, "torch's") == "29 % shorter than torch's"
     assert show_ratio(1.09, "torch's") == "9 % longer than torch's"
     assert show_ratio(0.99, "torch's") == "as long as torch's"
+
+
+def test_the_svg_follows_the_reader_into_dark_mode(tmp_path):
+    """Beside the PNG, transparent; each colour of it has one for dark pages, which stands out there as much as text."""
+    assert draw_figure(tmp_path / "p.png", "A title & more", [Bars("", "ms", [Bar("a", 2.0)])])
+    svg = (tmp_path / "p.svg").read_text()
+    xml.dom.minidom.parseString(svg)
+    assert svg.count("prefers-color-scheme:dark") == 1
+    assert f'[style*="fill: {OURS}"]{{fill:{on_dark(OURS)}!important}}' in svg
+    assert "A title &amp; more" in svg
+    drawn_again = svg
+    draw_figure(tmp_path / "p.png", "A title & more", [Bars("", "ms", [Bar("a", 2.0)])])
+    assert (tmp_path / "p.svg").read_text() == drawn_again
+
+
+@pytest.mark.parametrize("color", [*CURVE_COLORS, *ROW_COLORS, "#000000", "#1f2328"])
+def test_text_and_dark_colours_have_contrast(color):
+    assert look._contrast(text_color(color), "#ffffff") >= 4.5
+    assert look._contrast(on_dark(color), look.DARK_PAGE) >= 4.5
+
+
+def test_white_becomes_the_dark_page_and_each_curve_has_its_own_marker():
+    assert on_dark("#ffffff") == look.DARK_PAGE
+    assert len({marker_of(color) for color in CURVE_COLORS}) == len(CURVE_COLORS)
+
+
+def test_a_timeline_shows_two_typical_steps(drawn, tmp_path):
+    """From the stored report; bars of the link never overlap, and lie within the picture."""
+    record = json.loads((RESULTS / "timeline-resnet50-4x1-250mbit.json").read_text())
+    assert drawing_of(record["name"])(record, tmp_path / "p.png")
+    ((_, figure),) = drawn[-1:]
+    assert [axes.get_title(loc="left").partition(":")[0] for axes in figure.axes] == [
+        "torch",
+        "Paceline",
+        "Paceline, overlap_forward",
+    ]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "forward",
+        "backward",
+        "communication",
+        "optimizer",
+    ]
+    for sample in record["samples"].values():
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(sample["sent"]))
+
+
+def test_a_bucket_has_the_link_when_the_one_before_has_arrived():
+    assert busy([(0.0, 2.0), (1.0, 3.0), (4.0, 5.0)]) == [(0.0, 2.0), (2.0, 3.0), (4.0, 5.0)]
+    assert joined([("forward", 0.0, 1.0), ("forward", 1.0002, 2.0), ("backward", 2.0, 3.0)]) == [
+        ("forward", 0.0, 2.0),
+        ("backward", 2.0, 3.0),
+    ]
+    assert typical([0.0, 9.0, 10.0, 11.0, 15.0], 1.0) == 1

@@ -32,7 +32,7 @@ def study(*arguments: str, folder: Path) -> Finished:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["step-time", "--workload", "tiny", "--ranks", "2"],
+        ["step-time", "--workload", "tiny", "--ranks-per-host", "2"],
         ["overhead", "--sides", "torch,ours,ours-unused"],
         ["memory", "--sides", "torch,ours"],
         ["overlap"],
@@ -42,6 +42,7 @@ def study(*arguments: str, folder: Path) -> Finished:
         ["skipped-layers"],
         ["compression"],
         ["auto-compression"],
+        ["auto-choices"],
         ["unequal"],
         ["time-to-loss"],
         ["hetseq-table"],
@@ -70,6 +71,7 @@ def test_experiment_reports(arguments: list[str], tmp_path: Path) -> None:
         "compression": {"memcpy", "int8"},
         "skipped-layers": {"torch", "ours-skip"},
         "auto-compression": {"light", "loopback"},
+        "auto-choices": {"all", "bf16"},
         "unequal": {"1:4", "2"},
         "time-to-loss": {"text 1:3"},
         "hetseq-table": {"1", "4", "2.600"},

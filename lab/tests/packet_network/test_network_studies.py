@@ -63,7 +63,7 @@ def test_findings_of_leaf_spines_and_their_title(tmp_path):
     }
     findings = ScaleStudy(tmp_path).find(outcomes, options)
     assert len(findings.rows) == len(outcomes)
-    assert "144 hosts, 100 kB: our best tail is 0.5 times DCTCP's" in network_scale._title(
+    assert "144 hosts, 100 kB: the best tail of bounded loss is 0.5 times DCTCP's" in network_scale._title(
         findings.summaries["cases"]
     )
 

@@ -13,7 +13,7 @@ import typer
 import typer.core
 
 from paceline import __version__
-from paceline.cli import demo, plan, run, serve
+from paceline.cli import demo, doctor, explain, plan, report, run, serve, trace
 from paceline.errors import ConfigurationError, PacelineError
 
 # Commands that come with another package of this repository: what brings them, and where it lies in a checkout.
@@ -33,8 +33,8 @@ class _Commands(typer.core.TyperGroup):
         if name in _ELSEWHERE and self.get_command(context, name) is None:
             package, folder = _ELSEWHERE[name]
             raise ConfigurationError(
-                f"`paceline {name}` comes with the package {package}, which is not installed here. Install it: "
-                f"`pip install {package}=={__version__}`, or in a checkout of the repository `pip install -e {folder}`."
+                f"`paceline {name}` comes with the package {package}, which is not installed here. In a clone of "
+                f"Paceline {__version__}, install it: `pip install ./{folder}`."
             )
         return super().resolve_command(context, words)
 
@@ -43,12 +43,12 @@ app = typer.Typer(
     name="paceline",
     cls=_Commands,
     help="Data-parallel training on PyTorch.",
-    add_completion=False,
     no_args_is_help=False,
     pretty_exceptions_enable=False,
 )
 # What the parser raises for bad usage; typer has moved it between packages.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+_HELP = ["-h", "--help"]
 
 _WORDS = {
     "Input should be a valid integer, unable to parse string as an integer": "it has to be a whole number, such as 2",
@@ -81,6 +81,10 @@ def _front_door(
 app.command("run", **run.SETTINGS)(run.run)
 app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
+app.command("doctor", cls=doctor.TakesACommand)(doctor.doctor)
+app.command("trace", cls=trace.TakesACommand)(trace.trace)
+app.command("report")(report.report)
+app.command("explain")(explain.explain)
 app.add_typer(plan.plan, name="plan")
 for _package in sorted(entry_points(group="paceline.commands"), key=lambda entry: entry.name):
     _package.load()(app)
@@ -114,13 +118,17 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def command_of(made: typer.Typer) -> Any:
-    """Return the command that typer makes of this, whose flags show no type in their help: they take no value."""
+    """Return the command that typer makes of this: `-h` is help, and flags, which take no value, show no type."""
     root = typer.main.get_command(made)
     left: list[Any] = [root]
     while left:
         command = left.pop()
+        command.context_settings.setdefault("help_option_names", _HELP)
         left += getattr(command, "commands", {}).values()
-        options = [*command.params, command.get_help_option(command.context_class(command))]
+        options = [
+            *command.params,
+            command.get_help_option(command.context_class(command, help_option_names=_HELP)),
+        ]
         for option in options:
             if getattr(option, "is_flag", False):
                 option.metavar = ""

@@ -19,23 +19,30 @@ def demo(
     data: Annotated[
         str, typer.Option(help="digits, fashion-mnist, or a folder with MNIST's four files.")
     ] = "digits",
-    ranks: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
+    ranks: Annotated[
+        int, typer.Option("--ranks-per-host", "--nproc-per-node", min=1, help="Number of worker processes.")
+    ] = 2,
     epochs: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=100_000,
-            help="How often to see the training set.",
+            help="Number of passes over the training set.",
             show_default="16 for digits, 3 for larger images",
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Of the initial parameters and the samples' order.")
+        int,
+        typer.Option(
+            min=0, max=2**63 - 1, help="Random seed of the initial parameters and the samples' order."
+        ),
     ] = 0,
     dtype: Annotated[
         _Dtype, typer.Option(help="float32 shows how training amplifies float32's rounding.")
     ] = _Dtype.float64,
-    report: Annotated[Path, typer.Option(help="Folder for the figures and rows.")] = Path("paceline-report"),
+    report: Annotated[Path, typer.Option(help="Folder for the figures and the table.")] = Path(
+        "paceline-report"
+    ),
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the rows to stdout, progress to stderr.")
     ] = False,

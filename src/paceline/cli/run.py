@@ -18,7 +18,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def run(context: typer.Context) -> None:
-    """Start a script once a rank: torchrun with its flags, and errors that say what to do next."""
+    """Start one process of a script per rank, like torchrun and with its flags."""
     from paceline.launch import launch, parse
 
     launch(parse(context.args), note=_note)

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ProcessGroup
 
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
 # torch 2.8 knows it by its former name only.
 _ALL_TO_ALL = "all_to_all_single" if hasattr(ProcessGroup, "all_to_all_single") else "alltoall_base"
 
@@ -127,6 +129,17 @@ def backend_of(group: ProcessGroup) -> str:
 def shares_memory(group: ProcessGroup) -> bool:
     """Whether the group is of our backend and all its ranks share one host's memory. Local; the same on every rank."""
     return bool(getattr(group, "shares_memory", False))
+
+
+def carries(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the group has a backend for tensors of this device; one written in Python is taken at its word."""
+    if type(group) is not ProcessGroup:
+        return True
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def device_for_metadata(group: ProcessGroup, device: torch.device) -> torch.device:
@@ -252,7 +265,7 @@ class Chain:
 
     Args:
         stages: A generator that yields the handle of each, and continues, in `wait`, once that is done. So it may
-            launch by what it has seen, as long as every rank launches the same.
+            decide what to launch next by earlier results. Every rank has to launch the same.
         num_stages: How many handles it yields. `on_done` then reports when the last one is done; if the number is not
             known, when `wait` has come to the end.
     """
@@ -290,3 +303,15 @@ class Chain:
             self._current.on_done(callback)
         else:
             self._callbacks.append(callback)
+
+
+def timeout_of(process_group: ProcessGroup) -> timedelta:
+    """The timeout of the group's collectives; 30 minutes where it cannot be found."""
+    ours: Any = process_group
+    found = getattr(ours, "_timeout", None)
+    if not isinstance(found, timedelta):
+        try:
+            found = ours._get_backend(ours._device_types[0]).options._timeout
+        except (AttributeError, IndexError, RuntimeError):
+            found = None
+    return found if isinstance(found, timedelta) else _DEFAULT_TIMEOUT

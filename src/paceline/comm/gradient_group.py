@@ -9,7 +9,6 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +16,10 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm import BACKEND_NAME
-from paceline.comm.collectives import all_reduce_max, device_for_metadata, shares_memory
+from paceline.comm.collectives import backend_of, device_for_metadata, shares_memory
+from paceline.comm.device import is_accelerator
+from paceline.comm.opened_groups import close, group_like
+from paceline.comm.peers import Peers
 from paceline.errors import ConfigurationError
 from paceline.host.addresses import is_loopback
 
@@ -51,7 +53,11 @@ def on_one_host(unknown: bool) -> bool:
 
 
 def gradient_groups(
-    process_groups: list[dist.ProcessGroup], all_on_cpu: bool, all_know: bool, in_parts: bool = False
+    process_groups: list[dist.ProcessGroup],
+    all_on_cpu: bool,
+    all_know: bool,
+    in_parts: bool = False,
+    peers: Peers | None = None,
 ) -> list[dist.ProcessGroup]:
     """Return the groups that carry a module's gradients: for each of `process_groups` the one beside it, or itself.
 
@@ -60,6 +66,7 @@ def gradient_groups(
         all_on_cpu: Whether all ranks, which wrap the module now, have it on the CPU: shared memory is for CPU tensors.
         all_know: Whether `knows_beside` on all ranks: a rank that others have left does not know that it was left.
         in_parts: As of `group_beside`.
+        peers: As of `group_like`, of all `process_groups`.
 
     Contract:
         As `group_beside`; local unless `all_on_cpu`, which has to be the same on every rank, as `all_know`.
@@ -69,7 +76,7 @@ def gradient_groups(
     if not all_know:
         for group in process_groups:
             _forget(group)
-    return [group_beside(group, in_parts) for group in process_groups]
+    return [group_beside(group, in_parts, peers) for group in process_groups]
 
 
 def in_turn(groups: Sequence[dist.ProcessGroup], number: int) -> dist.ProcessGroup:
@@ -77,7 +84,9 @@ def in_turn(groups: Sequence[dist.ProcessGroup], number: int) -> dist.ProcessGro
     return groups[number % len(groups)]
 
 
-def group_beside(group: dist.ProcessGroup, in_parts: bool = False) -> dist.ProcessGroup:
+def group_beside(
+    group: dist.ProcessGroup, in_parts: bool = False, peers: Peers | None = None
+) -> dist.ProcessGroup:
     """Return a `paceline` group with the ranks of `group`, or `group` itself where that would gain nothing.
 
     It gains where tensors go over Gloo and all ranks of the job share this host's memory. Everyone who asks for the
@@ -87,17 +96,21 @@ def group_beside(group: dist.ProcessGroup, in_parts: bool = False) -> dist.Proce
     Args:
         group: What the script asked for.
         in_parts: Also beside a group of a part of the job's ranks.
+        peers: As of `group_like`.
 
     Contract:
-        Collective over the job, for a Gloo group of all its ranks under such a launcher; over the group's ranks for a
-        part; local otherwise.  Blocks: until every rank has come.
+        Collective over the group's ranks, for a Gloo group under such a launcher; local otherwise.  Blocks: until every
+        rank has come.
     """
     if group not in _beside:
-        gloo: Any = _gloo_of(group)
-        if gloo is None or group.size() == 1 or (group.size() < dist.get_world_size() and not in_parts):
+        if (
+            _gloo_of(group) is None
+            or group.size() == 1
+            or (group.size() < dist.get_world_size() and not in_parts)
+        ):
             return group
         gains = on_one_host(unknown=False)
-        _beside[group] = _Beside(_make_beside(group, gloo.options._timeout) if gains else None)
+        _beside[group] = _Beside(_make_beside(group, peers) if gains else None)
     beside = _beside[group]
     beside.num_users += 1
     return group if beside.made is None else beside.made
@@ -128,29 +141,13 @@ def knows_beside(process_groups: Sequence[dist.ProcessGroup]) -> bool:
     return all(group in _beside for group in process_groups)
 
 
-def close(group: dist.ProcessGroup) -> None:
-    """Give back the threads, descriptors and memory of a group that was opened here.
-
-    Contract:
-        Local: waits for no other rank. Who still waits in it, in shared memory, is told that this rank has left.
-    """
-    ours: Any = group
-    is_ours = getattr(ours, "name", str)() == BACKEND_NAME
-    if is_ours:
-        ours.abort()  # else its lane is waited for, which may wait for a rank that has died
-    if group in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(group)
-    elif is_ours:
-        ours.shutdown()  # c10d has forgotten it
-
-
 def is_beside(group: dist.ProcessGroup) -> bool:
     """Whether `group` was made by `group_beside`, so that nobody else communicates over it. Local."""
     return any(beside.made is group for beside in _beside.values())
 
 
-def _make_beside(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup | None:
-    ours: Any = group_like(group, timeout, BACKEND_NAME)
+def _make_beside(group: dist.ProcessGroup, peers: Peers | None) -> dist.ProcessGroup | None:
+    ours: Any = group_like(group, BACKEND_NAME, peers=peers)
     if not shares_memory(ours):  # the same on every rank
         if ours.host.remark and group.rank() == 0:
             warnings.warn(
@@ -172,38 +169,50 @@ def _gloo_of(group: dist.ProcessGroup) -> Any:
     return backend if isinstance(backend, dist.ProcessGroupGloo) else None
 
 
-def group_apart(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def group_apart(group: dist.ProcessGroup, peers: Peers | None = None) -> dist.ProcessGroup:
     """Return a new group with the ranks of `group`, if that is of our backend and they share memory; else `group`.
 
     For what is launched within backward: collectives that the script launches there as well come before one of these on
     one rank, and after it on another. Elsewhere updates travel by connections that nobody else uses.
 
     Contract:
-        Collective: over the job for a group of all its ranks, else over the group's.  Blocks: until every rank has
-        come. The new group ends with the default group.
+        As `group_like`, where it opens one; else local.
     """
-    ours: Any = group
     if not shares_memory(group):
         return group
-    return group_like(group, ours._timeout, BACKEND_NAME)
+    return group_like(group, BACKEND_NAME, peers=peers)
 
 
-def group_for_pieces(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a new Gloo group with the ranks of `group`: collectives in it keep no order with those in others.
+def group_for_pieces(
+    group: dist.ProcessGroup, device: torch.device, peers: Peers | None = None
+) -> dist.ProcessGroup:
+    """Return a new group with the ranks of `group`: collectives in it keep no order with those in others.
+
+    Gloo's for tensors of the CPU, for those of an accelerator one like `group`.
 
     Contract:
-        Collective: over the job for a group of all its ranks, else over the group's.  Blocks: until every rank has
-        come. It ends with the default group.
+        As `group_like`.
 
     Raises:
         ConfigurationError: `group` communicates CPU tensors by something else than Gloo, which may not take launches
-            from several threads. Local: the same on every rank.
+            from several threads; or c10d does not know it. Local: the same on every rank.
     """
-    return group_like(group, check_carries_pieces(group).options._timeout, "gloo")
+    if check_carries_pieces(group, device) is not None:
+        return group_like(group, "gloo", peers=peers)
+    name = backend_of(group)
+    is_known = name in dist.Backend.backend_list and ":" not in name
+    return group_like(group, name if is_known else str(dist.get_backend_config(group)), device, peers)
 
 
-def check_carries_pieces(group: dist.ProcessGroup) -> Any:
-    """Return the Gloo backend of a group. Local; raises as `group_for_pieces`."""
+def check_carries_pieces(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the Gloo backend of a group, for tensors of the CPU. Local; raises as `group_for_pieces`."""
+    if is_accelerator(device):
+        if group not in dist.distributed_c10d._world.pg_map:
+            raise ConfigurationError(
+                "overlap_forward: the process group is none of torch.distributed's, so there can be none like it for "
+                "pieces of gradients. Open the group with init_process_group, or leave out overlap_forward."
+            )
+        return None
     gloo = _gloo_of(group)
     if gloo is None:
         raise ConfigurationError(
@@ -213,38 +222,23 @@ def check_carries_pieces(group: dist.ProcessGroup) -> Any:
     return gloo
 
 
-def group_like(
-    group: dist.ProcessGroup, timeout: timedelta | None = None, backend: str | None = None
-) -> dist.ProcessGroup:
-    """Return a new group with the ranks of `group`.
+def group_for_numbers(
+    group: dist.ProcessGroup, device: torch.device, peers: Peers | None = None
+) -> dist.ProcessGroup | None:
+    """Return a new Gloo group with the ranks of `group`, if that carries no tensors of the host; else None.
+
+    What the hosts tell each other in a step goes over it, so that none of them has to wait for its device.
 
     Args:
-        group: Of c10d's.
-        timeout: None: the default.
-        backend: None: the default group's.
+        group: The script's. None stands beside one that c10d does not know.
+        device: Of the module; there is nothing to open for one on the CPU.
+        peers: As of `group_like`.
 
     Contract:
-        Collective: over the job for a group of all its ranks, else over the group's.  Blocks: until every rank has
-        come.
+        Local where there is nothing to open; else as `group_for_pieces`.
     """
-    ranks = dist.get_process_group_ranks(group)
-    is_part = len(ranks) < dist.get_world_size()
-    if is_part:
-        _open_equally_many(group)
-    made: dist.ProcessGroup = dist.new_group(
-        ranks, timeout=timeout, backend=backend, use_local_synchronization=is_part
-    )
-    return made
-
-
-def _open_equally_many(group: dist.ProcessGroup) -> None:
-    """Let all ranks of `group` have the same number of groups, by groups of one rank. Collective over `group`.
-
-    Without the whole job torch names a new group after its ranks and the number of groups that a rank has. Where those
-    differ, as ranks are in different groups, each would wait for others under a name of its own until the timeout.
-    """
-    names = dist.distributed_c10d._world.pg_names
-    most = torch.tensor([len(names)], device=device_for_metadata(group, torch.device("cuda")))
-    all_reduce_max(most, group).wait()
-    while len(names) < most.item():
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    is_known = group in dist.distributed_c10d._world.pg_map
+    if not is_accelerator(device) or group.size() == 1 or not is_known:
+        return None
+    reaches_hosts = not is_accelerator(device_for_metadata(group, device))
+    return None if reaches_hosts else group_like(group, "gloo", device, peers)

@@ -15,8 +15,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,18 +26,20 @@ from torch.autograd.profiler import record_function
 from torch.futures import Future
 
 from paceline.comm import BACKEND_NAME
+from paceline.comm.device import Mark, SideStreams, devices_of, keep_for_current_streams
 from paceline.host.exit import end_before_exit
 
 
 class LaneWork(dist.Work):
     """A collective that has been launched on a lane.
 
-    It is performed without autograd, on the streams that are current at its launch: so an accelerator's work is in the
-    order of the launches.
+    It is performed without autograd. On accelerators it runs on streams of the lane, behind all that the current
+    streams were told before the launch; so it delays nothing, and waits for nothing later. `wait` lets the current
+    streams wait for it. The host waits until it has been performed, which is not when the device is done.
 
     Args:
         perform: May block.
-        outputs: What it writes; decides which devices' streams it is performed on.
+        outputs: What it writes; decides on which devices it is performed.
         what: Its name, for the profiler and errors.
     """
 
@@ -46,25 +48,34 @@ class LaneWork(dist.Work):
         self._perform = perform
         self._outputs = outputs
         self._what = what
-        self._streams = [] if all(map(_IS_CPU, outputs)) else _streams_of(outputs)
+        self._devices = [] if all(map(_IS_CPU, outputs)) else devices_of(outputs)
+        self._launched: Mark | None = None  # on accelerators: behind what it is performed
+        self._performed: Mark | None = None  # on accelerators: where the lane's streams have done it
         self._ending = threading.Lock()  # held until the end: cheaper than an Event, one a collective
         self._ending.acquire()
         self._is_done = False
         self._error: BaseException | None = None
-        self._ended: Future[None] | None = None
+        self._ended: Future[Any] | None = None
         self._future: Future[list[Tensor]] | None = None
         self._lock = threading.Lock()
         self._recorded = _record(what, outputs) if _is_profiled() else None
         self.lane: Lane | None = None  # on which it was launched
+
+    def note_launch(self, lane: Lane) -> None:
+        """It is launched, behind all that the current streams have been told."""
+        self.lane = lane
+        if self._devices:
+            self._launched = Mark(self._devices)
 
     def perform(self) -> None:
         """Do it, on this thread; an error is kept for whoever waits."""
         had_grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # the switch itself, without an object of Python around it
         try:
-            self._perform_on_streams() if self._streams else self._perform()
+            self._perform_on_streams(self._launched) if self._launched is not None else self._perform()
         except BaseException as error:  # noqa: BLE001  whatever it is, it is raised to the waiters
-            self._error = error
+            # Without this frame, which refers to this object: else only the garbage collector would free it.
+            self._error = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
         finally:
             torch._C._set_grad_enabled(had_grad)
         del self._perform  # and with it the references to inputs
@@ -76,13 +87,24 @@ class LaneWork(dist.Work):
             self._ending.release()
             ended = self._ended
         if ended is not None:
-            ended.set_result(None)
+            self._end(ended)
 
-    def _perform_on_streams(self) -> None:
-        with ExitStack() as stack:
-            for stream in self._streams:
-                stack.enter_context(torch.cuda.stream(stream))
-            self._perform()
+    def _perform_on_streams(self, launched: Mark) -> None:
+        assert self.lane is not None, "launched on a lane"
+        with self.lane.streams.current(self._devices, after=launched):
+            keep_for_current_streams(self._outputs)
+            try:
+                self._perform()
+            finally:
+                self._performed = Mark(self._devices)
+
+    def _end(self, ended: Future[Any]) -> None:
+        """Complete the future; those of accelerators take down where the current streams are."""
+        if self._performed is None or self.lane is None:
+            ended.set_result(None)
+            return
+        with self.lane.streams.current(self._devices, after=self._performed):
+            ended.set_result(self._outputs)
 
     def _value(self, _: object) -> list[Tensor]:
         if self._error is not None:
@@ -100,6 +122,8 @@ class LaneWork(dist.Work):
             raise RuntimeError(f"{self._what} was not done after {limit_s:g} s; it is still under way")
         if self._error is not None:
             raise self._error
+        if self._performed is not None:
+            self._performed.order()
         return True
 
     def is_completed(self) -> bool:
@@ -115,14 +139,14 @@ class LaneWork(dist.Work):
         """Return a future of the outputs."""
         with self._lock:
             if self._future is None:
-                self._ended = Future()
+                self._ended = Future(devices=[*self._devices]) if self._devices else Future()
                 # An error raised by a callback is one for C++ too, which `set_exception` is not.
                 self._future = self._ended.then(self._value)
                 if not self._is_done:
                     return self._future
             else:
                 return self._future
-        self._ended.set_result(None)
+        self._end(self._ended)
         return self._future
 
     def result(self) -> list[Tensor]:
@@ -133,13 +157,6 @@ class LaneWork(dist.Work):
 
 
 _IS_CPU = operator.attrgetter("is_cpu")
-
-
-def _streams_of(tensors: list[Tensor]) -> list[torch.cuda.Stream]:
-    return [
-        torch.cuda.current_stream(device)
-        for device in {tensor.device for tensor in tensors if tensor.is_cuda}
-    ]
 
 
 def _record(what: str, tensors: list[Tensor]) -> Future[None]:
@@ -176,9 +193,13 @@ class Lane:
 
     Args:
         name: Of the thread, as stack dumps show it.
+
+    Attributes:
+        streams: On which works run that accelerators do.
     """
 
     def __init__(self, name: str) -> None:
+        self.streams = SideStreams()
         self._waiting: deque[LaneWork] = deque()
         # To the thread: True to look for work, False to end.
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -196,10 +217,10 @@ class Lane:
             work: What to do.
             at_once: The caller waits for it anyway: it may be performed by this very thread.
         """
+        work.note_launch(self)
         if self._performer == threading.get_ident():
             work.perform()  # launched by a callback of the collective that has just ended
             return work
-        work.lane = self
         with self._lock:
             inline = at_once and not self._waiting and self._turn.acquire(blocking=False)
             if not inline:

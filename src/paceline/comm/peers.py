@@ -14,22 +14,24 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import Work
+from paceline.comm.collectives import Work, timeout_of
 from paceline.comm.forked import keep_when_forked
 from paceline.comm.rendezvous import announce
 from paceline.comm.sealed_store import SealedStore
 from paceline.errors import PeerLostError, ServerLostError
 from paceline.host.exit import end_before_exit
 from paceline.host.processes import GONE, UNKNOWN, ProcessCard, is_stopped
+from paceline.observe.progress import Counter, counter
 
 SLICE_S = 0.5  # between two looks whether failure detection has begun
-GRACE_S = 2.0  # for the others to answer
+GRACE_S = 2.0  # for the others to answer; for a collective to say by itself what is missing at the timeout
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 0.2  # at who does not answer: each after twice the time of the one before
 _MOST_ASKED = 3
 
@@ -38,6 +40,15 @@ _GRADIENTS_ARE_UNDEFINED = (
     "named here first; restart from the last checkpoint (torchrun --max-restarts does that by itself)."
 )
 _num_named: dict[str, int] = {}
+_witnesses: list[Callable[[], str | None]] = []
+
+
+def ask_first(witness: Callable[[], str | None]) -> None:
+    """Before failure detection asks the other ranks, ask this witness who is gone; None: it does not know.
+
+    For whoever has been told from elsewhere, such as by the launcher: then nobody has to be waited for. Local.
+    """
+    _witnesses.append(witness)
 
 
 def next_name(process_group: ProcessGroup, is_collective: bool) -> str:
@@ -54,6 +65,14 @@ def next_name(process_group: ProcessGroup, is_collective: bool) -> str:
     kind = f"{'wrapped' if is_collective else 'copied'}/{hashlib.sha256(repr(members).encode()).hexdigest()[:16]}"
     _num_named[kind] = _num_named.get(kind, 0) + 1
     return f"{kind}/{_num_named[kind]}"
+
+
+def _counter(process_group: ProcessGroup, name: str) -> Counter | None:
+    """Where this rank's launcher reads how far it is; None if nobody does."""
+    try:
+        return counter(name, dist.get_process_group_ranks(process_group))
+    except (KeyError, ValueError, RuntimeError):  # a group that is not registered
+        return None
 
 
 class Peers:
@@ -78,36 +97,51 @@ class Peers:
     ) -> None:
         keep_when_forked(process_group)
         self._rank = process_group.rank()
-        self._in_slices = in_slices and process_group.size() > 1
+        self._count = _counter(process_group, name)
+        self._has_others = process_group.size() > 1
+        self._in_slices = in_slices and self._has_others
         self._consequence = consequence
+        self._timeout_s = timeout_of(process_group).total_seconds()
         self._failure_detection = _FailureDetection(process_group, name, first_act)
 
     def note_step(self, number: int) -> None:
         """Remember how far this rank has got, to tell those who wait when it leaves. Local."""
         self._failure_detection.progress.num_steps = number
 
-    def wait(self, pending: Work, doing: str, consequence: str | None = None) -> None:
+    def wait(self, pending: Work, doing: str, consequence: str | None = None, on_host: bool = False) -> None:
         """Wait for a collective.
 
         Args:
             pending: It.
             doing: What this rank is doing, for the message.
             consequence: What its failure means, where that is not what this object says of every other.
+            on_host: It is of tensors of the host, so that this wait may be cut into slices, whatever others may.
 
         Contract:
-            Blocks: yes, at most for the process group's timeout and failure detection.
+            Blocks: yes, at most for the process group's timeout, `GRACE_S` and failure detection, whatever it is.
 
         Raises:
             PeerLostError: It failed, here or on another rank; names the ranks that are gone.
         """
+        if self._count is not None:
+            self._count.enter(doing, self._failure_detection.progress.next_step)
         try:
-            if self._in_slices:
+            if self._in_slices or (on_host and self._has_others):
+                until_s, is_late = time.monotonic() + self._timeout_s + GRACE_S, False
                 while not pending.wait(SLICE_S):
                     self._failure_detection.raise_if_called()
+                    if is_late:
+                        raise _LateError(
+                            f"it has not ended {self._timeout_s:g} s, the process group's timeout, after rank "
+                            f"{self._rank} began to wait"
+                        )
+                    is_late = time.monotonic() > until_s  # if this process stood still, it waits once more
             else:
                 pending.wait()
         except RuntimeError as error:
             raise self.lost(error, doing, consequence) from error
+        if self._count is not None:
+            self._count.leave()
         if self._failure_detection.still_asks:
             self._failure_detection.learn()
 
@@ -124,6 +158,12 @@ class Peers:
                 f"rank {self._rank} was {doing} when communication failed: {error}. {consequence or self._consequence}"
             )
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        told = next(filter(None, (witness() for witness in _witnesses)), None)
+        if told is not None:
+            return PeerLostError(
+                f"rank {self._rank} was {doing} when communication failed: {told}. {consequence or self._consequence} "
+                f"The backend said: {said}"
+            )
         reason = None if isinstance(error, _CalledError) else f"rank {self._rank}'s backend said: {said}"
         named = error.peer if isinstance(error, PeerLostError) else None
         who = self._failure_detection.who_is_gone(doing, named, reason)
@@ -137,12 +177,21 @@ class _CalledError(RuntimeError):
     """Another rank has started failure detection; the message says why."""
 
 
+class _LateError(RuntimeError):
+    """The timeout is over. Parts of a collective have timeouts of their own, and work between them has none."""
+
+
 @dataclass
 class _Progress:
     """How far this rank has got; outlives the object that waits."""
 
     num_steps: int | None = None
     is_store_busy: bool = False  # a query that hangs holds the store's lock
+
+    @property
+    def next_step(self) -> int:
+        """The step under way; -1: unknown."""
+        return -1 if self.num_steps is None else self.num_steps + 1
 
 
 class _FailureDetection:
@@ -193,7 +242,9 @@ class _FailureDetection:
             self._query = _StoreQuery(self._store, "failure_detection")
             reason = self._query.answer(SLICE_S)
             if reason is not None:
-                raise _CalledError(f"another rank has called the roll ({reason.decode(errors='replace')})")
+                raise _CalledError(
+                    f"another rank has started failure detection ({reason.decode(errors='replace')})"
+                )
 
     def who_is_gone(self, doing: str, named: int | None, reason: str | None) -> str:
         """Start failure detection, or join it; returns in words which ranks are missing.
@@ -279,7 +330,7 @@ class _FailureDetection:
 
 def _say_left(store: SealedStore, rank: int, progress: _Progress) -> None:
     """Tell who may still wait that this rank has left, and how."""
-    if progress.is_store_busy:
+    if progress.is_store_busy or _StoreQuery.some_hangs():
         return
     error: BaseException | None = getattr(sys, "last_value", None)
     after = "" if progress.num_steps is None else f" after step {progress.num_steps}"
@@ -297,8 +348,18 @@ def _say_left(store: SealedStore, rank: int, progress: _Progress) -> None:
 class _StoreQuery(threading.Thread):
     """Asks the store for a key; on a thread, because a store behind a cut network never answers."""
 
+    _all: ClassVar[weakref.WeakSet[_StoreQuery]] = weakref.WeakSet()
+
+    @classmethod
+    def some_hangs(cls) -> bool:
+        """Whether any has no answer: it holds its store's lock, and whoever asks that store waits as long."""
+        for query in list(cls._all):
+            query.join(_FIRST_LOOK_S * 10)
+        return any(query.is_alive() for query in list(cls._all))
+
     def __init__(self, store: SealedStore, key: str) -> None:
         super().__init__(name="paceline-failure-detection", daemon=True)
+        self._all.add(self)
         self._store = store
         self._key = key
         self._answer: bytes | None = None

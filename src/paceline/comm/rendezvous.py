@@ -21,7 +21,7 @@ from paceline.host.processes import GONE, UNKNOWN, ProcessCard, is_stopped
 SLICE_S = 0.5  # between two looks at those who are missing
 _SCOPE = "rendezvous"
 _PROCESS, _FAILED = "process", "failed"
-_NEXT = "See docs/troubleshooting.md#did-not-come."
+_NEXT = "`paceline explain when it lost others` says more."
 
 
 def announce(store: dist.Store, rank: int) -> None:

@@ -33,8 +33,8 @@ class Layout:
         sizes: The real elements of each gradient.
         positions: How many elements of the model come before each gradient, in registration order. Random choices
             depend on it, so that they do not depend on how buckets are cut.
-        dtype: Of the bucket.
-        device: Of the bucket.
+        dtype: The bucket's.
+        device: The bucket's.
     """
 
     sizes: tuple[int, ...]
@@ -73,7 +73,7 @@ class Seeds:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients of `dtype` are summed and their residuals kept: float64 for itself, else float32."""
+    """The dtype of sums and residuals of gradients of `dtype`: float64 for itself, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -98,7 +98,7 @@ class Compressor(ABC):
         """Refuse a parameter whose gradients cannot be compressed. Local.
 
         Args:
-            name: Of the parameter, for the message.
+            name: The parameter's, for the message.
             dtype: Of its gradient's buffer, which is real.
 
         Raises:
@@ -122,11 +122,11 @@ class Compressor(ABC):
         Args:
             flat: Contiguous, shape (N,), of the layout's dtype or wider; unchanged.
             layout: Which gradients lie in it.
-            seeds: Of this step's random numbers.
+            seeds: Seeds for this step's random numbers.
 
         Returns:
             The payload: a new tensor, shape (n,), of `payload_bytes(layout)` bytes. Its dtype is numeric if the
-            compressor is additive, so that it can be summed; else uint8.
+            compressor is additive, so that it can be summed; otherwise uint8.
 
         Contract:
             Local. The same arguments give the same bits.
@@ -157,14 +157,15 @@ class Compressor(ABC):
         return decoded
 
 
+def from_host(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device; through pinned memory, so that the host does not wait for the copy."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Blocks:
     """A bucket as a matrix: every gradient cut into rows of `length` elements, its last row padded with zeros.
 
     For compressors with a scale for each row, which then depends on one gradient only (rule 2).
-
-    Args:
-        layout: Of the bucket.
-        length: Elements of a row.
     """
 
     def __init__(self, layout: Layout, length: int) -> None:

@@ -115,11 +115,6 @@ class Dither:
     shifted. Every column of the table holds each of (0, 1, ...)/DITHER_ROWS once, in random order, and a jitter smaller
     than 1/DITHER_ROWS is drawn once a step. So over draws each threshold is uniform in [0, 1), and rounding is
     unbiased. Elements of a column that are a multiple of DITHER_ROWS rows apart share a threshold in a step.
-
-    Args:
-        seed: From which the shift and the jitter are drawn.
-        length: Elements of a row.
-        device: Of the thresholds.
     """
 
     def __init__(self, seed: int, length: int, device: torch.device) -> None:

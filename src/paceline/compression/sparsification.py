@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.compression.compressor import Compressor, Layout, Seeds
+from paceline.compression.compressor import Compressor, Layout, Seeds, from_host
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
 
@@ -96,7 +96,8 @@ def _largest(magnitudes: Tensor, count: int) -> Tensor:
     sorted. If the sample was misleading, they are too few, and the whole tensor is sorted.
     """
     size = magnitudes.numel()
-    if size >= SAMPLED_FROM and 8 * count < size:
+    # Where candidates lie on an accelerator the host would have to wait for their number.
+    if magnitudes.is_cpu and size >= SAMPLED_FROM and 8 * count < size:
         sample = magnitudes[::STRIDE]
         expected = count * sample.numel() / size
         above = math.ceil(expected + 4 * math.sqrt(expected) + 2)
@@ -108,11 +109,10 @@ def _largest(magnitudes: Tensor, count: int) -> Tensor:
 
 
 class RandomK(Sparse):
-    """Random elements of each parameter, drawn anew in each step; the same ones on every rank.
+    """Random elements of each parameter, drawn in each step; the same ones on every rank.
 
-    So indices need not be sent, and payloads can be summed. A parameter is cut into as many equal parts as elements are
-    sent, and one is drawn from each: every element comes up with probability `ratio` (parts that differ by one element
-    aside), and none twice.
+    So indices need not be sent, and payloads can be summed. A parameter is cut into as many equal parts as elements
+    are sent, and one element is drawn from each. So every element is sent with probability `ratio`, and none twice.
 
     Args:
         ratio: The fraction that is sent, in (0, 1].
@@ -150,4 +150,4 @@ class RandomK(Sparse):
             draws = torch.randint(1 << _DRAW_BITS, (count,), generator=generator)
             indices.append(start + edges[:-1] + (draws * edges.diff() >> _DRAW_BITS))
             start += size
-        return torch.cat(indices).to(layout.device)
+        return from_host(torch.cat(indices), layout.device)

@@ -49,9 +49,9 @@ class Balance:
     The first decision takes all of a step's time to be per sample; fixed time is known from the second on.
 
     Args:
-        move: "samples": ranks get micro-batches of different size, as many for each. "micro-steps": ranks run different
-            numbers of micro-batches of one size, because memory or normalisation wants that size; they have to be small
-            enough for shares to be fine.
+        move: "samples": ranks get micro-batches of different size, as many for each. "micro-steps": ranks run
+            different numbers of micro-batches of one size, for memory or normalisation. Small micro-batches make fine
+            shares.
         gain_ratio: The fraction of a step that other shares must save; the noise of measurements is added to it.
         most: The largest micro-batch that a rank can hold: one number for all, or one a rank. Learnt where a rank
             runs out of memory.
@@ -140,11 +140,11 @@ class Balance:
         return self._limits[rank] if rank < len(self._limits) else None
 
     def begin_again(self, batch: GlobalBatch, limits: Sequence[int | None], tells: bool) -> GlobalBatch:
-        """Other ranks train from now on: measure anew, and return the shares that they begin with.
+        """Other ranks train from now on: measure again, and return the shares that they begin with.
 
         Args:
             batch: Shares that may be more than some of them can hold.
-            limits: Of each rank's micro-batch; what is known stays true.
+            limits: The largest micro-batch of each rank; earlier limits stay.
             tells: As in `begin`.
 
         Raises:
@@ -184,7 +184,7 @@ class Balance:
 
         Args:
             batch: The present shares, which may not have been in use in that step yet.
-            work: Of each rank in that step.
+            work: What each rank did in that step.
 
         Returns:
             The shares from now on; None: as they are.
@@ -252,7 +252,7 @@ class Balance:
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"out of memory: {who} in a micro-step. No room is left for {batch}, with at most "
-                f"{self._words(self._limits)} samples a rank. Run more micro-steps of fewer samples."
+                f"{self._words(self._limits)} samples per rank. Run more micro-steps of fewer samples."
             ) from error
         self._num_measured = 0
         new = self._batch(batch, samples)

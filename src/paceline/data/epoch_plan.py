@@ -24,7 +24,7 @@ class StepCut:
         position: Samples of the epoch before it.
         micro_steps: The ranks' numbers of samples, micro-step by micro-step.
         tokens: Where shares are of tokens: those of these samples, micro-step by micro-step.
-        planned: Likewise: how many tokens each rank would have, if samples could be divided.
+        planned: How many tokens each rank would have, if samples could be divided.
     """
 
     position: int
@@ -64,14 +64,7 @@ class StepCut:
 
 
 class EpochPlan:
-    """Which batch is trained from which sample of an epoch on.
-
-    Args:
-        num_samples: Of an epoch; infinite while that is not known.
-        drops_last: Leave out samples that do not make a whole micro-step.
-        start: The first sample to be trained.
-        batch: From there on.
-    """
+    """Which batch is trained from which sample of an epoch on. `num_samples` is infinite while that is not known."""
 
     def __init__(self, num_samples: float, drops_last: bool, start: int, batch: GlobalBatch) -> None:
         self.num_samples = num_samples

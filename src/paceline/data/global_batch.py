@@ -17,7 +17,7 @@ class GlobalBatch:
     Attributes:
         local: Samples of each rank in one micro-step, by rank; not all the same on unequal machines. A rank with 0
             takes part in every step, with nothing.
-        accumulation: Micro-steps of a step: one number for all ranks, or one a rank, so that a fast rank can run more
+        accumulation: Micro-steps of a step: one number for all ranks, or one per rank. So a fast rank can run more
             micro-steps of the same size. A rank that has run all of its own has nothing in the step's further ones.
 
     Raises:
@@ -77,6 +77,19 @@ class GlobalBatch:
             )
         least, more = divmod(size // accumulation, num_ranks)
         return cls(tuple(least + (rank < more) for rank in range(num_ranks)), accumulation)
+
+    def among(self, num_ranks: int) -> GlobalBatch:
+        """Cut the samples of a step among another number of ranks, as equally as whole samples allow.
+
+        No rank has more samples in a micro-step than the largest had, so memory suffices: there are more micro-steps.
+        With as many ranks as there are it is the same batch.
+        """
+        if num_ranks == self.num_ranks:
+            return self
+        largest, size = max(self.local), self.size
+        counts = (count for count in range(1, size + 1) if size % count == 0)
+        fits = (count for count in counts if -(-(size // count) // num_ranks) <= largest)
+        return GlobalBatch.of(size, num_ranks, next(fits))
 
     @property
     def num_ranks(self) -> int:
@@ -179,14 +192,9 @@ def cut_by(sizes: Sequence[int], num_samples: int) -> tuple[int, ...]:
 
 
 def cut_among(had: Sequence[int | None], whole: int) -> tuple[int, ...]:
-    """Cut `whole` among other ranks than before, in proportion to what they had; see `cut_by`.
+    """Cut `whole` among other ranks than before, by what they `had`; None: new, and given the others' mean.
 
-    Args:
-        had: Of each rank that there is now; None: it is new, and is given as much as the mean of the others.
-        whole: Samples or micro-steps, at least one for each.
-
-    Raises:
-        ConfigurationError: There are fewer than ranks.
+    See `cut_by`. Raises ConfigurationError if there are more ranks than samples or micro-steps.
     """
     if whole < len(had):
         raise ConfigurationError(

@@ -32,9 +32,9 @@ Batch = TypeVar("Batch")
 class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
     """This rank's part of every micro-step, as indices: the `batch_sampler` of a `DataLoader`.
 
-    Every new iteration is the next epoch, with another order, also if the last one was left early; `set_epoch` is
-    there for loops that call it. Iterate over the loader, or over `steps(loader)`, which hands out step by step, so
-    that ranks may have any number of micro-batches, shares may change, and a step may be repeated.
+    Every new iteration is the next epoch, with another order, also if the last one was left early. `set_epoch` is
+    there for loops that call it. Iterate over the loader, or over `steps(loader)`, which hands out whole steps. Then
+    ranks may have any number of micro-batches, shares may change, and a step may be repeated.
 
     Args:
         dataset: The data set, or its number of samples.
@@ -42,9 +42,9 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         rank: Whose part; None is this process's rank, 0 without a process group.
         seed: Of all orders; the same on every rank.
         last: What to do when the samples left do not make a whole micro-step. "uneven": train them, cut by the ranks'
-            shares; if that would leave a rank without, they join the batch before, which is then larger by less than
-            one sample a rank. Sizes differ then: `model.accumulate([batch], weight=...)` counts every sample alike.
-            "drop": leave them out this epoch.
+            shares. If that would leave a rank without samples, they join the batch before, which is then larger by
+            less than one sample per rank. Sizes differ then: `model.accumulate([batch], weight=...)` counts every
+            sample alike. "drop": leave them out this epoch.
 
     Attributes:
         batch: What the steps train that have not been fetched yet.
@@ -109,7 +109,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
     def fetched(self) -> int:
         """How much of this epoch's order can no longer be cut in another way, in samples over all ranks.
 
-        Up to the end of the last step of which this rank's loader has asked for a batch.
+        Up to the end of the last step from which this rank's loader has asked for a batch.
         """
         return max(self._fetched, self._start if self.step is None else self.step.end)
 
@@ -117,9 +117,9 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         """Return where training stands: the same on every rank.
 
         Args:
-            num_batches: How many batches of the iteration under way have been trained. None: in a loop over `steps` up
-                to the step handed out last, whatever worker processes have fetched ahead; else as many as were handed
-                out, which is right with `num_workers=0`.
+            num_batches: How many batches of the iteration under way have been trained. None, in a loop over `steps`:
+                up to the step handed out last, whatever workers have fetched ahead. None, otherwise: as many as were
+                handed out, which is right with `num_workers=0`.
         """
         if num_batches is None and self.step is not None:
             position = self.step.end if self._goes_to is None else self._goes_to

@@ -38,9 +38,9 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
     Args:
         source: Gives the same samples in the same order on every rank, and from the beginning each time it is iterated
             over: an `IterableDataset`, or a `DataLoader(dataset, batch_size=None, num_workers=...)`, which reads ahead.
-            If it has `set_epoch`, that is called before each epoch; if it has `state_dict` and `load_state_dict`, as
-            torchdata's `StatefulDataLoader`, a restart goes on from there instead of reading from the beginning.
-            What `load_state_dict` is given counts for the next iteration alone, and `state_dict()` counts the sample
+            If it has `set_epoch`, that is called before each epoch. With `state_dict` and `load_state_dict`, as
+            torchdata's `StatefulDataLoader`, a restart goes on there instead of reading from the beginning. What
+            `load_state_dict` is given counts for the next iteration alone, and `state_dict()` counts the sample
             that was given last: a generator counts before it yields.
         batch: Samples that each rank trains in a micro-step.
         rank: Whose part; None is this process's rank, 0 without a process group.
@@ -112,8 +112,8 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
             batch_may_change: Whether steps may have another size than when the state was saved.
 
         Raises:
-            ConfigurationError: It is no such state, of steps of another size, or holds a place in a source that keeps
-                state where this one keeps none; nothing was changed.
+            ConfigurationError: It is another kind of state, or of steps of another size, or its source kept state and
+                this one does not. Nothing was changed.
         """
         check_state(state, "epoch", "position", "is_over", "source", "batch")
         self._check_size(state, batch_may_change)
@@ -150,8 +150,8 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
             epoch, position = self._epoch, step.end  # the loop ends by itself
         if epoch != self._epoch or position not in (step.position, step.end):
             raise ConfigurationError(
-                f"the others go on at sample {position} of epoch {epoch}, and this rank's loop over steps() is at "
-                f"{step.position} of epoch {self._epoch}: a stream is read in order. Leave the loop before "
+                f"the others go on at sample {position} of epoch {epoch}. This rank's loop over steps() is at "
+                f"{step.position} of epoch {self._epoch}, and a stream is read in order. Leave the loop before "
                 "rebuild()."
             )
         self.batch, self._goes_to = batch, step.position if position == step.position else None
@@ -222,8 +222,8 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
             raise ConfigurationError(
                 f"rank {self.rank}: the source of GlobalStream ended after {reader.end} samples of epoch {epoch}, but "
                 f"its state was saved after {position}, with more to come. It has fewer samples than then, or does not "
-                "go on where its own state says: it counts a sample before it yields it, and begins there once after "
-                f"load_state_dict. Give the data of then, or leave the rest out by set_epoch({epoch + 1})."
+                "go on where its own state says. A source counts a sample before it yields it. After load_state_dict "
+                f"it begins there once. Give the data of then, or leave the rest out by set_epoch({epoch + 1})."
             )
         self._reader = reader
         self._plan = EpochPlan(_NO_END, self.last == "drop", position, self.batch)
@@ -235,17 +235,7 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
 
 
 class _Reader(Generic[Sample]):
-    """Reads a source, and remembers places in it that can be gone back to.
-
-    Args:
-        source: The iterable.
-        position: The first sample that is wanted.
-        loaded: A place not after it, as `place_before` returns it; None: the beginning.
-
-    Attributes:
-        position: Of the first sample in memory.
-        end: Samples of the source; infinite while that is not known.
-    """
+    """Reads a source from sample `position` on, by a `loaded` place; remembers places that can be gone back to."""
 
     def __init__(self, source: Iterable[Sample], position: int, loaded: Mapping[str, Any] | None) -> None:
         self.position, self.end = position, _NO_END

@@ -28,11 +28,12 @@ _SORTED_BATCHES = 50  # sequences of about so many batches are sorted by length 
 class TokenShuffle(GlobalShuffle):
     """This rank's part of every step, as indices, where a step is a number of tokens instead of samples.
 
-    The sequences of an epoch are shuffled, sorted by length within parts of about fifty batches, filled into batches,
-    and the batches shuffled: sequences of a batch are about equally long, so that little is padded. Iterate over
-    `steps(loader)`; what else `GlobalShuffle` can do is the same here, changes of shares and restarts included.
+    The sequences of an epoch are shuffled, sorted by length within parts of about fifty batches, and filled into
+    batches. Then the batches are shuffled. Sequences of a batch are about equally long, so there is little padding.
+    Iterate over `steps(loader)`; what else `GlobalShuffle` can do is the same here, changes of shares and restarts
+    included.
 
-    Limits: Tokens of a step are at most the budget with padding, and mostly a little fewer; a rank's part is within
+    Limits: Tokens of a step, with padding, are at most the budget and mostly a little fewer. A rank's part is within
     half a sequence of its share. The budget is a part of the order, so `change` may move shares only.
 
     Args:
@@ -71,8 +72,8 @@ class TokenShuffle(GlobalShuffle):
         GlobalBatches._check(self, batch)  # what a shuffle asks for besides is about samples
         if batch.size != self._size:
             raise ConfigurationError(
-                f"{batch.size} tokens a step cannot follow {self._size}: which sequences make a batch depends on it. "
-                "Change how they are shared only, or make a new TokenShuffle for the next epoch."
+                f"The token budget cannot change from {self._size} to {batch.size} within an epoch, because it "
+                "determines the batches. Change the shares only, or create a new TokenShuffle for the next epoch."
             )
         longest = int(self.lengths.argmax())
         if self.lengths[longest] > batch.size:
@@ -168,14 +169,7 @@ class TokenShuffle(GlobalShuffle):
 
 
 class _TokenPlan(EpochPlan):
-    """Cuts batches that are made by the tokens of their samples.
-
-    Args:
-        lengths: Tokens of each sample, in the epoch's order.
-        ends: Of each batch, in samples.
-        start: The first sample to be trained.
-        batch: From there on.
-    """
+    """Cuts batches that are made by the tokens of their samples; batches end at `ends`, in samples."""
 
     def __init__(self, lengths: Sequence[int], ends: Sequence[int], start: int, batch: GlobalBatch) -> None:
         super().__init__(len(lengths), False, start, batch)
@@ -206,9 +200,8 @@ class _TokenPlan(EpochPlan):
 def cut_by_tokens(lengths: Sequence[int], wanted: Sequence[int]) -> list[int]:
     """Cut samples, in their order, into parts whose tokens come nearest to the proportions `wanted`.
 
-    Returns:
-        The number of samples of each part. One that wants none has none; one that wants some has at least one, as long
-        as there are enough.
+    Returns the number of samples of each part: none where none is asked for, otherwise at least one, as long as there
+    are enough.
     """
     sums = list(accumulate(lengths))
     whole, later = sum(wanted), num_takers(tuple(wanted))

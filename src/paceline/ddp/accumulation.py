@@ -17,17 +17,14 @@ import math
 import traceback as traceback_module
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
 from typing_extensions import Self
 
+from paceline.comm.device import empty_cache
+from paceline.ddp.coordinator import StepCoordinator
 from paceline.ddp.flight import Terms
-from paceline.ddp.layout import ManagedParameters
-from paceline.ddp.membership import Membership
-from paceline.ddp.recovery import Recovery
-from paceline.ddp.setting import Setting
 from paceline.ddp.verdict import Status
 from paceline.ddp.weights import REFUSED, StepWeights, WeightExchange
 from paceline.errors import (
@@ -35,6 +32,7 @@ from paceline.errors import (
     PeerLostError,
     PeerOutOfMemoryError,
     ProtocolError,
+    forget_frames,
 )
 from paceline.numbers_given import number
 
@@ -75,60 +73,12 @@ def _weight(given: object, place: int, num_batches: int) -> float:
     return weight
 
 
-class Steps(Protocol):
-    """What a window asks of the module of which it is a step."""
-
-    setting: Setting
-    membership: Membership
-    has_sync_batch_norm: bool
-
-    @property
-    def managed(self) -> ManagedParameters:
-        """The parameters whose gradients are reduced."""
-
-    @property
-    def recovery(self) -> Recovery:
-        """What gives up a step."""
-
-    @property
-    def window(self) -> Window[Any] | None:
-        """The window that is open."""
-
-    @property
-    def will_synchronize(self) -> bool:
-        """Whether the next backward does, outside of windows; not within `no_sync`."""
-
-    def let_synchronize(self, wanted: bool) -> None:
-        """Whether the next backward does."""
-
-    def open_window(self, weight: float, num_micro_steps: int) -> WeightExchange:
-        """What a window communicates before its first forward. Collective."""
-
-    def enter_window(self, window: Window[Any]) -> None:
-        """What follows belongs to this window. Local."""
-
-    def close_window(self) -> None:
-        """What follows is a step of its own again. Local."""
-
-    def finish_weights(self, exchange: WeightExchange) -> StepWeights:
-        """Wait for what the ranks' micro-batches count; raises as `Weighing.finish`."""
-
-    def window_terms(self, weights: StepWeights, weight: float, total: float) -> Terms:
-        """The backward that synchronizes begins: what it counts; arguments as of `Weighing.terms`. Local."""
-
-    def match_window(self, weights: StepWeights) -> None:
-        """Take part in the other ranks' last backward, contributing nothing. Collective."""
-
-    def will_drop_gradient(self, parameter: Tensor) -> bool:
-        """Whether the parameter's gradient is under way, and is dropped when it arrives. Local; does not wait."""
-
-
 class Window(Generic[Batch]):
     """One optimizer step's micro-batches: a context, and within it an iterator. Made by `model.accumulate`."""
 
     def __init__(
         self,
-        steps: Steps,
+        steps: StepCoordinator,
         batches: Sequence[Batch],
         weight: Callable[[Batch], float] | None,
     ) -> None:
@@ -142,7 +92,8 @@ class Window(Generic[Batch]):
         self._num_backwards = 0
         self._has_synchronized = False  # the last backward began
         self.repeats = False
-        """Whether this step was given up because a rank ran out of memory, and its samples come again: `continue`."""
+        """Whether this step was given up, and its samples come again: `continue`. A rank ran out of memory; or, under
+        `paceline.Elastic`, one was lost."""
 
     @property
     def total_weight(self) -> float:
@@ -154,7 +105,7 @@ class Window(Generic[Batch]):
             raise ProtocolError(
                 "this window has not begun: write `with model.accumulate(batches) as micro_batches:`."
             )
-        return self._steps.finish_weights(self._exchange)
+        return self._steps.weighing.finish(self._exchange)
 
     @property
     def has_weights(self) -> bool:
@@ -174,7 +125,13 @@ class Window(Generic[Batch]):
         problem = self._weigh()
         num_micro_steps = len(self._counted) if problem is None else REFUSED
         weight = math.fsum(weight for _, weight in self._counted)
-        self._exchange = steps.open_window(weight, num_micro_steps)
+        try:
+            self._exchange = steps.open_window(weight, num_micro_steps)
+        except Exception as error:
+            if not steps.outlives(error):
+                raise
+            self.repeats = True  # its loop has no turn
+            return self
         if problem is not None:
             raise problem
         if steps.has_sync_batch_norm:
@@ -251,34 +208,51 @@ class Window(Generic[Batch]):
         traceback: TracebackType | None,
     ) -> bool:
         try:
-            if error is None:
-                try:
-                    self._complete()
-                except PeerOutOfMemoryError as told:
-                    if not self._makes_room(told, told.ranks):
-                        raise
-            elif isinstance(error, Exception):
-                is_full = is_out_of_memory(error)
-                ranks = self._give_up(Status.OUT_OF_MEMORY if is_full else Status.ABORTED)
-                if isinstance(error, PeerOutOfMemoryError):
-                    return self._makes_room(error, error.ranks)
-                return is_full and self._makes_room(error, ranks)
+            return self._leave(error)
+        except Exception as raised:
+            if error is not None or not self._is_outlived(raised):
+                raise  # an error of this rank's own is shown
+            return True
         finally:
             self._steps.close_window()
+
+    def _leave(self, error: BaseException | None) -> bool:
+        """Returns whether the error of the `with` has been dealt with."""
+        if error is None:
+            try:
+                if not self.repeats:
+                    self._complete()
+            except PeerOutOfMemoryError as told:
+                if not self._makes_room(told, told.ranks):
+                    raise
+        elif isinstance(error, Exception):
+            if self.repeats or self._is_outlived(error):
+                return True
+            is_full = is_out_of_memory(error)
+            ranks = self._give_up(Status.OUT_OF_MEMORY if is_full else Status.ABORTED)
+            if isinstance(error, PeerOutOfMemoryError):
+                return self._makes_room(error, error.ranks)
+            return is_full and self._makes_room(error, ranks)
         return False
+
+    def _is_outlived(self, error: Exception) -> bool:
+        """Whether ranks were lost, and others compute this step again."""
+        if not self._steps.outlives(error):
+            return False
+        forget_frames(error)  # they keep what was launched over the old group
+        self.repeats = True
+        return True
 
     def _makes_room(self, error: Exception, ranks: Sequence[int]) -> bool:
         """Whether this step is repeated in other shares, as these ranks are full; the same answer on every rank.
 
-        Raises:
-            ConfigurationError: There is no room for the global batch; on every rank.
+        Raises ConfigurationError, on every rank, if there is no room for the global batch.
         """
         shares = self._steps.setting.shares
         if shares is None or not shares.can_make_room or not ranks:
             return False
         traceback_module.clear_frames(error.__traceback__)  # they keep the activations that did not fit
-        if self._steps.membership.device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(self._steps.membership.device)
         shares.make_room(ranks)
         self.repeats = True
         return True
@@ -300,8 +274,7 @@ class Window(Generic[Batch]):
     def _give_up(self, status: Status = Status.ABORTED) -> tuple[int, ...]:
         """Complete the step's collectives, if the other ranks will be in them, and tell these.
 
-        Returns:
-            As `Recovery.abort`: ranks that ran out of memory.
+        Returns as `Recovery.abort`.
         """
         recovery = self._steps.recovery
         if self._has_synchronized and not recovery.is_interrupted:
@@ -318,6 +291,8 @@ class Window(Generic[Batch]):
     # ---- the loop
 
     def __iter__(self) -> Iterator[Batch]:
+        if self.repeats:
+            return
         if self._steps.window is not self or self._place >= 0:
             raise ProtocolError(
                 "iterate over a window once, within its `with`: "
@@ -380,7 +355,8 @@ class Window(Generic[Batch]):
         weights.raise_if_refused(self._steps.membership.rank)
         self._has_synchronized = True
         own = math.fsum(weight for _, weight in self._counted)
-        return self._steps.window_terms(weights, self._counted[self._place][1], own)
+        num_averaged = self._steps.joining.num_averaged
+        return self._steps.weighing.terms(weights, self._counted[self._place][1], own, num_averaged)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

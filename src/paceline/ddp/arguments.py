@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from paceline import reductions
+from paceline.comm.collectives import backend_of, carries
+from paceline.comm.device import is_accelerator, why_without_streams
 from paceline.compression import Compressor
 from paceline.data import Balance, GlobalBatches
 from paceline.ddp.step_shares import StepShares
@@ -24,11 +26,7 @@ from paceline.reductions import NarrowMean, Reduction
 
 
 def refuse_unknown(wrapper: type, given: Mapping[str, object]) -> None:
-    """Refuse arguments that a wrapper's constructor does not have, and name the one that was probably meant.
-
-    Raises:
-        TypeError: As Python would, in more words.
-    """
+    """Raise TypeError for an argument that a wrapper has not, and name the one that was probably meant."""
     known = inspect.signature(wrapper.__init__).parameters  # type: ignore[misc]  # a subclass's own, if it has one
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values()):
         return
@@ -187,6 +185,24 @@ def choose_devices(
     return indices, torch._utils._get_device_index(output, True)
 
 
+def check_device(parameters: Sequence[Parameter], process_groups: Sequence[ProcessGroup]) -> None:
+    """Refuse a module on an accelerator that has no streams here, or for which a group has no backend."""
+    for device in dict.fromkeys(p.device for p in parameters if is_accelerator(p.device)):
+        if (why := why_without_streams(device)) is not None:
+            raise ConfigurationError(
+                f"the module is on {device}, but {why}. Paceline orders gradients and their exchange by streams: move "
+                "the module to the CPU or to this process's accelerator."
+            )
+        for group in process_groups:
+            if not carries(group, device):
+                raise ConfigurationError(
+                    f"the module is on {device}, and the process group's backend {backend_of(group)!r} has nothing for "
+                    f"tensors there. Open the group with one that has, such as "
+                    f'dist.init_process_group("cpu:gloo,{device.type}:..."), or with "paceline", which takes them '
+                    "through the host's memory."
+                )
+
+
 ONE_WRAPPER = (
     "A module is synchronized by one wrapper: wrap the whole once, or its parts one by one and not the whole. A "
     "framework that wraps by itself (accelerate.prepare, Trainer, Lightning) takes the bare module."
@@ -296,8 +312,9 @@ def warn_of_ignored(check_reduction: bool, static_graph: bool, find_unused: bool
     """Say which arguments have no effect."""
     if lazy_buckets:
         warnings.warn(
-            "lazy_bucket_allocation=True is ignored: torch's class then frees the buckets between backwards, of which "
-            "its gradients are copies. Paceline's gradients are the buckets, so there is no second copy to be freed.",
+            "lazy_bucket_allocation=True is ignored. With it, torch's class copies gradients out of buckets and "
+            "frees these between backwards. Paceline's gradients are the buckets, so there is no second copy to be "
+            "freed.",
             UserWarning,
             stacklevel=3,
         )

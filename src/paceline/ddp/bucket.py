@@ -14,30 +14,20 @@ from paceline.reductions import Reduction
 
 
 class Bucket(Protocol):
-    """Gradients of some parameters. In a backward: `arm`, touches, `collect`, `launch`, `attach`.
+    """Gradients of some parameters. In a backward: `arm`, touches, `collect`, `launch`, `attach`."""
 
-    Attributes:
-        index: Place in the launch order.
-        members: Parameter indices, by slot.
-        parameters: The members' parameters.
-        num_large: The first so many slots hold gradients that are worth a copy of their own.
-        touched: Parameters as autograd finished them; the hooks hold this very list.
-        expected: Touches that make it full; 1 while idle: the first touch wakes the reducer.
-        is_collected: Whether the message of this backward has been made; whether it was launched the flight knows.
-        left_out: No rank needs it in this backward, so that it is not collected. Until the next one is armed.
-        ready_s: When it was full, or backward had ended; 0.0 before.
-        not_finite: From `collect` on: NaN if gradients of this rank are not finite, as far as seen, else zero; or None.
-    """
-
-    index: int
-    members: list[int]
-    parameters: list[Parameter]
-    num_large: int
-    touched: list[Tensor]
-    expected: int
+    index: int  # place in the launch order
+    members: list[int]  # parameter indices, by slot
+    parameters: list[Parameter]  # the members' parameters
+    num_large: int  # the first so many slots hold gradients that are worth a copy of their own
+    touched: list[Tensor]  # parameters as autograd finished them; the hooks hold this very list
+    expected: int  # touches that make it full; 1 while idle: the first touch wakes the reducer
+    # Whether the message of this backward has been made; whether it was launched the flight knows.
     is_collected: bool
+    # No rank needs it in this backward, so that it is not collected. Until the next one is armed.
     left_out: bool
-    ready_s: float
+    ready_s: float  # when it was full, or backward had ended; 0.0 before
+    # From `collect` on: NaN if gradients of this rank are not finite, as far as seen, else zero; or None.
     not_finite: Tensor | None
 
     @property
@@ -87,7 +77,7 @@ class Bucket(Protocol):
 
         Args:
             scale: Of gradients on their way into a dense bucket, as the reduction wants it.
-            mean_scale: Of what bypasses the reduction: sparse and late gradients, which are always averaged.
+            mean_scale: The scale of sparse and late gradients. They bypass the reduction and are always averaged.
             used_before: Parameter indices that earlier, unsynchronized backwards of this step have touched.
             has_ended: Whether backward has: autograd writes no more.
         """

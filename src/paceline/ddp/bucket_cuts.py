@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 
-from torch.distributed import ProcessGroup
-
 from paceline.comm.collectives import allocate_zeros
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.cap_search import CapSearch
 from paceline.ddp.layout import GradientMemory, ManagedParameters
+from paceline.ddp.membership import Groups
 from paceline.ddp.ready_tracking import ReadyTracker
 from paceline.ddp.setting import Setting
 from paceline.ddp.verdict import Verdict
@@ -18,40 +17,29 @@ from paceline.observe import StepTimings
 
 
 class BucketCuts:
-    """How the gradients of one module are cut into buckets; the same on every rank.
-
-    Args:
-        managed: Whose gradients.
-        setting: How large a bucket may become, and whether other caps are tried.
-        tracker: Told of the buckets.
-        verdict: Whose status words lie behind the last one.
-        group: Over whom the ranks agree; buffers are in the memory that it prefers.
-        peers: For waiting.
-
-    Attributes:
-        order: Of the parameters, by index, as their gradients become ready.
-        has_followed: Whether that is the observed order, and not the reverse one of registration.
-        may_change: Whether `is_due` has to be asked.
-        search: Tries caps; None: they stay as they are.
-    """
+    """How the gradients of one module are cut into buckets; the same on every rank."""
 
     def __init__(
         self,
-        managed: ManagedParameters,
-        setting: Setting,
-        tracker: ReadyTracker,
-        verdict: Verdict,
-        group: ProcessGroup,
+        managed: ManagedParameters,  # whose gradients
+        setting: Setting,  # how large a bucket may become, and whether other caps are tried
+        tracker: ReadyTracker,  # told of the buckets
+        verdict: Verdict,  # whose status words lie behind the last one
+        groups: Groups,  # the ranks agree over that for numbers; buffers are in the memory that the others prefer
         peers: Peers,
     ) -> None:
+        group = groups.numbers
         self._tracker, self._verdict, self._group, self._peers = tracker, verdict, group, peers
-        allocate = functools.partial(allocate_zeros, group)
+        allocate = functools.partial(allocate_zeros, groups.for_gradients[0])
         self._memory = GradientMemory(managed, setting.caps, verdict.status, allocate)
         is_searched = setting.searches_caps and group.size() > 1
+        # Tries caps; None: they stay as they are.
         self.search = CapSearch(setting.caps, self._memory.size_bytes) if is_searched else None
+        # Of the parameters, by index, as their gradients become ready
         self.order = list(range(len(managed) - 1, -1, -1))
+        # Whether that is the observed order, and not the reverse one of registration.
         self.has_followed = False
-        self.may_change = True
+        self.may_change = True  # whether `is_due` has to be asked
         self._batch_size = 0
 
     def note_batch(self, size: int) -> None:

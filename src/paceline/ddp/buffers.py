@@ -75,40 +75,26 @@ def _cut(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 @dataclass(frozen=True)
 class BufferHook:
-    """A user's way of synchronizing buffers.
+    """A user's way of synchronizing buffers."""
 
-    Attributes:
-        hook: Takes a state and the buffers by name; returns futures, or None.
-        state: Handed to it.
-        runs_before_forward: Else after it.
-    """
-
+    # Takes a state and the buffers by name; returns futures, or None
     hook: Callable[[Any, dict[str, Tensor]], Any]
-    state: Any
-    runs_before_forward: bool
+    state: Any  # handed to it
+    runs_before_forward: bool  # else after it
 
     def run(self, named: dict[str, Tensor]) -> list[torch.futures.Future[Any]]:
         return list(self.hook(self.state, named) or ())
 
 
 class Buffers:
-    """The buffers of one module.
-
-    Args:
-        module: Whose buffers; they are looked up anew each time, since modules may replace them.
-        ignored: Names of buffers that stay each rank's own.
-        membership: Over whom.
-
-    Attributes:
-        hook: Synchronizes them instead, if the user registered one.
-    """
+    """The buffers of one module, but for those `ignored`. They are looked up each time: modules may replace them."""
 
     def __init__(self, module: Module, ignored: set[str], membership: Membership) -> None:
         self._homes = [(f"{name}." if name else "", child._buffers) for name, child in module.named_modules()]
         self._ignored = ignored
         self._membership = membership
         self._under_way: Broadcast | None = None
-        self.hook: BufferHook | None = None
+        self.hook: BufferHook | None = None  # synchronizes them instead, if the user registered one
         self._are_in_line = False  # they were broadcast since the last synchronized backward (rule 2)
         self._come_at_end = False  # the end of the next synchronized backward brings those of `_source`
         self._source = 0  # the first rank with a micro-batch in the step under way; the same on all ranks
@@ -145,9 +131,7 @@ class Buffers:
     def launch_at_end(self, reduction: Reduction) -> None:
         """All buckets have been launched: send the buffers behind them, if they come now. Collective; does not wait.
 
-        Args:
-            reduction: Of the buckets. One that brings no status words may be a hook that is starting collectives: then
-                the buffers are sent later, in `end_step`.
+        A reduction that brings no status words may be a hook that is starting collectives: then `end_step` sends them.
         """
         if self._come_at_end and reduction.carries_words:
             self.launch(self._source)
@@ -192,14 +176,9 @@ class Buffers:
         self.hook = hook
 
     def bring_in_line(self, source_of: Callable[[], int], again: bool) -> None:
-        """Take over a rank's buffers, unless all ranks have had the same since the last backward (rule 2).
+        """Take over a rank's buffers (rule 2); `again`: also if all have had the same since the last backward.
 
-        Args:
-            source_of: Agrees on that rank; collective.
-            again: Also if they are in line.
-
-        Contract:
-            Collective; blocks.
+        Collective; blocks.
         """
         if again or not self._are_in_line:
             self.synchronize(source_of())

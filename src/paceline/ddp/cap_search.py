@@ -53,22 +53,13 @@ class TriedCap:
 
 
 class CapSearch:
-    """The search of one module's reducer; the same on every rank.
-
-    Args:
-        default: Caps to begin with.
-        size_bytes: Of all gradients.
-
-    Attributes:
-        tried: In order; a cap may come more than once.
-        best_mb: What was found, in MiB; None as long as the search goes on.
-    """
+    """The search of one module's reducer; the same on every rank."""
 
     def __init__(self, default: BucketCaps, size_bytes: int) -> None:
         self._default = default
         self._start = float(min(default.caps_bytes[-1], size_bytes))
-        self.tried: list[TriedCap] = []
-        self.best_mb: float | None = None
+        self.tried: list[TriedCap] = []  # in order; a cap may come more than once
+        self.best_mb: float | None = None  # what was found, in MiB; None as long as the search goes on
         self._course = course(self._start, LEAST_CAP_BYTES, float(size_bytes))
         self._trying = next(self._course)
         self._num_steps = -WARM_UP_STEPS
@@ -87,6 +78,7 @@ class CapSearch:
         if self._num_steps < STEPS_EACH:
             return None
         self._num_steps = 0
+        timings.settle()
         step_s = _slowest_rank_s(_median_step_s(timings), device, group, peers)
         tried = self._trying
         self.tried.append(TriedCap(tried / MEBIBYTE, step_s))
@@ -110,18 +102,15 @@ class CapSearch:
         default_mb = self._start / MEBIBYTE
         default = median(each.step_s for each in self.tried if each.cap_mb == default_mb) * 1e3
         return (
-            f"bucket_cap_mb={self.best_mb:.4g} from now on: {best:.4g} ms a step, {default:.4g} ms with the default of "
-            f"{default_mb:.4g}; {len(self.tried)} turns of {STEPS_EACH} steps tried."
+            f"bucket_cap_mb={self.best_mb:.4g} from now on: {best:.4g} ms per step, {default:.4g} ms with the default "
+            f"of {default_mb:.4g}; {len(self.tried)} turns of {STEPS_EACH} steps tried."
         )
 
 
 def course(default: float, least: float, most: float) -> Generator[float, float, float]:
     """Yields the cap to try next, in bytes, is sent the seconds of a step with it, and returns the best (rules 2, 3).
 
-    Args:
-        default: Where to begin.
-        least: Smaller ones are not tried.
-        most: Of all gradients: larger caps would all make one bucket.
+    Caps smaller than `least` are not tried, nor those above `most`, which would all make one bucket.
     """
     seen = {default: (yield default)}
 

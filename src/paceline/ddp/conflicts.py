@@ -42,39 +42,25 @@ def check_cap_search(bucket_cap_mb_list: Any, reduction: Reduction, overlap_forw
         f"gradients combined by {reduction!r} (only the mean)": type(reduction) is not Mean,
         "overlap_forward (its pieces do not depend on buckets)": overlap_forward,
     }
-    _refuse('bucket_cap_mb="auto"', not_here, ". Leave out either.")
+    _refuse('bucket_cap_mb="auto"', not_here, ". Use one of them.")
 
 
 def check_skipping(units: Sequence[Unit], reduction: Reduction, **given: object) -> None:
-    """Refuse to leave buckets out beside what needs every bucket in every step.
-
-    Args:
-        units: What can be skipped, by `droppable`.
-        reduction: Combines the gradients.
-        given: Arguments that exclude it, by name, where they are not False or None.
-    """
+    """Refuse to leave buckets out beside what needs every bucket, such as these arguments, by name."""
     not_here = {f"{name}={value!r}": value for name, value in given.items()}
     not_here[f"gradients combined by {reduction!r}"] = reduction.needs_all_buckets
     option = "droppable" if units else "skip_all_reduce_unused_params"
-    _refuse(option, not_here, ": that needs every bucket in every step. Leave out either.")
+    _refuse(option, not_here, ": that needs every bucket in every step. Use one of them.")
 
 
 def check_forward_overlap(
-    module: Module,
+    module: Module,  # the whole
     managed: ManagedParameters,
-    process_groups: Sequence[ProcessGroup],
+    process_groups: Sequence[ProcessGroup],  # over which they are reduced
     reduction: Reduction,
-    given: Any,
+    given: Any,  # the constructor's arguments, as attributes
 ) -> None:
-    """Refuse `overlap_forward` beside what it is not exact for.
-
-    Args:
-        module: The whole.
-        managed: Its parameters.
-        process_groups: Over which they are reduced.
-        reduction: By which.
-        given: The constructor's arguments, as attributes.
-    """
+    """Refuse `overlap_forward` beside what it is not exact for."""
     wanted = given.overlap_forward
     if wanted not in (True, "always", "debug"):
         raise ConfigurationError(
@@ -86,7 +72,7 @@ def check_forward_overlap(
     for parameter in managed.parameters:
         outstanding.complete(parameter)  # it may have been wrapped before
     not_here = {
-        "a module on an accelerator": any(p.device.type != "cpu" for p in managed.parameters),
+        "a module on several devices": len({p.device for p in managed.parameters}) > 1,
         "init_sync=False (it opens a process group)": not given.init_sync,
         "several process groups": len(process_groups) > 1,
         f"gradients combined by {reduction!r} (only the mean)": type(reduction) is not Mean,
@@ -103,7 +89,7 @@ def check_forward_overlap(
             for name, p in named.items()
         },
     }
-    advice = ". Leave out overlap_forward; the guide's page on it says what it supports."
+    advice = ". Leave out overlap_forward, or the other. `paceline explain is not possible with` says more."
     _refuse("overlap_forward", not_here, advice)
 
 
@@ -121,20 +107,11 @@ def check_join(model: Any) -> None:
 
 
 def check_comm_hook(reduction: Reduction, searches_caps: bool, overlaps_forward: bool) -> None:
-    """Refuse a communication hook beside what it would replace or disturb.
-
-    Args:
-        reduction: What combines the gradients so far.
-        searches_caps: Whether other bucket caps are tried.
-        overlaps_forward: Whether buckets are sent in pieces.
-
-    Raises:
-        RuntimeError: As torch for a second hook.
-    """
+    """Refuse a communication hook beside what it would replace or disturb. Raises torch's RuntimeError."""
     if not isinstance(reduction, Mean | NarrowMean):
         raise RuntimeError(  # noqa: TRY004  torch's class
             f"register_comm_hook: gradients are combined by reduction={reduction!r}, which the hook would "
-            "replace. Leave out either."
+            "replace. Leave out one of them."
         )
     if searches_caps:
         raise RuntimeError(
@@ -144,5 +121,5 @@ def check_comm_hook(reduction: Reduction, searches_caps: bool, overlaps_forward:
     if overlaps_forward:
         raise RuntimeError(
             "register_comm_hook and overlap_forward: pieces of buckets are summed, which the hook would replace. Leave "
-            "out either."
+            "out one of them."
         )

@@ -9,6 +9,7 @@ twice.
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,12 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 from paceline.comm.collectives import device_for_metadata
-from paceline.comm.gradient_group import (
-    check_carries_pieces,
-    group_for_pieces,
-    knows_beside,
-    on_one_host,
-)
+from paceline.comm.gradient_group import check_carries_pieces, group_for_pieces, knows_beside, on_one_host
 from paceline.comm.peers import Peers
 from paceline.data import GlobalBatch
 from paceline.ddp import conflicts, inputs_outputs, sync_batch_norm
@@ -42,10 +38,33 @@ from paceline.ddp.skipping import Skipping
 from paceline.ddp.step_shares import Standing
 from paceline.ddp.weights import StepWeights, Weighing, WeightExchange
 from paceline.errors import ConfigurationError
-from paceline.observe import StepTimings
+from paceline.observe import StepTimings, spans
+from paceline.recording.labels import range_of
+from paceline.recording.our_steps import OurSteps
 
 if TYPE_CHECKING:
-    from paceline.ddp.accumulation import Window
+    from paceline.diagnosis import Diagnosis
+
+
+class OpenWindow(Protocol):
+    """A window of micro-batches (`accumulation`), as a step sees it."""
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether micro-batches may count differently."""
+
+    def note_forward(self) -> None:
+        """A forward in which gradients are enabled."""
+
+    def note_backward(self) -> Terms:
+        """A backward has reached the module: what it counts."""
+
+
+class Survivor(Protocol):
+    """Who makes up for lost ranks, so that a window which has lost one may be left without an error."""
+
+    def outlives(self, error: Exception) -> bool:
+        """Whether the step that raised this is computed again, with other ranks. May wait for the launcher."""
 
 
 class Wrapped(Protocol):
@@ -70,35 +89,31 @@ class Wrapped(Protocol):
 
 
 class StepCoordinator:
-    """The membership, buffers and reducer of one wrapped module, and where its steps are.
-
-    Args:
-        wrapped: The wrapper.
-        setting: How to reduce.
-        name: Identifies the module in failure detection; the same on every rank.
-
-    Attributes:
-        membership: Who reduces together.
-        window: Of micro-batches, while within one.
-        joining: What is known of ranks without batches.
-        forward_overlap: What defers the end of steps into the next forward, if anything does.
-        skipping: What steps leave out, if they may.
-    """
+    """The membership, buffers and reducer of one wrapped module, and where its steps are."""
 
     def __init__(self, wrapped: Wrapped, setting: Setting, name: str) -> None:
         self._wrapped = weakref.ref(wrapped)
         self._module, self._ignored = wrapped.module, setting.ignored
         self.setting = setting
+        # Where the first parameter is found; on some devices `module.to` puts another one in its place.
+        self._home, self._first = _place_of(self._module, setting.parameters[0])
+        # Who reduces together
         self.membership = Membership(setting.process_groups, name, setting.device, self)
         self.buffers = Buffers(self._module, self._ignored, self.membership)
         self.has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self._module.modules())
-        self.window: Window[Any] | None = None
-        self.joining = Joining(self.membership)
+        self.window: OpenWindow | None = None  # of micro-batches, while within one
+        self._survivor: Survivor | None = None  # makes up for lost ranks, if anybody does
+        self.joining = Joining(self.membership)  # what is known of ranks without batches
         self.timings = StepTimings()
+        group = self.membership.process_group
+        # What is kept of the last steps, and written to a run folder if there is one
+        self.recording = OurSteps(self.timings, setting.device.type, group.rank(), group.size())
         self._frozen: list[Parameter] = []
         self.weighing = Weighing(setting, self.membership, self.buffers, self.timings, self._fail)
+        # What defers the end of steps into the next forward, if anything does
         self.forward_overlap: ForwardOverlap | None = None
         skips = bool(setting.droppable) or setting.skips_unused
+        # What steps leave out, if they may
         self.skipping = Skipping(self._module, setting.droppable, setting.skips_unused) if skips else None
         self.reducer: Reducer
 
@@ -122,14 +137,9 @@ class StepCoordinator:
     # ---- the model, on all ranks
 
     def verify(self, managed: ManagedParameters, *more: tuple[str, object]) -> Verified:
-        """Make sure that all ranks wrap the same module, with the same arguments. Collective; blocks.
+        """Raise ReplicaMismatchError, on every rank, unless all wrap the same module with the same arguments.
 
-        Args:
-            managed: The parameters to synchronize.
-            more: Names and values of further arguments.
-
-        Raises:
-            ReplicaMismatchError: They do not; on every rank.
+        Collective; blocks.
         """
         members, groups = self.membership, self.setting.process_groups
         num_groups = ("number of process groups", len(groups))
@@ -197,7 +207,7 @@ class StepCoordinator:
             setting,
             flights,
             self._terms,
-            members.gradient_groups,
+            members.groups,
             members.peers,
             self.buffers,
             members.number,
@@ -211,13 +221,20 @@ class StepCoordinator:
         """Make what defers the end of steps into the next forward, where that may pay. Collective if `wanted`."""
         is_forced = wanted in ("always", "debug")
         members = self.membership
-        if not wanted or members.size == 1 or (on_one_host(unknown=False) and not is_forced):
+        if not wanted:
             return
-        piece_group = group_for_pieces(members.process_group)
+        if members.size == 1 or (on_one_host(unknown=False) and not is_forced):
+            why = "there is one rank" if members.size == 1 else "all ranks are on one host"
+            reason = f"off, because {why}, so no gradient crosses a link"
+            self.timings.decide(
+                "overlap_forward", reason, not is_forced and members.process_group.rank() == 0
+            )
+            return
+        piece_group = group_for_pieces(members.process_group, members.device, members.peers)
         members.take_group(for_pieces=piece_group)
         self.forward_overlap = ForwardOverlap(
             self._module,
-            members.process_group,
+            members.groups.for_numbers or members.process_group,
             piece_group,
             members.peers,
             is_forced,
@@ -254,11 +271,7 @@ class StepCoordinator:
         return self.forward_overlap is not None
 
     def check_rebuild(self, process_group: ProcessGroup) -> None:
-        """Raise if this model cannot go on over another group now. Local; nothing is changed.
-
-        Raises:
-            ConfigurationError: As `Membership.rebuild`; the same on every rank that is at the same place.
-        """
+        """As `Model.check_rebuild`; the same on every rank that is at the same place."""
         if self.window is not None or self.recovery.current() is not None:
             raise ConfigurationError(
                 "rebuild() within a window of model.accumulate, or within a backward: leave it first. A window that "
@@ -270,12 +283,12 @@ class StepCoordinator:
             )
         self.setting.reduction.check_group(process_group)
         if self.sends_pieces:
-            check_carries_pieces(process_group)
+            check_carries_pieces(process_group, self.membership.device)
 
     def complete_step(self) -> None:
         """Complete the step that was deferred, if one was. Local; raises as any wait."""
         if self.forward_overlap is not None:
-            self.forward_overlap.flush()
+            self.forward_overlap.drain()
 
     def standing(self) -> Standing:
         """Where this rank's data stand. Local."""
@@ -289,11 +302,7 @@ class StepCoordinator:
         )
 
     def follow_data(self, rank: int, shares: GlobalBatch | None, met: Met) -> None:
-        """Train these shares as that rank. Local.
-
-        Raises:
-            ConfigurationError: They cannot be trained; nothing is changed.
-        """
+        """As `Model.follow_data`."""
         if self.setting.shares is not None and shares is not None:
             limits = [standing.limit for standing in met.standings]
             self.setting.shares.follow(shares, rank, met.told.standing, limits)
@@ -304,16 +313,17 @@ class StepCoordinator:
         if self.recovery.has_failed or self.recovery.is_interrupted:
             self.recovery.drop_gradients()
         setting.move_to(members.groups.asked_for)
-        setting.learn_devices(any(verified.are_on_cpu))
+        setting.learn_devices(verified.are_on_cpu)
         setting.reduction.follow(managed.named(), members.process_group, met.are_alike)
         self.buffers.forget_step()
         self.weighing.forget_step()
         self.joining.begin_again()
         if self.has_sync_batch_norm:
-            own = members.groups.for_batch_norm or members.process_group
-            sync_batch_norm.move(self._module, [*before.asked_for, before.for_batch_norm], own)
+            own, moved = members.groups.for_batch_norm, [*before.asked_for, before.for_batch_norm]
+            sync_batch_norm.move(self._module, moved, own or members.process_group, own is not None)
         if self.forward_overlap is not None and members.groups.for_pieces is not None:
-            self.forward_overlap.move_to(members.process_group, members.groups.for_pieces, members.peers)
+            agree_over = members.groups.for_numbers or members.process_group
+            self.forward_overlap.move_to(agree_over, members.groups.for_pieces, members.peers)
         self.reducer.retire()
         self.build_reducer(managed, met.told.num_steps, self.reducer.used_before)
 
@@ -328,6 +338,8 @@ class StepCoordinator:
         self.reducer.prepare()
         self._follow_changes()
         self.reducer.open_forwards.begin(counts=self.wrapped.training)
+        self.recording.name_buckets(self.reducer.buckets, self._names_of_buckets)
+        self.recording.begin_forward(self._module, inputs, kwargs)
         is_weighed = self.weighing.is_on if self.window is None else self.window.has_weights
         if not self.reducer.cuts.has_followed:
             self.reducer.cuts.note_batch(0 if is_weighed else inputs_outputs.batch_size(inputs, kwargs))
@@ -342,8 +354,30 @@ class StepCoordinator:
             self.joining.notify(self.wrapped, NextStep(will_synchronize, opens_window))
             self._synchronize_buffers(will_synchronize)
 
+    def doctor(self) -> Diagnosis:
+        """As the wrapper's. Collective; blocks."""
+        from paceline.ddp.diagnosing import diagnose_together  # noqa: PLC0415  few ask
+
+        members = self.membership
+        return diagnose_together(
+            self.recording.recorder, members.process_group, members.peers, members.device
+        )
+
+    def _names_of_buckets(self) -> list[str]:
+        names = list(self.managed.named())
+        return [range_of(names[member] for member in bucket.members) for bucket in self.reducer.buckets]
+
     def _follow_changes(self) -> None:
-        """Take in what was done to the parameters since the last forward. Collective if some were unfrozen."""
+        """Take in what was done to the parameters since the last forward. Collective if some were unfrozen.
+
+        Raises ConfigurationError if they were moved.
+        """
+        first = self._home.get(self._first)
+        if first is not None and (now := first.device) != self.membership.device:
+            raise ConfigurationError(
+                f"the module was moved to {now} after it had been wrapped on {self.membership.device}, where its "
+                "gradients' memory and its process group's backend are. Move the module first, then wrap it."
+            )
         if any(parameter.requires_grad for parameter in self._frozen):
             managed = self.setting.managed(self._module)
             self.verify(managed)
@@ -361,11 +395,27 @@ class StepCoordinator:
         hook = self.buffers.hook
         if synchronizes and hook is None:
             source_of = functools.partial(self.joining.agree_on_source, is_candidate=True) if joins else int
+            began_s = time.perf_counter()
             self.buffers.bring_in_line(source_of, again=joins)
+            spans.note("waiting", began_s, time.perf_counter())
         elif synchronizes and hook is not None and hook.runs_before_forward:
             self.buffers.run_hook()
         if is_training:  # an evaluation on one rank must not change what this rank's backward does
             self.buffers.come_at_end(synchronizes and hook is None and not joins)
+
+    # ---- lost ranks
+
+    def survive(self, survivor: Survivor) -> None:
+        """Let it decide from now on which errors windows outlive. Local."""
+        self._survivor = survivor
+
+    def outlives(self, error: Exception) -> bool:
+        """Whether the step under way is computed again, as ranks were lost; then its gradients are dropped."""
+        if self._survivor is None or not self._survivor.outlives(error):
+            return False
+        self.recovery.fail(error)  # nothing communicates any more until other members take the places
+        self.recovery.drop_gradients()
+        return True
 
     # ---- windows of micro-batches
 
@@ -389,7 +439,7 @@ class StepCoordinator:
             self._synchronize_buffers(will_synchronize=True)
         return exchange
 
-    def enter_window(self, window: Window[Any]) -> None:
+    def enter_window(self, window: OpenWindow) -> None:
         """What follows belongs to this window. Local."""
         self.window = window
 
@@ -398,14 +448,6 @@ class StepCoordinator:
         self.window = None
         self.let_synchronize(True)
         self.buffers.come_from(0)
-
-    def finish_weights(self, exchange: WeightExchange) -> StepWeights:
-        """Wait for what the ranks' micro-batches count; raises as `Weighing.finish`."""
-        return self.weighing.finish(exchange)
-
-    def window_terms(self, weights: StepWeights, weight: float, total: float) -> Terms:
-        """The backward that synchronizes begins: what it counts; arguments as of `Weighing.terms`. Local."""
-        return self.weighing.terms(weights, weight, total, self.joining.num_averaged)
 
     def match_window(self, weights: StepWeights) -> None:
         """Take part in the other ranks' last backward, contributing nothing; if nothing counts anywhere, there is none.
@@ -485,3 +527,11 @@ class StepCoordinator:
         """After `join`: all ranks take the model of a rank that trained to the end. Collective; blocks."""
         source = self.joining.end(is_last_joiner)
         self.broadcast_model(source, with_buffers=self.wrapped.forward_sync_buffers)
+
+
+def _place_of(module: Module, parameter: Tensor) -> tuple[Mapping[str, Tensor | None], str]:
+    """The parameters among which a module has this one, and its name there."""
+    found = (
+        (m._parameters, name) for m in module.modules() for name, p in m._parameters.items() if p is parameter
+    )
+    return next(found, ({}, ""))

@@ -60,12 +60,7 @@ _LEAST = {size: torch.iinfo(integers).min for size, integers in _INTEGERS.items(
 
 
 class _Sample:
-    """The first elements of the gradients that lie in a buffer.
-
-    Args:
-        flat: The buffer.
-        sizes: Elements of each gradient, in order; together at most the buffer's.
-    """
+    """The first elements of the gradients that lie in a buffer, `sizes` elements each."""
 
     def __init__(self, flat: Tensor, sizes: Sequence[int]) -> None:
         places = [sum(sizes[:place]) for place, size in enumerate(sizes) if size > 0]
@@ -101,21 +96,13 @@ class DenseBucket:
 
     def __init__(
         self,
-        index: int,
-        members: Sequence[int],
-        parameters: Sequence[Parameter],
-        message: Tensor,
-        num_words: int = 0,
+        index: int,  # place in the launch order
+        members: Sequence[int],  # parameter indices in layout order: all large ones, then all small ones
+        parameters: Sequence[Parameter],  # the members' parameters
+        message: Tensor,  # real, contiguous; holds the members' gradients and, behind them, the status words
+        num_words: int = 0,  # how many of these; only in the last bucket
     ) -> None:
-        """Take `message` as the buffer of the members' gradients.
-
-        Args:
-            index: Place in the launch order.
-            members: Parameter indices in layout order: all large ones, then all small ones.
-            parameters: The members' parameters.
-            message: Real, contiguous; holds the members' gradients and, behind them, the status words.
-            num_words: How many of these; only in the last bucket.
-        """
+        """Take `message` as the buffer of the members' gradients."""
         self.index = index
         self.members = list(members)
         self.parameters = list(parameters)

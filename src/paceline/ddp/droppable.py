@@ -23,8 +23,7 @@ class Unit:
 def units_of(module: Module, droppable: Any) -> tuple[Unit, ...]:
     """Read `droppable=`: an iterable, each entry a unit of its own.
 
-    Raises:
-        ConfigurationError: It is none, names what the module has not, or two entries have a parameter in common.
+    Raises ConfigurationError if it is none, names what the module has not, or two entries have a parameter in common.
     """
     if droppable is None:
         return ()
@@ -81,11 +80,7 @@ class Parts:
         self._parameters: dict[str, tuple[Parameter, ...]] = {}
 
     def part(self, given: Any) -> tuple[str, tuple[Parameter, ...]]:
-        """The name and the parameters of a part.
-
-        Raises:
-            ConfigurationError: The module has none such.
-        """
+        """The name and the parameters of a part; raises ConfigurationError if the module has none such."""
         name = given if isinstance(given, str) else self._names.get(id(given))
         if name is None or name not in self._by_name:
             raise ConfigurationError(

@@ -7,62 +7,52 @@ flight; others wrap it or stand in its place. The order of calls is the order of
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch.distributed import ProcessGroup
 
 from paceline.comm.backward import Backward
 from paceline.comm.collectives import Work
+from paceline.comm.device import devices_of
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.membership import Groups
 from paceline.ddp.open_forwards import OpenForwards
 from paceline.observe import BucketTiming, StepTimings
+from paceline.observe.device_times import DeviceTimes
 from paceline.observe.timings import profiler_range
 from paceline.reductions import Reduction
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What one backward counts.
+    """What one backward counts."""
 
-    Attributes:
-        synchronizes: Whether it reduces gradients.
-        weight: Of this rank's gradients in the mean; over the ranks, weights average to 1.
-        share: This rank's fraction of all that counts in the step; None: the step is not weighed.
-        num_averaged: By how many ranks sums are divided; None: by all.
-    """
-
-    synchronizes: bool = True
-    weight: float = 1.0
+    synchronizes: bool = True  # whether it reduces gradients
+    weight: float = 1.0  # of this rank's gradients in the mean; over the ranks, weights average to 1
+    # This rank's fraction of all that counts in the step; None: the step is not weighed.
     share: float | None = None
-    num_averaged: int | None = None
+    num_averaged: int | None = None  # by how many ranks sums are divided; None: by all
 
 
 @dataclass(frozen=True)
 class Step:
-    """A backward that begins, for whoever makes its flight.
-
-    Attributes:
-        backward: It.
-        reduction: What combines its gradients.
-        num_steps: Synchronized backwards before it.
-        forward_s: Duration of the last forward before it.
-        goes_first: No other module over these groups is in a synchronized backward: it may launch before the end.
-        used_before: Indices of parameters that unsynchronized backwards of this step have touched.
-        reached: Which parameters it touches; None: not known before it ends.
-    """
+    """A backward that begins, for whoever makes its flight."""
 
     backward: Backward
-    reduction: Reduction
-    num_steps: int
-    forward_s: float
+    reduction: Reduction  # what combines its gradients
+    num_steps: int  # synchronized backwards before it
+    forward_s: float  # duration of the last forward before it
+    # No other module over these groups is in a synchronized backward: it may launch before the end.
     goes_first: bool
-    used_before: set[int]
-    reached: Callable[[], list[bool] | None]
+    used_before: set[int]  # indices of parameters that unsynchronized backwards of this step have touched
+    reached: Callable[[], list[bool] | None]  # which parameters it touches; None: not known before it ends
 
 
 class Flight(Protocol):
@@ -88,29 +78,24 @@ class Flight(Protocol):
     def close(self) -> Exception | None:
         """Autograd is done: come to know which buckets leave.
 
+        Returns what this rank has to raise once it has completed the step's collectives. Raises StepDroppedError, on
+        every rank, if the ranks do not agree; nothing was launched.
+
         Contract:
             Collective if the ranks still have to agree on that; then it blocks. Local in a plain flight.
-
-        Returns:
-            What this rank has to raise once it has completed the step's collectives.
-
-        Raises:
-            StepDroppedError: The ranks do not agree; on every rank, and nothing was launched.
         """
 
     def wait_for_words(self) -> bool:
         """Wait for what brings the ranks' status words; False: they have to be summed apart.
 
-        Raises:
-            PeerLostError: A rank died or hangs; gradients are undefined.
+        Raises PeerLostError if a rank died or hangs; gradients are undefined.
         """
 
     def hand_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> bool:
         """Every rank's backward has ended well: whether somebody else completes each bucket when it is needed.
 
-        Args:
-            attach: Gives a bucket's parameters their gradients.
-            conclude: To be called when the last bucket has arrived, with the seconds spent waiting for buckets.
+        Then `attach` gives a bucket's parameters their gradients, and `conclude` is told, after the last bucket, the
+        seconds spent waiting.
         """
 
     def wait(self) -> None:
@@ -125,6 +110,9 @@ class Flight(Protocol):
     def timings(self) -> tuple[BucketTiming, ...]:
         """One record a bucket, by index."""
 
+    def device_times(self) -> DeviceTimes | None:
+        """When a device comes to the same; None on the CPU."""
+
 
 class Flights(Protocol):
     """Makes the flights of one reducer's backwards."""
@@ -132,7 +120,7 @@ class Flights(Protocol):
     def follow(
         self,
         managed: ManagedParameters,
-        groups: Sequence[ProcessGroup],
+        groups: Groups,
         peers: Peers,
         open_forwards: OpenForwards,
         timings: StepTimings,
@@ -164,22 +152,17 @@ class _Launched:
 
 
 class PlainFlight:
-    """Every bucket leaves as a whole, and backward waits for all.
-
-    Contract:
-        Collective: the same buckets in the same order on every rank. Bucket i goes to process group i mod k.
-
-    Args:
-        reduction: What launching a bucket means.
-        groups: Over whom, in turn.
-        peers: For waiting.
-        buckets: Of the step.
-    """
+    """Every bucket leaves as a whole, bucket i over group i mod k, and backward waits for all."""
 
     not_expected: frozenset[int] = frozenset()
 
     def __init__(
-        self, reduction: Reduction, groups: Sequence[ProcessGroup], peers: Peers, buckets: Sequence[Bucket]
+        self,
+        reduction: Reduction,
+        groups: Sequence[ProcessGroup],
+        peers: Peers,
+        buckets: Sequence[Bucket],
+        times: DeviceTimes | None = None,  # where gradients are on an accelerator
     ) -> None:
         self._reduction = reduction
         self._groups = groups
@@ -188,6 +171,7 @@ class PlainFlight:
         self._launched: list[_Launched] = []
         self._num_awaited = 0
         self.num_launched = 0
+        self._times = times
 
     def may_launch(self) -> bool:
         return True
@@ -201,6 +185,8 @@ class PlainFlight:
     def launch_whole(self, bucket: Bucket, is_last: bool) -> None:
         """Launch it; `is_last`: nothing is launched after it in this step."""
         launched = _Launched(bucket, bucket.size_bytes)
+        if self._times is not None:
+            self._times.launch(bucket.index)
         try:
             pending = bucket.launch(self._reduction, self.group_of(bucket), is_last)
         except RuntimeError as error:
@@ -210,6 +196,8 @@ class PlainFlight:
         launched.pending = pending
         launched.done_s = 0.0
         pending.on_done(launched.note_done)
+        if self._times is not None:
+            pending.on_done(functools.partial(self._times.done, bucket.index))
         self._launched.append(launched)
         self.num_launched += 1
 
@@ -222,6 +210,8 @@ class PlainFlight:
         return self._groups[bucket.index % len(self._groups)]
 
     def close(self) -> Exception | None:
+        if self._times is not None:
+            self._times.end()
         return None
 
     def wait_for_words(self) -> bool:
@@ -237,6 +227,8 @@ class PlainFlight:
             after_s = time.perf_counter()
             launched.waited_s = after_s - before_s
             launched.done_s = launched.done_s or after_s
+            if self._times is not None and launched.pending is not None:
+                self._times.arrive(launched.bucket.index)
         self._num_awaited = len(self._launched)
 
     def hand_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> bool:
@@ -251,6 +243,9 @@ class PlainFlight:
     def timings(self) -> tuple[BucketTiming, ...]:
         return tuple(launched.timing() for launched in self._launched)
 
+    def device_times(self) -> DeviceTimes | None:
+        return self._times
+
 
 class PlainFlights:
     """Makes plain flights."""
@@ -258,20 +253,23 @@ class PlainFlights:
     def __init__(self) -> None:
         self._groups: Sequence[ProcessGroup] = ()
         self._peers: Peers
+        self._devices: list[torch.device] = []  # the accelerator whose times are taken, if there is one
 
     def follow(
         self,
         managed: ManagedParameters,
-        groups: Sequence[ProcessGroup],
+        groups: Groups,
         peers: Peers,
         open_forwards: OpenForwards,
         timings: StepTimings,
     ) -> None:
         """As `Flights.follow`."""
-        self._groups, self._peers = groups, peers
+        self._groups, self._peers = groups.for_gradients, peers
+        self._devices = devices_of(managed.parameters)[:1]
 
     def begin(self, step: Step, buckets: Sequence[Bucket]) -> PlainFlight:
-        return PlainFlight(step.reduction, self._groups, self._peers, buckets)
+        times = DeviceTimes.begin(self._devices[0]) if self._devices else None
+        return PlainFlight(step.reduction, self._groups, self._peers, buckets, times)
 
 
 def describe_bucket(bucket: Bucket) -> str:

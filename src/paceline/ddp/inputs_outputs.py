@@ -47,12 +47,7 @@ def find_nodes(output: Any, module: Module, begin: int) -> list[Any]:
     """The nodes of autograd's graph that a backward of this output passes first.
 
     Where no tensor is in it, they are looked for in the attributes of objects in it and of the modules, which may keep
-    their loss there.
-
-    Args:
-        output: Of a forward.
-        module: That ran it.
-        begin: The sequence number of the forward's first node: older ones belong to other forwards.
+    their loss there. Nodes numbered below `begin` belong to other forwards.
     """
     nodes = [tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None]
     if not nodes:

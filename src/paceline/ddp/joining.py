@@ -9,39 +9,29 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
-from paceline.comm.collectives import all_reduce, all_reduce_max
+from paceline.comm.collectives import all_reduce, all_reduce_max, device_for_metadata
 from paceline.ddp.membership import Membership
 
 
 @dataclass(frozen=True)
 class NextStep:
-    """What the ranks that still have inputs are about to do.
+    """What the ranks that still have inputs are about to do."""
 
-    Attributes:
-        synchronizes: Whether any of them runs a backward that synchronizes, next.
-        opens_window: Whether they exchange weights: now, for a window of micro-batches, of which one backward
-            synchronizes; or, if `synchronizes` too, when the backward of a step's one batch begins.
-    """
-
-    synchronizes: bool
+    synchronizes: bool  # whether any of them runs a backward that synchronizes, next
+    # Whether they exchange weights: now, for a window of micro-batches, of which one backward synchronizes; or, if
+    # `synchronizes` too, when the backward of a step's one batch begins.
     opens_window: bool
 
 
 class Joining:
-    """What a rank knows of `join`, and what ranks tell each other there.
-
-    Attributes:
-        divides_by_all: The mean is over all ranks, also those without batches.
-        was_used: Whether the module was ever within `join`.
-        authoritative_rank: Whose model was the final one.
-        num_averaged: By how many ranks the next step's sums are divided; None: by all.
-    """
+    """What a rank knows of `join`, and what ranks tell each other there."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
-        self.divides_by_all = True
-        self.was_used = False
-        self.authoritative_rank = 0
+        self.divides_by_all = True  # the mean is over all ranks, also those without batches
+        self.was_used = False  # whether the module was ever within `join`
+        self.authoritative_rank = 0  # whose model was the final one
+        # By how many ranks the next step's sums are divided; None: by all.
         self.num_averaged: int | None = None
 
     @staticmethod
@@ -65,14 +55,17 @@ class Joining:
         """
         self.num_averaged = None
         if self.is_enabled(wrapped):
-            Join.notify_join_context(wrapped)
+            told = Join.notify_join_context(wrapped)
             self.announce(is_active=True, mine=next_step)
+            if told is not None:
+                told.wait()  # what it sums may be dropped only then; the sum after it has come already
 
     def announce(self, is_active: bool, mine: NextStep = NextStep(False, False)) -> NextStep:
         """What any rank is about to do. Collective."""
         members = self._membership
         flags = torch.tensor(
-            [float(flag) for flag in (mine.synchronizes, mine.opens_window, is_active)], device=members.device
+            [float(flag) for flag in (mine.synchronizes, mine.opens_window, is_active)],
+            device=device_for_metadata(members.process_group, members.device),
         )
         members.peers.wait(all_reduce(flags, members.process_group), "telling joined ranks about this step")
         num_synchronizing, num_windows, num_active = flags.tolist()
@@ -83,7 +76,8 @@ class Joining:
     def agree_on_source(self, is_candidate: bool) -> int:
         """The highest rank that is a candidate; -1 where none is. Collective."""
         members = self._membership
-        rank: Any = torch.tensor([members.rank if is_candidate else -1], device=members.device)
+        where = device_for_metadata(members.process_group, members.device)
+        rank: Any = torch.tensor([members.rank if is_candidate else -1], device=where)
         members.peers.wait(
             all_reduce_max(rank, members.process_group), "agreeing on whose model is the final one"
         )
@@ -97,13 +91,7 @@ class Joining:
 
 
 class Shadow(JoinHook):
-    """What a joined rank does for each forward and backward of the ranks that still have inputs.
-
-    Args:
-        joinable: The wrapper.
-        match_step: Matches one forward and, if the others will synchronize, one backward, contributing zeros.
-        take_final_model: Takes the model of a rank that trained to the end; given whether this one did.
-    """
+    """What a joined rank does for each forward and backward of the ranks that still have inputs."""
 
     def __init__(
         self, joinable: Joinable, match_step: Callable[[], None], take_final_model: Callable[[bool], None]

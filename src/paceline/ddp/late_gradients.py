@@ -17,11 +17,7 @@ from paceline.ddp.views import gradient_views
 def launch_late(body: Tensor, parameters: Sequence[Parameter], scale: float, group: ProcessGroup) -> Work:
     """Start summing a dense bucket's late gradients over the ranks; added to what has been reduced when they are done.
 
-    Args:
-        body: The bucket's buffer, reduced.
-        parameters: Of the bucket, some of which have a late gradient; none: this rank contributes zeros.
-        scale: What they are multiplied by.
-        group: Over whom.
+    `body` is the bucket's buffer, reduced. Without `parameters` this rank contributes zeros.
 
     Contract:
         Collective; does not wait.  Mutates: `body`, when the returned is done; takes `.grad` away.

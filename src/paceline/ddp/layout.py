@@ -24,20 +24,13 @@ Allocate = Callable[[int, torch.dtype, torch.device], Tensor]  # zeros, 1-D, whe
 
 @dataclass(frozen=True)
 class ManagedParameters:
-    """The parameters whose gradients are synchronized, in registration order.
+    """The parameters whose gradients are synchronized, in registration order."""
 
-    Attributes:
-        parameters: Each once, however often the module refers to it.
-        names: Their names in the module.
-        sparse: Whether the gradient is expected to be a sparse tensor.
-        delayed: Indices of those that are to be reduced after all others.
-        units: By index, the number of what can be skipped as a whole, for those that belong to such a unit.
-    """
-
-    parameters: tuple[Parameter, ...]
-    names: tuple[str, ...]
-    sparse: tuple[bool, ...]
-    delayed: frozenset[int] = frozenset()
+    parameters: tuple[Parameter, ...]  # each once, however often the module refers to it
+    names: tuple[str, ...]  # their names in the module
+    sparse: tuple[bool, ...]  # whether the gradient is expected to be a sparse tensor
+    delayed: frozenset[int] = frozenset()  # indices of those that are to be reduced after all others
+    # By index, the number of what can be skipped as a whole, for those that belong to such a unit.
     units: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -85,14 +78,7 @@ class ManagedParameters:
 
 
 class GradientMemory:
-    """The flat buffers. Cutting them anew moves no memory: only the boundaries change.
-
-    Args:
-        managed: Whose gradients.
-        caps: How large a bucket may become.
-        status: The status words, which lie behind the last bucket's gradients.
-        allocate: Makes a buffer; a process group may have memory from which it sends without a copy.
-    """
+    """The flat buffers, made by `allocate`. Cutting them anew moves no memory: only the boundaries change."""
 
     def __init__(
         self, managed: ManagedParameters, caps: BucketCaps, status: PiggybackedStatus, allocate: Allocate
@@ -139,11 +125,13 @@ class GradientMemory:
                 buckets.append(SparseBucket(place, members[0], parameters[0]))
                 continue
             large_first = sorted(members, key=lambda index: not is_large(managed.parameters[index]))
-            num_words = self._status.num_words if place == len(plan) - 1 else 0
+            has_words = place == len(plan) - 1 and self._status.apart_on is None
+            num_words = self._status.num_words if has_words else 0
             buckets.append(self._dense_bucket(place, large_first, used, num_words))
         words = buckets[-1].words
         if words is None:
-            words = torch.zeros(self._status.num_words, device=buckets[-1].parameters[0].device)
+            where = self._status.apart_on or buckets[-1].parameters[0].device
+            words = torch.zeros(self._status.num_words, device=where)
         self._status.place(words)
         for bucket in buckets:
             bucket.take_over(alive)

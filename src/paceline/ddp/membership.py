@@ -5,7 +5,7 @@ Rules
 2. All that can fail or be refused comes before anything is changed: what this rank alone can tell, then what the new
    members tell each other, then the groups that they open. So after an error the model is still in its old membership,
    and may go on in yet another one.
-3. The new members open their groups in one order: for gradients, for batch normalisation, for pieces of buckets.
+3. The new members open their groups in one order: for gradients, numbers, batch normalisation, pieces of buckets.
 4. Names are never used twice: they are made of rank 0's random token, and the store keeps no word of an earlier one.
 """
 
@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch.distributed import ProcessGroup
 
-from paceline.comm import gradient_group
+from paceline.comm import gradient_group, opened_groups
 from paceline.comm.collectives import all_gather, device_for_metadata
 from paceline.comm.peers import Peers
 from paceline.data import GlobalBatch
@@ -70,26 +70,29 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of one membership.
+    """The groups of one membership."""
 
-    Attributes:
-        asked_for: The script's; several take turns, bucket by bucket.
-        for_gradients: Those that carry gradients: of the script's, or beside them.
-        for_batch_norm: Opened for synchronized batch normalisation.
-        for_pieces: Opened for pieces of buckets.
-    """
+    asked_for: list[ProcessGroup]  # the script's; several take turns, bucket by bucket
+    for_gradients: list[ProcessGroup]  # those that carry gradients: of the script's, or beside them
+    for_batch_norm: ProcessGroup | None = None  # opened for synchronized batch normalisation
+    for_pieces: ProcessGroup | None = None  # opened for pieces of buckets
+    for_numbers: ProcessGroup | None = None  # opened for numbers of the host, which the script's do not carry
 
-    asked_for: list[ProcessGroup]
-    for_gradients: list[ProcessGroup]
-    for_batch_norm: ProcessGroup | None = None
-    for_pieces: ProcessGroup | None = None
+    @property
+    def numbers(self) -> ProcessGroup:
+        """That carries what the hosts tell each other in a step."""
+        return self.for_numbers or self.for_gradients[0]
 
-    def beside(self, verified: Verified, in_parts: bool = True) -> Groups:
+    def beside(self, verified: Verified, peers: Peers, in_parts: bool = True) -> Groups:
         """With groups for gradients as of `gradient_group.gradient_groups`. Collective; blocks."""
         given = gradient_group.gradient_groups(
-            self.asked_for, verified.all_on_cpu, verified.all_know_beside, in_parts
+            self.asked_for, verified.all_on_cpu, verified.all_know_beside, in_parts, peers
         )
         return replace(self, for_gradients=given)
+
+    def reaching_hosts(self, device: torch.device, peers: Peers) -> Groups:
+        """With a group for numbers as of `gradient_group.group_for_numbers`. Collective; blocks."""
+        return replace(self, for_numbers=gradient_group.group_for_numbers(self.asked_for[0], device, peers))
 
     def leave_gradients(self) -> None:
         """Stop using what stands beside the script's. Local."""
@@ -99,30 +102,44 @@ class Groups:
 
     def close_others(self) -> None:
         """Close what was opened besides. Local."""
-        for opened in (self.for_batch_norm, self.for_pieces):
+        for opened in (self.for_batch_norm, self.for_pieces, self.for_numbers):
             if opened is not None:
-                gradient_group.close(opened)
+                opened_groups.close(opened)
+
+
+@dataclass(frozen=True)
+class Change:
+    """How others have taken the members' places, as this rank saw it.
+
+    Attributes:
+        step: Steps that were completed before.
+        lost: Ranks of the membership before that are not in this one.
+        num_new: Ranks of this one that were not in the one before.
+        size: Its ranks.
+        why: In words.
+        stalled_s: From the moment in which this rank was told, until it went on with the next step.
+        samples_moved: Samples of a step that other ranks train now than before.
+    """
+
+    step: int
+    lost: tuple[int, ...]
+    num_new: int
+    size: int
+    why: str
+    stalled_s: float
+    samples_moved: int
 
 
 @dataclass(frozen=True)
 class _Card:
-    """What a member tells the others when they meet.
+    """What a member tells the others when they meet."""
 
-    Attributes:
-        token: Of the membership that it comes from.
-        fresh: A random number.
-        epoch: Of its membership.
-        number: Of the module, among those over one group.
-        num_steps: Steps that this rank has made with the module.
-        standing: Where its data stand.
-    """
-
-    token: int
-    fresh: int
-    epoch: int
-    number: int
-    num_steps: int
-    standing: Standing
+    token: int  # of the membership that it comes from
+    fresh: int  # a random number
+    epoch: int  # of its membership
+    number: int  # of the module, among those over one group
+    num_steps: int  # steps that this rank has made with the module
+    standing: Standing  # where its data stand
 
     def words(self) -> list[int]:
         return [self.token, self.fresh, self.epoch, self.number, self.num_steps, *astuple(self.standing)]
@@ -134,23 +151,14 @@ class _Card:
 
 
 class Met:
-    """The new members, as all of them know each other.
-
-    Args:
-        cards: By rank.
-        source: Whose model all take; None: they have the same.
-
-    Attributes:
-        are_alike: Whether all have made the same steps.
-        told: By the rank from whose place all go on.
-    """
+    """The new members, as all of them know each other by their cards; all take `source`'s model, if it is not None."""
 
     def __init__(self, cards: Sequence[_Card], source: int | None) -> None:
         self._cards = cards
         furthest = max(range(len(cards)), key=lambda rank: cards[rank].num_steps)
         self._source = furthest if source is None else source
-        self.told = cards[self._source]
-        self.are_alike = all(
+        self.told = cards[self._source]  # by the rank from whose place all go on
+        self.are_alike = all(  # whether all have made the same steps
             (card.token, card.num_steps) == (self.told.token, self.told.num_steps) for card in cards
         )
 
@@ -199,16 +207,17 @@ class Membership:
     Args:
         process_groups: That the script asked for.
         name: Identifies the module in failure detection; the same on every rank.
-        device: Of the module.
+        device: The module's.
         model: Its steps.
 
     Attributes:
         groups: All that its ranks communicate over.
         peers: The other ranks, for waiting.
-        device: Of the module.
-        number: Of the module, among those over this group.
+        device: The module's.
+        number: The module's, among those over this group.
         epoch: How often others have taken the members' places: 0 as wrapped. The same on all members.
-        name: Of this membership; the same on all members, and never used before.
+        name: This membership's; the same on all members, and never used before.
+        history: How the membership has changed since this rank is in it, under `paceline.Elastic`.
     """
 
     def __init__(
@@ -219,6 +228,7 @@ class Membership:
         self.epoch, self.name = 0, name
         self.number = int(name.rpartition("/")[-1])
         self.peers = self._peers_of(self.process_group, name, "wrapping its model")
+        self.history: tuple[Change, ...] = ()
         self._model = model
         self._token = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 64 - _TOKEN_BITS
 
@@ -258,9 +268,11 @@ class Membership:
     def open_gradient_groups(self, verified: Verified) -> None:
         """Let gradients of the members as wrapped go where they are fastest. Collective; blocks.
 
-        Where only some ranks have theirs in host memory, none of them may open a group for those.
+        If only some ranks have their gradients in host memory, no rank may open a group for them.
         """
-        self.groups = self.groups.beside(verified, in_parts=False)
+        self.groups = self.groups.beside(verified, self.peers, in_parts=False).reaching_hosts(
+            self.device, self.peers
+        )
 
     def take_group(
         self, *, for_batch_norm: ProcessGroup | None = None, for_pieces: ProcessGroup | None = None
@@ -275,6 +287,10 @@ class Membership:
 
     # ---- others take the members' places
 
+    def note(self, change: Change) -> None:
+        """Remember this. Local."""
+        self.history = (*self.history, change)
+
     def rebuild(
         self,
         process_group: ProcessGroup,
@@ -288,7 +304,7 @@ class Membership:
         Means are over its ranks from the next step on. A step that was not completed is given up: its gradients are
         dropped, and a `batch_sampler` hands out its samples again. The global batch stays as large as it was, cut among
         the ranks that there are now. Residuals of compression stay with their ranks; those of a lost rank are lost.
-        `balance` measures anew, and caps are searched anew. A step that `overlap_forward` has deferred is completed
+        `balance` measures again, and caps are searched again. A step that `overlap_forward` has deferred is completed
         first. Layers of synchronized batch normalisation follow, unless the script gave them a group of their own.
 
         Args:
@@ -308,8 +324,8 @@ class Membership:
             ConfigurationError: Something that was asked for cannot go on with other ranks, or not now.
             ProtocolError: The ranks are not at the same step; on every rank.
             ReplicaMismatchError: A rank has another module; on every rank.
-            PeerLostError: A new member died or hangs. After any of these the model is in its old membership, and may be
-                rebuilt over yet another group; only while it takes `source`'s model it is in the new one already.
+            PeerLostError: A new member died or hangs. After any of these the model is in its old membership, and may
+                be rebuilt over yet another group. Only while it takes `source`'s model it is in the new one already.
         """
         _check(process_group, source, batch)
         model = self._model
@@ -354,11 +370,17 @@ class Membership:
         """Rule 3. Collective over the new group; blocks."""
         groups = Groups([process_group], [process_group])
         try:
-            groups = groups.beside(verified)
+            groups = groups.beside(verified, joining)
+            groups = groups.reaching_hosts(self.device, joining)
             if self._model.has_sync_batch_norm and process_group.size() > 1:
-                groups = replace(groups, for_batch_norm=gradient_group.group_like(process_group))
+                groups = replace(
+                    groups,
+                    for_batch_norm=opened_groups.group_like(process_group, device=self.device, peers=joining),
+                )
             if self._model.sends_pieces:
-                groups = replace(groups, for_pieces=gradient_group.group_for_pieces(process_group))
+                groups = replace(
+                    groups, for_pieces=gradient_group.group_for_pieces(process_group, self.device, joining)
+                )
         except Exception as error:
             groups.leave_gradients()
             groups.close_others()

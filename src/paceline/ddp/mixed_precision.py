@@ -36,11 +36,7 @@ def cast_buffers(module: Module, dtype: torch.dtype) -> None:
 
 
 def check(module: Module, param_dtype: torch.dtype, buffer_dtype: torch.dtype | None) -> None:
-    """Refuse what cannot compute in these dtypes.
-
-    Raises:
-        ConfigurationError: Spectral norm multiplies its parameter by its buffers, which are of another dtype.
-    """
+    """Raise ConfigurationError for spectral norm, which multiplies its parameter by its buffers, of another dtype."""
     for name, part in module.named_modules():
         hooks = part._forward_pre_hooks.values()
         is_spectral = isinstance(part, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
@@ -60,12 +56,7 @@ def cast_inputs(inputs: Any, dtype: torch.dtype) -> Any:
 
 
 class LowPrecision:
-    """Casts of a module's parameters, and when it has them.
-
-    Args:
-        module: Whose parameters.
-        dtype: To which they are cast.
-    """
+    """Casts of a module's parameters, and when it has them."""
 
     def __init__(self, module: Module, dtype: torch.dtype) -> None:
         self._module = module

@@ -36,42 +36,27 @@ def sequence_number() -> int:
 
 @dataclass(frozen=True)
 class Owner:
-    """A forward to which a backward belongs.
+    """A forward to which a backward belongs."""
 
-    Attributes:
-        is_recomputed: It ran within a backward (the whole module is checkpointed), so its own is a nested one.
-    """
-
+    # It ran within a backward (the whole module is checkpointed), so its own is a nested one.
     is_recomputed: bool = False
 
 
 @dataclass(eq=False)
 class Forward:
-    """One forward of the wrapped module.
+    """One forward of the wrapped module."""
 
-    Attributes:
-        counts: Whether a backward should follow, on every rank; until all forwards are forgotten.
-        epoch: How often everything had been forgotten before it.
-        begin: The sequence number of its first node.
-        end: That after its last node.
-        thread: Which ran it.
-        is_recomputed: It ran within a backward.
-        has_outputs: Tensors were found that its backward will pass.
-        is_passed: A backward has passed it, or stood for it.
-        is_followed: A backward of any forward has come since, and no forward has.
-        stood_by: The first nodes of graphs that stood for it (rule 3).
-    """
-
-    counts: bool
-    epoch: int
-    begin: int = field(default_factory=sequence_number)
-    end: int = _LEAF
-    thread: int = field(default_factory=threading.get_ident)
+    counts: bool  # whether a backward should follow, on every rank; until all forwards are forgotten
+    epoch: int  # how often everything had been forgotten before it
+    begin: int = field(default_factory=sequence_number)  # the sequence number of its first node
+    end: int = _LEAF  # that after its last node
+    thread: int = field(default_factory=threading.get_ident)  # which ran it
+    # It ran within a backward
     is_recomputed: bool = field(default_factory=lambda: torch._C._current_graph_task_id() >= 0)
-    has_outputs: bool = False
-    is_passed: bool = False
-    is_followed: bool = False
-    stood_by: set[int] = field(default_factory=set)
+    has_outputs: bool = False  # tensors were found that its backward will pass
+    is_passed: bool = False  # a backward has passed it, or stood for it
+    is_followed: bool = False  # a backward of any forward has come since, and no forward has
+    stood_by: set[int] = field(default_factory=set)  # the first nodes of graphs that stood for it (rule 3)
 
     def is_open(self, epoch: int) -> bool:
         """Whether it counts, and has had no backward."""
@@ -83,14 +68,10 @@ class Forward:
 
 
 class OpenForwards:
-    """The forwards of one module on one rank.
-
-    Attributes:
-        count: Forwards that should have a backward, and have had none.
-    """
+    """The forwards of one module on one rank."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = 0  # forwards that should have a backward, and have had none
         self._backward_is_announced = False
         self._epoch = 0
         self._forwards: deque[Forward] = deque(maxlen=_NUM_REMEMBERED)
@@ -136,8 +117,7 @@ class OpenForwards:
     def owner_of_running_backward(self) -> Owner | None:
         """Close the forwards to which the running backward belongs, though it has passed no output that was found.
 
-        Returns:
-            None: it has been made around the wrapper.
+        Returns None if the backward has been made around the wrapper.
         """
         threads = {forward.thread for forward in self._forwards}
         numbers = _nodes_of_running_backward() if len(threads) <= 1 else None
@@ -194,9 +174,9 @@ def out_of_step(counts: Mapping[int, int]) -> str:
     least = min(ahead, key=ahead.__getitem__)
     return (
         f"the ranks are not in the same step: rank {most} has run {ahead[most] - ahead[least]} forward(s) in training "
-        f"mode without a backward more than rank {least}. Either rank {most} skipped a backward or caught an exception "
-        "before its backward reached the module, so that its batches are ahead of the others'; or it ran a forward by "
-        "itself, which belongs under torch.no_grad() or in evaluation mode."
+        f"mode without a backward more than rank {least}. If rank {most} skipped a backward or caught an exception "
+        "before its backward reached the module, its batches are ahead of the others'. If it ran a forward by itself, "
+        "that belongs under torch.no_grad() or in evaluation mode."
     )
 
 

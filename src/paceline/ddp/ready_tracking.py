@@ -38,20 +38,16 @@ NEVER = sys.maxsize
 
 
 class ReadyTracker:
-    """The hooks on a module's parameters.
-
-    Args:
-        managed: The parameters.
-        setting: Whether the engine is asked which ones its graph reaches, or touches of a static graph are counted.
-        take: Called with a large gradient's bucket, slot and parameter as soon as autograd has finished it.
-        on_full: Called with a bucket that has been touched as often as expected; of an idle bucket, at the first touch.
-    """
+    """The hooks on a module's parameters."""
 
     def __init__(
         self,
         managed: ManagedParameters,
+        # Whether the engine is asked which ones its graph reaches, or touches of a static graph are counted.
         setting: Setting,
+        # Called with a large gradient's bucket, slot and parameter as soon as autograd has finished it.
         take: Callable[[Bucket, int, Any], None],
+        # Called with a bucket that has been touched as often as expected; of an idle bucket, at the first touch.
         on_full: Callable[[Bucket], None],
     ) -> None:
         looks = setting.find_unused_parameters or setting.skips_unused
@@ -99,13 +95,7 @@ class ReadyTracker:
     # ---- a backward
 
     def arm(self, synchronizes: bool, started_s: float, not_expected: frozenset[int]) -> None:
-        """A backward begins, and so have the `pending` counts: say how many touches make each bucket full.
-
-        Args:
-            synchronizes: Whether buckets leave at all.
-            started_s: When it reached the module.
-            not_expected: Indices of parameters that the caller has declared not to be used.
-        """
+        """A backward begins, and so have the `pending` counts: say how many touches make each bucket full."""
         for listener in self._listeners:
             bucket = listener.bucket
             first_touches = list(bucket.touched)  # of the hook that woke us, when no output was watched
@@ -136,17 +126,10 @@ class ReadyTracker:
     def agree_on_order(
         self, otherwise: Sequence[int], size: int, device: torch.device, group: ProcessGroup, peers: Peers
     ) -> tuple[list[int], int]:
-        """The order that rank 0 has observed, and its `size`; stops recording the order.
+        """The order that rank 0 has observed, the rest as in `otherwise`, and its `size`; stops recording the order.
 
         Contract:
             Collective: every rank, at the end of its first synchronized backward.  Blocks: yes.
-
-        Args:
-            otherwise: The order of what rank 0 has not observed.
-            size: Of this rank's batch.
-            device: On which the group can broadcast.
-            group: Over whom.
-            peers: For waiting.
         """
         for recorder in self._recorders:
             recorder.remove()
@@ -171,11 +154,7 @@ def completed(observed: Sequence[int], otherwise: Sequence[int]) -> list[int]:
 
 
 class _Listener:
-    """The hooks of one bucket's parameters.
-
-    Attributes:
-        on_small: The hook of every small gradient but the last.
-    """
+    """The hooks of one bucket's parameters."""
 
     def __init__(
         self,
@@ -189,7 +168,7 @@ class _Listener:
         self._touch = bucket.touched.append
         # One object, whose function is exchanged, stands behind the hooks of all small parameters.
         self._careful = self._carefully()  # kept, because it may be running when it is exchanged
-        self.on_small: Any = functools.partial(self._careful)
+        self.on_small: Any = functools.partial(self._careful)  # the hook of every small gradient but the last
 
     def hook_of(self, slot: int) -> Callable[[Tensor], None]:
         if slot < self.bucket.num_large:
@@ -236,19 +215,12 @@ class _Listener:
 class PendingCounts:
     """Touches that a backward is expected to make, by parameter (rule 1).
 
-    Args:
-        managed: The parameters.
-        find_unused: Ask the engine from the first backward on.
-        static_graph: Count in the first synchronized backward, then rely on that.
-
-    Attributes:
-        predicts: Whether the engine is asked which parameters its graph reaches.
-        waits_for_end: Gradients came late once: no bucket leaves before backward has ended.
+    With `find_unused` the engine is asked from the first backward on; for a static graph the first one is counted.
     """
 
     def __init__(self, managed: ManagedParameters, find_unused: bool, static_graph: bool) -> None:
-        self.predicts = find_unused
-        self.waits_for_end = False
+        self.predicts = find_unused  # whether the engine is asked which parameters its graph reaches
+        self.waits_for_end = False  # gradients came late once: no bucket leaves before backward has ended
         self._static_graph = static_graph
         self._counts: list[int] | None = None
         self._predicted: list[bool] = []  # of this backward, where `predicts`

@@ -39,8 +39,7 @@ class Interruptible(Protocol):
     def complete_aborted(self, status: Status) -> tuple[int, ...]:
         """Perform what is left of the collectives of the last backward, and tell the other ranks that it raised.
 
-        Returns:
-            The ranks that ran out of memory, if nothing else went wrong on any rank.
+        Returns the ranks that ran out of memory, if nothing else went wrong on any rank.
         """
 
     def rest(self) -> None:
@@ -50,10 +49,7 @@ class Interruptible(Protocol):
 class Recovery:
     """Knows which backward is under way on this rank, and makes up for one that raised.
 
-    Args:
-        reducer: Whose backward.
-        parameters: Whose gradients are dropped.
-        used_before: Parameters used by unsynchronized backwards since the last synchronized one; emptied with them.
+    `used_before`, of the unsynchronized backwards of this step, is emptied with the gradients.
     """
 
     def __init__(
@@ -115,12 +111,11 @@ class Recovery:
     def check(self) -> None:
         """Before a step: complete the last backward, if it raised.
 
+        Raises ProtocolError if communication has failed for good.
+
         Contract:
             Local, unless this rank's last backward raised: then it completes that backward's collectives, for which
             the other ranks are waiting, and tells them.
-
-        Raises:
-            ProtocolError: Communication has failed for good.
         """
         self._trained_by = threading.get_ident()
         if self._failure is not None:
@@ -160,11 +155,7 @@ class Recovery:
     def recover(self, status: Status = Status.ABORTED) -> tuple[int, ...]:
         """Complete the collectives of a backward that raised, tell the others, drop this rank's gradients.
 
-        Args:
-            status: What the others are told.
-
-        Returns:
-            The ranks that ran out of memory, if nothing else went wrong on any rank.
+        Tells them this status; returns the ranks that ran out of memory, if nothing else went wrong on any rank.
 
         Contract:
             Collective if that backward synchronizes: matches the other ranks' backward.  Blocks: yes.
@@ -188,11 +179,7 @@ class Recovery:
     def abort(self, status: Status = Status.ABORTED) -> tuple[int, ...]:
         """Give up this step: complete its collectives, tell the other ranks, drop this rank's gradients.
 
-        Args:
-            status: What the others are told.
-
-        Returns:
-            As `recover`.
+        Otherwise as `recover`.
 
         Contract:
             Collective: matches the other ranks' synchronized backward, whether this rank's has begun or not.

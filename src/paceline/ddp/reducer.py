@@ -28,16 +28,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm.backward import Backward
+from paceline.comm.collectives import device_for_metadata
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.bucket_cuts import BucketCuts
 from paceline.ddp.buffers import Buffers
 from paceline.ddp.flight import Flight, Flights, Step, Terms
 from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.membership import Groups
 from paceline.ddp.open_forwards import Owner
 from paceline.ddp.ready_tracking import ReadyTracker
 from paceline.ddp.recovery import Recovery
@@ -49,46 +50,27 @@ from paceline.observe.timings import BeforeBackward, profiler_range
 
 
 class Reducer:
-    """Reduces the gradients of one module on one rank. The methods stand in the order in which they are called.
-
-    Args:
-        managed: Whose gradients.
-        setting: How.
-        flights: How the buckets of each backward travel.
-        terms: Asked when a backward begins: whether it reduces gradients, and what it counts.
-        process_groups: Over whom; the first one carries what is not a bucket.
-        peers: For waiting.
-        buffers: Brought along at the end of a backward.
-        number: Of the module, among those over these groups.
-        timings: The last steps, also those of the reducer before this one.
-        num_steps: Synchronized backwards that ended well, likewise.
-        used_before: Indices of parameters that unsynchronized backwards of the step under way have touched, likewise.
-
-    Attributes:
-        recovery: Which backward is under way, and what happens if it raises.
-        verdict: Whether every rank's ended well.
-        open_forwards: Which forwards wait for a backward, and to which one a backward belongs.
-        tracker: Which bucket is full.
-        cuts: How gradients are cut into buckets, and when anew.
-    """
+    """Reduces the gradients of one module on one rank. The methods stand in the order in which they are called."""
 
     def __init__(
         self,
-        managed: ManagedParameters,
+        managed: ManagedParameters,  # whose gradients
         setting: Setting,
-        flights: Flights,
+        flights: Flights,  # how the buckets of each backward travel
+        # Asked when a backward begins: whether it reduces gradients, and what it counts.
         terms: Callable[[], Terms],
-        process_groups: Sequence[ProcessGroup],
+        groups: Groups,  # over whom
         peers: Peers,
-        buffers: Buffers,
-        number: int,
-        timings: StepTimings,
-        num_steps: int = 0,
+        buffers: Buffers,  # brought along at the end of a backward
+        number: int,  # of the module, among those over these groups
+        timings: StepTimings,  # the last steps, also those of the reducer before this one
+        num_steps: int = 0,  # synchronized backwards that ended well, of the earlier reducer, too
+        # Indices of parameters that its unsynchronized backwards of the step under way have touched.
         used_before: Iterable[int] = (),
     ) -> None:
         self.managed = managed
         self.setting = setting
-        self.process_groups = list(process_groups)
+        self.process_groups = list(groups.for_gradients)
         self.timings = timings
         self.num_steps = num_steps
 
@@ -96,8 +78,9 @@ class Reducer:
         self._flights = flights
         self._peers = peers
         self._buffers = buffers
-        group = self.process_groups[0]
+        self._group_for_numbers = group = groups.numbers
         self._num_ranks = group.size()
+        apart_on = device_for_metadata(group, setting.device) if setting.any_on_accelerator else None
         self._forward_s = 0.0
         self._on_reduced: Callable[[Parameter], None] | None = None
         self._used_before = set(used_before)  # touched without synchronization since the last one
@@ -109,12 +92,16 @@ class Reducer:
         self._mean_scale = 1.0  # of what bypasses the reduction
         self._flight: Flight
 
-        self.verdict = Verdict(group.rank(), self._num_ranks, list(managed.named().items()), number)
+        # Whether every rank's ended well
+        self.verdict = Verdict(group.rank(), self._num_ranks, list(managed.named().items()), number, apart_on)
+        # Which forwards wait for a backward, and to which one a backward belongs.
         self.open_forwards = self.verdict.open_forwards
+        # Which backward is under way, and what happens if it raises
         self.recovery = Recovery(self, managed.parameters, self._used_before)
-        self.tracker = ReadyTracker(managed, setting, self._take, self._on_full)
-        flights.follow(managed, self.process_groups, peers, self.open_forwards, timings)
-        self.cuts = BucketCuts(managed, setting, self.tracker, self.verdict, group, peers)
+        self.tracker = ReadyTracker(managed, setting, self._take, self._on_full)  # which bucket is full
+        flights.follow(managed, groups, peers, self.open_forwards, timings)
+        # How gradients are cut into buckets, and when anew
+        self.cuts = BucketCuts(managed, setting, self.tracker, self.verdict, groups, peers)
         self.buckets = self.cuts.cut()
         self.tracker.record_order()
 
@@ -134,7 +121,7 @@ class Reducer:
         self.process_groups.clear()
         self.buckets.clear()
         self.__dict__.pop("_flight", None)  # there is none before the first backward
-        del self.cuts, self.verdict, self._flights, self._buffers, self._peers
+        del self.cuts, self.verdict, self._flights, self._buffers, self._peers, self._group_for_numbers
 
     @property
     def used_before(self) -> frozenset[int]:
@@ -179,8 +166,7 @@ class Reducer:
     def begin(self, owner: Owner | None = None) -> Backward:
         """Backward has reached the module: decide whether it synchronizes, and be told when it ends.
 
-        Args:
-            owner: The forward of the wrapper to which it belongs; without one it stays local.
+        Without an `owner`, the forward to which it belongs, it stays local.
         """
         if self.recovery.is_interrupted:
             self.recovery.recover()
@@ -319,6 +305,7 @@ class Reducer:
             self._complete(Status.ABORTED)
             raise error
         unused = self._complete(Status.GOOD)
+        self.timings.note_last_gradient(max(bucket.ready_s for bucket in self.buckets))
         waited_s = time.perf_counter() - ended_s
         try:
             has_late = self.verdict.reach(self.num_steps + 1, self.setting.reduction)
@@ -370,7 +357,10 @@ class Reducer:
             before.optimizer_s,
             before.other_s,
         )
-        self.timings.add(timing)
+        self.timings.add(timing, flight.device_times())
+        if self.setting.reduction.times_steps:
+            self.timings.settle()
+            timing = self.timings.last or timing
         self.setting.reduction.end_step(timing)
 
     def _complete(self, status: Status) -> list[int]:
@@ -400,7 +390,7 @@ class Reducer:
             self._launch(bucket)
         self._buffers.launch_at_end(self.setting.reduction)
         if not self._flight.wait_for_words():
-            self.verdict.exchange(self.process_groups[0], self._peers)
+            self.verdict.exchange(self._group_for_numbers, self._peers)
         self._buffers.end_step()
         return unused
 
@@ -449,11 +439,7 @@ class Reducer:
         backward.end()
 
     def complete_aborted(self, status: Status) -> tuple[int, ...]:
-        """Perform what is left of the last backward's collectives, and tell the other ranks that it raised.
-
-        Returns:
-            The ranks that ran out of memory, if nothing else went wrong on any rank.
-        """
+        """As `Interruptible.complete_aborted`."""
         self.tracker.expect_nothing()
         self._buffers.note_backward()
         with suppress(StepDroppedError):  # the other ranks raise it; nothing was launched

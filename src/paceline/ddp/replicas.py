@@ -101,7 +101,7 @@ def verify(
         device: Where the words that are exchanged lie.
         on_cpu: Whether this rank's model is on the CPU. Ranks may differ in that.
         number: Among the modules over this group, as far as this rank knows.
-        knows_beside: Whether there is a group beside this one, likewise.
+        knows_beside: Whether this rank knows a group beside this one.
 
     Contract:
         Collective: every rank.  Blocks: yes.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,53 +24,36 @@ from paceline.reductions import Mean, Reduction
 
 @dataclass
 class Setting:
-    """How the gradients of a module are reduced.
+    """How the gradients of a module are reduced."""
 
-    Attributes:
-        process_groups: Over whom; several take turns, bucket by bucket.
-        ignored: Names of parameters and buffers that stay each rank's own.
-        parameters: Of the module, without those to ignore; frozen ones included.
-        delayed: Parameters that are reduced after all others.
-        droppable: What steps may skip.
-        skips_unused: What no rank's backward reaches is not reduced.
-        find_unused_parameters: Look for unused parameters when backward begins, from the first one on.
-        static_graph: Every backward touches the same parameters equally often; learn how often from the first one.
-        reduction: What combining means.
-        given_caps: When a bucket is full, as the caller said; None: a default.
-        searches_caps: Whether `caps` are where to begin, and others are tried.
-        weight: What this rank's batch counts, by the forward's inputs, in steps outside of windows.
-        shares: Connects the module with its batches' sampler.
-        any_on_cpu: Whether any rank, as far as this one knows, has its parameters on a CPU.
-        caps: When a bucket is full.
-    """
-
-    process_groups: list[ProcessGroup]
-    ignored: set[str]
-    parameters: list[Parameter]
-    delayed: list[Parameter]
-    droppable: tuple[Unit, ...]
-    skips_unused: bool
-    find_unused_parameters: bool
+    process_groups: list[ProcessGroup]  # over whom; several take turns, bucket by bucket
+    ignored: set[str]  # names of parameters and buffers that stay each rank's own
+    parameters: list[Parameter]  # of the module, without those to ignore; frozen ones included
+    delayed: list[Parameter]  # parameters that are reduced after all others
+    droppable: tuple[Unit, ...]  # what steps may skip
+    skips_unused: bool  # what no rank's backward reaches is not reduced
+    find_unused_parameters: bool  # look for unused parameters when backward begins, from the first one on
+    # Every backward touches the same parameters equally often; learn how often from the first one.
     static_graph: bool
-    reduction: Reduction
-    given_caps: BucketCaps | None
-    searches_caps: bool
+    reduction: Reduction  # what combining means
+    given_caps: BucketCaps | None  # when a bucket is full, as the caller said; None: a default
+    searches_caps: bool  # whether `caps` are where to begin, and others are tried
+    # What this rank's batch counts, by the forward's inputs, in steps outside of windows.
     weight: Callable[..., float] | None
-    shares: StepShares | None
+    shares: StepShares | None  # connects the module with its batches' sampler
+    # Whether any rank, as far as this one knows, has its parameters on a CPU.
     any_on_cpu: bool = field(init=False)
-    caps: BucketCaps = field(init=False)
+    any_on_accelerator: bool = field(init=False)  # ... or on an accelerator
+    caps: BucketCaps = field(init=False)  # when a bucket is full
 
     def __post_init__(self) -> None:
-        self.any_on_cpu = self.device.type == "cpu"
-        self.choose_caps()
+        self.learn_devices([self.device.type == "cpu"])
 
     @classmethod
     def of(cls, module: Module, given: Any) -> Setting:
         """Check the constructor's arguments, in torch's order, and say what they come to.
 
-        Args:
-            module: To be wrapped; where it lies in a larger mesh, its sharded parameters become local ones.
-            given: The constructor's other arguments, as attributes.
+        In a larger mesh, the module's sharded parameters become local ones.
 
         Contract:
             Local where they are good. If not, and with `init_sync`, the other ranks are told, who are wrapping theirs.
@@ -84,7 +68,8 @@ class Setting:
         except (RuntimeError, ValueError) as error:
             if given.init_sync:
                 parameters = module.parameters() if isinstance(module, Module) else ()
-                tell_of_refusal(error, process_groups[0], next(iter(parameters), torch.empty(0)).device)
+                with suppress(RuntimeError):  # a group that carries nothing of this rank's
+                    tell_of_refusal(error, process_groups[0], next(iter(parameters), torch.empty(0)).device)
             raise
 
     @classmethod
@@ -99,6 +84,7 @@ class Setting:
         arguments.check_not_wrapped(module)
         arguments.check_module(parameters)
         arguments.choose_devices(parameters, given.device_ids, given.output_device)
+        arguments.check_device(parameters, process_groups)
         given_caps = BucketCaps.from_arguments(given.bucket_cap_mb, given.bucket_cap_mb_list)
         delayed = [p for _, p in given.delay_all_reduce_named_params or ()]
         units = units_of(module, given.droppable)
@@ -157,9 +143,9 @@ class Setting:
         default = BucketCaps.default(size_bytes, self.any_on_cpu, on_one_host(unknown=True), num_ranks)
         self.caps = self.given_caps or default
 
-    def learn_devices(self, any_on_cpu: bool) -> None:
-        """Whether any rank has its parameters on a CPU, as all have said. Local."""
-        self.any_on_cpu = any_on_cpu
+    def learn_devices(self, are_on_cpu: Sequence[bool]) -> None:
+        """For each rank whether it has its parameters on a CPU, as all have said. Local."""
+        self.any_on_cpu, self.any_on_accelerator = any(are_on_cpu), not all(are_on_cpu)
         self.choose_caps()
 
     def move_to(self, process_groups: list[ProcessGroup]) -> None:

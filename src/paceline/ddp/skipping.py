@@ -37,9 +37,11 @@ from paceline.ddp.droppable import Parts, Unit, flat
 from paceline.ddp.flight import Flight, PlainFlight, PlainFlights, Step
 from paceline.ddp.late_gradients import collect_left_out
 from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.membership import Groups
 from paceline.ddp.open_forwards import OpenForwards, out_of_step
 from paceline.errors import ConfigurationError, SkipError
 from paceline.observe import BucketTiming, StepTimings
+from paceline.observe.device_times import DeviceTimes
 
 _BITS = 48  # of one word, which float64 sums exactly
 _UNITS = 5  # the units' bits begin here; before them: whether a rank has a say, and in four its open forwards
@@ -48,13 +50,7 @@ PATIENCE_S = 0.002
 
 
 class Skipping:
-    """What one module's steps skip, on one rank: makes flights that leave that out.
-
-    Args:
-        module: Whose.
-        units: What can be skipped.
-        looks: What a backward does not reach is not needed (`skip_all_reduce_unused_params`).
-    """
+    """What one module's steps skip, on one rank: makes flights that leave that out."""
 
     def __init__(self, module: Module, units: Sequence[Unit], looks: bool) -> None:
         self._looks = looks
@@ -67,19 +63,19 @@ class Skipping:
     def follow(
         self,
         managed: ManagedParameters,
-        groups: Sequence[ProcessGroup],
+        groups: Groups,
         peers: Peers,
         open_forwards: OpenForwards,
         timings: StepTimings,
     ) -> None:
-        """As `Flights.follow`; the ranks agree over the first group."""
+        """As `Flights.follow`; the ranks agree over the group for numbers."""
         self._plain.follow(managed, groups, peers, open_forwards, timings)
         indices = {id(parameter): index for index, parameter in enumerate(managed.parameters)}
         members = [
             frozenset(indices[id(p)] for p in unit.parameters if id(p) in indices) for unit in self._units
         ]
-        is_private = all(map(is_beside, groups))
-        self._ranks = _Ranks(managed, groups[0], peers, open_forwards, self._units, members, is_private)
+        is_private = groups.for_numbers is not None or all(map(is_beside, groups.for_gradients))
+        self._ranks = _Ranks(managed, groups.numbers, peers, open_forwards, self._units, members, is_private)
 
     def begin(self, step: Step, buckets: Sequence[Bucket]) -> Flight:
         """As `Flights.begin`: take down what is declared, and ask the other ranks if this one may launch now."""
@@ -121,25 +117,15 @@ class Skipping:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """Who agrees on what.
-
-    Attributes:
-        managed: The parameters.
-        group: Over which the ranks agree.
-        peers: For waiting.
-        open_forwards: Say which rank is ahead.
-        units: What can be skipped.
-        members: Parameter indices of each unit.
-        is_private: Nobody else communicates over the groups (rule 2).
-    """
+    """Who agrees on what."""
 
     managed: ManagedParameters
-    group: ProcessGroup
+    group: ProcessGroup  # over which the ranks agree
     peers: Peers
-    open_forwards: OpenForwards
-    units: Sequence[Unit]
-    members: Sequence[frozenset[int]]
-    is_private: bool
+    open_forwards: OpenForwards  # say which rank is ahead
+    units: Sequence[Unit]  # what can be skipped
+    members: Sequence[frozenset[int]]  # parameter indices of each unit
+    is_private: bool  # nobody else communicates over the groups (rule 2)
 
     @property
     def num_words(self) -> int:
@@ -148,29 +134,19 @@ class _Ranks:
 
 
 class SkippingFlight:
-    """A plain flight without the buckets that no rank needs.
-
-    Args:
-        ranks: Who agrees.
-        plain: What sends the others.
-        buckets: Of the step.
-        declared: Numbers of the units that this rank has declared to be skipped.
-        looks: As of `Skipping`.
-
-    Attributes:
-        not_expected: Indices of their parameters.
-    """
+    """A plain flight without the buckets that no rank needs."""
 
     def __init__(
         self,
-        ranks: _Ranks,
-        plain: PlainFlight,
-        buckets: Sequence[Bucket],
-        declared: frozenset[int],
+        ranks: _Ranks,  # who agrees
+        plain: PlainFlight,  # what sends the others
+        buckets: Sequence[Bucket],  # of the step
+        declared: frozenset[int],  # numbers of the units that this rank has declared to be skipped
         looks: bool,
     ) -> None:
         self._ranks, self._plain, self._buckets, self._looks = ranks, plain, buckets, looks
         self._declared = declared
+        # Indices of their parameters
         self.not_expected: frozenset[int] = frozenset().union(*(ranks.members[number] for number in declared))
         self._words = torch.zeros(0)
         self._pending: Work | None = None
@@ -223,7 +199,7 @@ class SkippingFlight:
 
     def _read(self, pending: Work) -> None:
         ranks = self._ranks
-        ranks.peers.wait(pending, "agreeing on what this step skips")
+        ranks.peers.wait(pending, "agreeing on what this step skips", on_host=self._words.is_cpu)
         num_parameters, width = len(ranks.managed), ranks.num_words
         counts = [round(word) for word in self._words.tolist()]
         for bucket in self._buckets:
@@ -262,6 +238,7 @@ class SkippingFlight:
 
     def close(self) -> Exception | None:
         """As `Flight.close`: raises if ranks skip different layers, returns the error if this one uses one."""
+        self._plain.close()
         if not self._is_agreed:
             self._read(self._pending or self.ask())
         if self._disagreement:
@@ -315,6 +292,9 @@ class SkippingFlight:
 
     def timings(self) -> tuple[BucketTiming, ...]:
         return self._plain.timings()
+
+    def device_times(self) -> DeviceTimes | None:
+        return self._plain.device_times()
 
 
 def _ranks(ranks: Sequence[int]) -> str:

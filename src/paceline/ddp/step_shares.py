@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -20,32 +20,24 @@ from paceline.data import Balance, GlobalBatch, GlobalBatches, StepCut, StepWork
 from paceline.data.global_batch import cut_among
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.observe import StepTiming
-from paceline.observe.device_clock import CudaClock
+from paceline.observe.device_clock import DeviceClock
 
 _LEAST_PLANNED_RATIO = 0.75  # of a share in tokens, that a step must have to be measured
 
 
 @dataclass(frozen=True)
 class _Report:
-    """One rank's, as numbers that float64 holds exactly, but for the last.
+    """One rank's, as numbers that float64 holds exactly, but for the last."""
 
-    Attributes:
-        trains: 1.0; 0.0: it takes no part in the loop any more, and the rest means nothing.
-        epoch: Of the step that begins.
-        position: Where in the epoch's order it begins.
-        digest: Of how it is cut.
-        fetched: How far into the order the loader has gone.
-        num_samples: What this rank trained in the step that `work_s` is of, samples or tokens; 0: not known.
-        work_s: How long that took.
-    """
-
-    trains: float = 0.0
-    epoch: float = 0.0
-    position: float = 0.0
-    digest: float = 0.0
-    fetched: float = 0.0
+    trains: float = 0.0  # 1.0; 0.0: it takes no part in the loop any more, and the rest means nothing
+    epoch: float = 0.0  # of the step that begins
+    position: float = 0.0  # where in the epoch's order it begins
+    digest: float = 0.0  # of how it is cut
+    fetched: float = 0.0  # how far into the order the loader has gone
+    # What this rank trained in the step that `work_s` is of, samples or tokens; 0: not known.
     num_samples: float = 0.0
-    work_s: float = 0.0
+    work_s: float = 0.0  # how long that took
+    pauses: float = 0.0  # 1.0: it was asked to leave the membership behind this step, and so all do
 
 
 NO_REPORT = astuple(_Report())
@@ -53,33 +45,21 @@ NO_REPORT = astuple(_Report())
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank's data stand, and what it trains of a step: what new members tell each other. Whole numbers.
+    """Where a rank's data stand, and what it trains of a step: what new members tell each other. Whole numbers."""
 
-    Attributes:
-        epoch: Of the next step.
-        position: Samples of it before that step.
-        local: Samples of this rank in a micro-step; where micro-steps move, of any that has some.
-        micro_steps: Micro-steps of this rank.
-        micro_size: Samples of a micro-step over all ranks.
-        num_micro_steps: Micro-steps of all ranks together.
-        moves_micro_steps: Whether ranks differ in their number, not in their size; 0 or 1.
-        limit: The samples of a micro-batch that this rank can hold; 0: not known.
-    """
-
-    epoch: int = 0
-    position: int = 0
-    local: int = 0
-    micro_steps: int = 0
-    micro_size: int = 0
-    num_micro_steps: int = 0
-    moves_micro_steps: int = 0
-    limit: int = 0
+    epoch: int = 0  # of the next step
+    position: int = 0  # samples of it before that step
+    local: int = 0  # samples of this rank in a micro-step; where micro-steps move, of any that has some
+    micro_steps: int = 0  # micro-steps of this rank
+    micro_size: int = 0  # samples of a micro-step over all ranks
+    num_micro_steps: int = 0  # micro-steps of all ranks together
+    moves_micro_steps: int = 0  # whether ranks differ in their number, not in their size; 0 or 1
+    limit: int = 0  # the samples of a micro-batch that this rank can hold; 0: not known
 
     def batch_among(self, had: Sequence[Standing | None]) -> GlobalBatch:
         """This rank's global batch, cut among others: in proportion to what they had; None: a rank is new.
 
-        Raises:
-            ConfigurationError: There are more ranks than samples, or micro-steps.
+        Raises ConfigurationError if there are more ranks than samples, or micro-steps.
         """
         if self.moves_micro_steps:
             counts = cut_among([None if it is None else it.micro_steps for it in had], self.num_micro_steps)
@@ -92,15 +72,14 @@ class Standing:
 class StepShares:
     """Connects one wrapped module with the sampler of its batches, and with the balance of their shares.
 
+    Raises ConfigurationError if the sampler is for other ranks, or its shares cannot be balanced.
+
     Args:
         sampler: Whose `steps` are trained.
         balance: Decides on shares; None: they change only if the user changes them.
         rank: This rank, in the group over which gradients are reduced.
         num_ranks: Of that group.
         device: Of the module.
-
-    Raises:
-        ConfigurationError: The sampler is for other ranks, or its shares cannot be balanced.
     """
 
     def __init__(
@@ -120,19 +99,21 @@ class StepShares:
         self._reported_in = 0  # epoch
         self._reported_after = 0  # steps that have ended well
         self._words = NO_REPORT
-        self._clock = _DeviceClock() if device.type == "cuda" else _HostClock()
+        self._is_asked_to_pause: Callable[[], bool] = bool
+        self.pauses = False
+        """Whether all ranks have agreed to leave the membership behind the step under way."""
+        self._clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
 
     # ---- weights
 
     def own_weights(self) -> list[int]:
         """What this rank's micro-batches count in the step under way: their samples, or tokens.
 
-        Raises:
-            ConfigurationError: There is no step under way.
+        Raises ConfigurationError if no step is under way.
         """
         if self.sampler.step is None:
             raise ConfigurationError(
-                "the model was given a batch_sampler, but this step is none of its: iterate over "
+                "the model has a batch_sampler, but this step did not come from it. Iterate over "
                 "batch_sampler.steps(loader), which says which step is trained."
             )
         return self.sampler.step.weights(self._rank)
@@ -142,8 +123,7 @@ class StepShares:
     def report(self, last: StepTiming | None) -> tuple[float, ...]:
         """This rank's words on the step that begins; the first call in a step starts its clock. Local.
 
-        Args:
-            last: The last step that ended well.
+        `last` is the last step that ended well.
         """
         step = self.sampler.step
         if step is None:
@@ -163,9 +143,14 @@ class StepShares:
                 float(self.sampler.fetched),
                 float(work.num_samples),
                 work.seconds,
+                float(self._is_asked_to_pause()),
             )
         )
         return self._words
+
+    def pause_when(self, is_asked: Callable[[], bool]) -> None:
+        """Ask in each step whether this rank wants all to leave the membership behind it. Local."""
+        self._is_asked_to_pause = is_asked
 
     def waited(self, seconds: float) -> None:
         """This rank has waited for others in the step under way."""
@@ -176,20 +161,20 @@ class StepShares:
         self._clock.expect_end()
 
     def take(self, reports: Sequence[Sequence[float]]) -> None:
-        """All ranks' words are there: compare them, and decide. The same on every rank.
+        """All ranks' words are there: compare them, and decide, the same on every rank.
 
-        Raises:
-            ProtocolError: The ranks do not train the same step.
+        Raises ProtocolError if steps differ.
         """
         rows = [_Report(*words) for words in reports]
         if not all(row.trains for row in rows):
             return
+        self.pauses = self.pauses or any(row.pauses for row in rows)
         first = rows[0]
         for rank, row in enumerate(rows):
             if (row.epoch, row.position, row.digest) != (first.epoch, first.position, first.digest):
                 same_place = (row.epoch, row.position) == (first.epoch, first.position)
                 raise ProtocolError(
-                    f"rank {self._rank}: the ranks do not train the same global batch: rank {rank} is at sample "
+                    f"rank {self._rank}: the ranks do not train the same global batch. Rank {rank} is at sample "
                     f"{row.position:.0f} of epoch {row.epoch:.0f}, rank 0 at {first.position:.0f} of epoch "
                     f"{first.epoch:.0f}{', in other shares' if same_place else ''}. Give all ranks the same seed, "
                     "GlobalBatch and changes of it, and let them leave loops over steps(loader) at the same step."
@@ -203,11 +188,7 @@ class StepShares:
     def make_room(self, ranks: Sequence[int]) -> None:
         """These ranks ran out of memory in the step under way: train its samples again, in other shares. Local.
 
-        Contract:
-            On every rank, with the same ranks.
-
-        Raises:
-            ConfigurationError: There is no room for them.
+        On every rank, with the same ranks. Raises ConfigurationError if there is no room for them.
         """
         assert self.balance is not None
         assert self.sampler.step is not None
@@ -219,8 +200,7 @@ class StepShares:
     def standing(self, last: StepTiming | None) -> Standing:
         """Where this rank's data stand; a step under way that has not been trained comes again. Local.
 
-        Args:
-            last: The last step that ended well.
+        `last` is the last step that ended well.
         """
         sampler, batch, rank = self.sampler, self.sampler.batch, self._rank
         state = sampler.state_dict()
@@ -252,21 +232,15 @@ class StepShares:
         )
 
     def follow(self, batch: GlobalBatch, rank: int, told: Standing, limits: Sequence[int]) -> None:
-        """Train with other ranks from now on. Local; on every one of them.
+        """Train these shares as `rank` from where one rank has `told` to.
 
-        Args:
-            batch: Their shares.
-            rank: Which of them this one is.
-            told: Where to go on; by one rank, the same for all.
-            limits: Of each one's micro-batches; 0: not known.
-
-        Raises:
-            ConfigurationError: The batch is none of theirs, or they cannot hold it.
+        Local; on every one of them. Raises ConfigurationError if they cannot hold the batch, by the limits of each
+        one's micro-batches (0: not known).
         """
         if self.balance is not None:
             batch = self.balance.begin_again(batch, [limit or None for limit in limits], tells=rank == 0)
         self.sampler.move(batch, rank, told.epoch, told.position)
-        self._rank, self._reported, self._words = rank, None, NO_REPORT
+        self._rank, self._reported, self._words, self.pauses = rank, None, NO_REPORT, False
         self._clock.forget()
 
     @property
@@ -327,11 +301,11 @@ class _DeviceClock:
     The host runs ahead of the device, so a step is reported when the device has come past it, one or two steps later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.waited_s = 0.0  # the device does not see it
-        self._clock = CudaClock()
-        self._under_way: tuple[int, float, torch.cuda.Event] | None = None
-        self._ended: deque[tuple[int, float, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._clock = DeviceClock(device)
+        self._under_way: tuple[int, float, torch.Event] | None = None
+        self._ended: deque[tuple[int, float, torch.Event, torch.Event]] = deque()
 
     def begin(self, num_samples: int, factor: float) -> None:
         self._under_way = num_samples, factor, self._clock.mark()
@@ -346,7 +320,7 @@ class _DeviceClock:
         self._under_way = None
 
     def work(self, _: StepTiming | None) -> StepWork:
-        if not (self._ended and self._ended[0][-1].query()):
+        if not (self._ended and self._clock.is_past(self._ended[0][-1])):
             return StepWork(0, 0.0)
         num_samples, factor, began, ended = self._ended.popleft()
         return StepWork(num_samples, max(self._clock.between_s(began, ended), 1e-9) * factor)

@@ -6,6 +6,7 @@ accelerator it is torch's. `DistributedDataParallel` turns torch's layers on the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -17,6 +18,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, functional
 
 from paceline.comm.collectives import sum_in_place
+from paceline.comm.opened_groups import close, group_like
+from paceline.comm.peers import Peers
 
 
 class _NormalizeOverRanks(torch.autograd.Function):
@@ -87,6 +90,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         Three all-reduces a step, of one or two words a channel.
     """
 
+    _opened: _Opened | None = None
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
         synchronizes = self.training and dist.is_available() and dist.is_initialized()
         if input.device.type != "cpu" or not synchronizes:
@@ -103,7 +108,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and files hold no process group; a copy talks over the default one until it is wrapped."""
-        return {**self.__dict__, "process_group": None}
+        return {**self.__dict__, "process_group": None, "_opened": None}
 
     def _forward_alone(self, input: Tensor) -> Tensor:  # noqa: A002
         factor = self._count_batch()
@@ -153,33 +158,32 @@ def layers_over(module: Module, *groups: ProcessGroup | None) -> list[SyncBatchN
     ]
 
 
-def move(module: Module, before: Sequence[ProcessGroup | None], group: ProcessGroup) -> None:
+class _Opened:
+    """Held by the layers that talk over a group of their own, which is closed once none of them is left."""
+
+
+def move(
+    module: Module, before: Sequence[ProcessGroup | None], group: ProcessGroup, is_their_own: bool
+) -> None:
     """Let the layers that talk over one of the groups `before`, or none, talk over `group`. Local."""
+    opened = _Opened() if is_their_own else None
+    if opened is not None:
+        weakref.finalize(opened, close, group).atexit = False
     for layer in layers_over(module, *before):
-        layer.process_group = group
+        layer.process_group, layer._opened = group, opened
 
 
-def separate_group(module: Module, process_group: ProcessGroup) -> ProcessGroup | None:
+def separate_group(module: Module, process_group: ProcessGroup, peers: Peers) -> ProcessGroup | None:
     """Let the layers that use `process_group` or none talk over a group of their own.
 
     Their collectives happen within backward; on the gradients' own group they would have to come between the same
-    buckets on every rank.
-
-    Returns:
-        Their group; None if there are no such layers.
+    buckets on every rank. Returns it; None if there are no such layers.
 
     Contract:
         Collective: every rank, if the module has such a layer.
     """
-    shared = layers_over(module, process_group)
-    if shared and process_group.size() > 1:
-        ranks = dist.get_process_group_ranks(process_group)
-        # With local synchronization torch names the group by how many groups are alive, which ranks need not agree
-        # on; so only where some ranks of the world are not here.
-        own: ProcessGroup = dist.new_group(
-            ranks, use_local_synchronization=len(ranks) < dist.get_world_size()
-        )
-        for layer in shared:
-            layer.process_group = own
+    if layers_over(module, process_group) and process_group.size() > 1:
+        own = group_like(process_group, device=next(module.parameters()).device, peers=peers)
+        move(module, [process_group], own, is_their_own=True)
         return own
     return None

@@ -1,7 +1,11 @@
 """Did every rank's backward end well? The metadata that ranks sum with the last bucket, and what follows from it.
 
 Status words are metadata in the last bucket's message, summed with its gradients, so agreeing costs no message of its
-own. Word i (i < number of parameters) is 1 on a rank that used parameter i, so the sum counts the ranks that did; then
+own. Where any rank's gradients are on an accelerator they are a message of their own, between hosts: whoever read them
+in a bucket would wait for the device in every step. What only the device knows, whether gradients are finite, is said
+in a later step, once it has arrived.
+
+Word i (i < number of parameters) is 1 on a rank that used parameter i, so the sum counts the ranks that did; then
 comes one word a rank, zero on all others, that says how its backward ended.
 """
 
@@ -19,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import all_reduce
 from paceline.comm.peers import Peers, describe
-from paceline.ddp.non_finite import Suspicion
+from paceline.ddp.non_finite import Seen, Suspicion
 from paceline.ddp.open_forwards import NOT_COUNTED, OpenForwards, out_of_step
 from paceline.errors import PeerAbortedError, PeerOutOfMemoryError, ProtocolError
 from paceline.reductions import Reduction
@@ -50,7 +54,17 @@ def _num_remainders(dtype: torch.dtype) -> int:
 class PiggybackedStatus:
     """This rank's status words, and after the reduction their sum over all ranks."""
 
-    def __init__(self, num_parameters: int, num_ranks: int, rank: int, module_number: int) -> None:
+    def __init__(
+        self,
+        num_parameters: int,
+        num_ranks: int,
+        rank: int,
+        module_number: int,
+        # Where they lie, if they are a message of their own; None: behind the gradients of the last bucket
+        apart_on: torch.device | None = None,
+    ) -> None:
+        self.apart_on = apart_on
+        self._seen = Seen()
         self._num_parameters = num_parameters
         self._rank = rank
         self.num_words = num_parameters + num_ranks
@@ -70,26 +84,24 @@ class PiggybackedStatus:
     ) -> None:
         """Say which parameters this rank did not use, how its backward ended, and what it has left undone.
 
-        Args:
-            unused: Parameter indices.
-            status: Of this rank's backward.
-            num_open_forwards: As `OpenForwards.word` says it.
-            not_finite: Of each bucket that was looked at, NaN if it has gradients that are not finite, else zero.
+        `not_finite` is NaN for each bucket with gradients that are not finite, as far as seen, else zero. On an
+        accelerator it is said in a later step's words.
         """
         self.words.copy_(self._all_used)
         word = status + _OPEN_FORWARD * num_open_forwards + _MODULE * self._module_remainder()
-        if self.words.device.type == "cpu" and any(math.isnan(bucket.item()) for bucket in not_finite):
+        if self.apart_on is None:
+            is_finite = not any(math.isnan(bucket.item()) for bucket in not_finite)
+        else:
+            is_finite = not self._seen.any_of(not_finite)
+        if not is_finite:
             word += _NOT_FINITE
         if word:
             self.words[self._num_parameters + self._rank] = float(word)
         for index in unused:
             self.words[index] = 0.0
-        if self.words.device.type != "cpu" and not_finite:  # without waiting for the device
-            nan = torch.stack([bucket.to(self.words.device, self.words.dtype) for bucket in not_finite]).sum()
-            self.words[self._num_parameters + self._rank] += _NOT_FINITE * nan.isnan()
 
     def read(self) -> None:
-        """Take in the ranks' status words. On an accelerator this waits for the device."""
+        """Take in the ranks' status words."""
         words = self.words[self._num_parameters :].tolist()
         plain = _MODULE * self._module_remainder()
         self._ranks_words = [] if words == [plain] * len(words) else [round(word) for word in words]
@@ -122,7 +134,7 @@ class PiggybackedStatus:
         return [word // _MODULE + 1 for word in self._ranks_words]
 
     def is_used(self, index: int) -> bool:
-        """Whether any rank used this parameter; after `read`. On an accelerator the first call waits for the device."""
+        """Whether any rank used this parameter; after `read`."""
         self._uses = self._uses or self.words[: self._num_parameters].tolist()
         return self._uses[index] > 0
 
@@ -133,19 +145,17 @@ class PiggybackedStatus:
 
 
 class Verdict:
-    """What follows from all ranks' status words, for one module on one rank.
-
-    Args:
-        rank: This rank.
-        num_ranks: All of them.
-        named: The parameters, by index, with their names.
-        module_number: Of the module, among those over the same group.
-    """
+    """What follows from all ranks' status words, for one module on one rank. `named` are the parameters, by index."""
 
     def __init__(
-        self, rank: int, num_ranks: int, named: Sequence[tuple[str, Tensor]], module_number: int
+        self,
+        rank: int,
+        num_ranks: int,
+        named: Sequence[tuple[str, Tensor]],
+        module_number: int,
+        apart_on: torch.device | None = None,  # as of `PiggybackedStatus`
     ) -> None:
-        self.status = PiggybackedStatus(len(named), num_ranks, rank, module_number)
+        self.status = PiggybackedStatus(len(named), num_ranks, rank, module_number, apart_on)
         self.open_forwards = OpenForwards()
         self._rank = rank
         self._named = named
@@ -155,20 +165,13 @@ class Verdict:
     def exchange(self, process_group: ProcessGroup, peers: Peers) -> None:
         """Sum the words by themselves, where no bucket carries them. Collective; blocks."""
         if process_group.size() > 1:
-            peers.wait(all_reduce(self.status.words, process_group), "waiting for the ranks' statuses")
+            pending = all_reduce(self.status.words, process_group)
+            peers.wait(pending, "waiting for the ranks' statuses", on_host=self.status.words.is_cpu)
 
     def reach(self, step: int, reduction: Reduction) -> bool:
-        """Read the words.
+        """Read the words of this step; whether any rank has late gradients.
 
-        Args:
-            step: The number of this step, for messages.
-            reduction: Whether it is linear: then late gradients may be reduced afterwards.
-
-        Returns:
-            Whether any rank has late gradients.
-
-        Raises:
-            PeerAbortedError: This step's gradients are of no use, on every rank.
+        Raises PeerAbortedError, on every rank, if its gradients are of no use.
         """
         self.status.read()
         if self.status.is_plain:
@@ -237,15 +240,11 @@ class Verdict:
     # ---- gradients that are not finite
 
     def suspect_first_not_finite(self, step: int, order: Sequence[int]) -> None:
-        """If ranks have seen gradients that are not finite, find the first, for the next forward to say so.
-
-        Args:
-            step: The number of the step that ends.
-            order: In which backward makes the gradients.
-        """
+        """If ranks have seen gradients that are not finite, find the first in backward's order, to be said later."""
         ranks = self.status.ranks_not_finite()
         if ranks and self._suspicion is None:
-            self._suspicion = Suspicion.of(step, ranks, [self._named[index] for index in order])
+            is_late = self.status.apart_on is not None
+            self._suspicion = Suspicion.of(step, ranks, [self._named[index] for index in order], is_late)
 
     def confirm_suspicion(self) -> None:
         """At the next forward: say so, if the parameter is not finite either."""
@@ -278,9 +277,14 @@ class Verdict:
             f"the first in backward's order was that of {suspicion.name}. Look at rank {suspicion.ranks[0]}'s batch "
             "and loss in that step. To go on, "
         )
+        if suspicion.is_late:
+            found = (
+                f"Shortly before step {suspicion.step} gradients of rank {ranks} were not, before they were averaged "
+                f"with the others'. Look at rank {suspicion.ranks[0]}'s batches and losses there. To go on, "
+            )
         unknown = (
-            f"They were not before step {suspicion.step} already, by whose gradients was not seen: only one element of "
-            "each is looked at. To go on, "
+            f"They were already not finite before step {suspicion.step}. Which rank caused it is unknown, because "
+            f"only one element per gradient is checked. To go on, "
         )
         self._warn(
             "not finite",
@@ -298,8 +302,8 @@ class Verdict:
     def warn_of_unequal_batches(self, own: int, first: int) -> None:
         self._warn(
             "unequal",
-            f"this rank's batch has {own} samples, rank 0's has {first} (the first dimension of the first tensor that "
-            "the model was given), but both ranks' gradients count the same, so that samples do not. Say what a batch "
+            f"this rank's batch has {own} samples, rank 0's has {first}, but both ranks' gradients count the same. "
+            f"Samples are the first dimension of the model's first tensor. Say what a batch "
             "counts: DistributedDataParallel(..., weight=len), or model.accumulate(batches, weight=...).",
         )
 

@@ -30,12 +30,8 @@ def is_large(parameter: Tensor) -> bool:
 def gradient_views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Alias consecutive pieces of `flat`, one a parameter, with its shape, dtype and dense strides.
 
-    Args:
-        flat: Real, contiguous, at least as long as all parameters together.
-        parameters: Of one dtype, in the order in which their gradients lie in `flat`.
-
-    Returns:
-        The views; those of small gradients share one version counter.
+    `flat` is real, contiguous and long enough; all parameters have one dtype. Views of small gradients share one
+    version counter.
     """
     storage, offset = flat.untyped_storage(), flat.storage_offset()
     views: list[Tensor] = []

@@ -4,7 +4,7 @@ Rules
 1. One message a step. Backward waits for it as it begins: the factor has to be known before the first gradient enters
    a bucket, so that gradients are scaled once, and half precision does not overflow in the sum. A window launches it
    before its first forward. A plain step launches it only when its backward begins, because a forward may have no
-   backward: then autograd's thread waits for one small message. It has 8 bytes, 8 a rank, and 56 a rank more if shares
+   backward: then autograd's thread waits for one small message. It has 8 bytes, 8 a rank, and 64 a rank more if shares
    are reported (`step_shares.py`).
 2. In float64, whatever gradients are made of: counts of tokens are exact up to 2^53.
 3. A rank that cannot take part says so here, so that the others raise instead of waiting for its gradients.
@@ -38,16 +38,12 @@ REFUSED = -1
 
 @dataclass(frozen=True)
 class StepWeights:
-    """One step, over all ranks.
+    """One step, over all ranks."""
 
-    Attributes:
-        total: Sum of the weights of all micro-batches.
-        micro_steps: How many micro-batches of positive weight each rank has; REFUSED where it could not take part.
-        reports: Each rank's words on its share; empty if shares are not reported.
-    """
-
-    total: float
+    total: float  # sum of the weights of all micro-batches
+    # How many micro-batches of positive weight each rank has; REFUSED where it could not take part.
     micro_steps: tuple[int, ...]
+    # Each rank's words on its share; empty if shares are not reported
     reports: tuple[tuple[float, ...], ...] = ()
 
     @property
@@ -60,11 +56,7 @@ class StepWeights:
         return next((rank for rank, count in enumerate(self.micro_steps) if count > 0), 0)
 
     def raise_if_refused(self, rank: int) -> None:
-        """Raise if a rank could not begin its window: it will not reduce.
-
-        Raises:
-            PeerAbortedError: Naming the rank. `rank` is this one.
-        """
+        """Raise PeerAbortedError if a rank could not begin its window: it will not reduce. `rank` is this one."""
         if self.refusing_ranks:
             raise PeerAbortedError(
                 f"rank {rank}: rank {self.refusing_ranks[0]} could not begin its window of micro-batches. This step's "
@@ -75,9 +67,8 @@ class StepWeights:
     def factor(self, weight: float, divides_by_all: bool = True) -> float:
         """What a rank's gradients are multiplied by before the mean over ranks, if they are to count `weight`.
 
-        Args:
-            weight: Of the rank's last micro-batch, in whose units its gradients are.
-            divides_by_all: Whether the mean is over all ranks, or over those with micro-batches.
+        That is of the last micro-batch, in whose units they are; `divides_by_all`: the mean is over ranks without
+        micro-batches, too.
         """
         num_ranks = len(self.micro_steps) if divides_by_all else sum(count > 0 for count in self.micro_steps)
         return num_ranks * weight / self.total if self.total > 0 else 0.0
@@ -86,27 +77,19 @@ class StepWeights:
 class WeightExchange:
     """The sum under way.
 
-    Args:
-        weight: Of all micro-batches of this rank.
-        num_micro_steps: How many it has; REFUSED if it cannot take part.
-        process_group: Over whom.
-        peers: For waiting.
-        device: Of the module.
-        report: This rank's words on its share; equally many on every rank, or none.
-        on_reports: Called once, with the words of all ranks, if none of them refused.
-
     Contract:
         Collective: every rank, once a step.  Blocks: the constructor no, `finish` yes.
     """
 
     def __init__(
         self,
-        weight: float,
-        num_micro_steps: int,
+        weight: float,  # of all micro-batches of this rank
+        num_micro_steps: int,  # how many it has; REFUSED if it cannot take part
         process_group: ProcessGroup,
         peers: Peers,
         device: torch.device,
-        report: Sequence[float] = (),
+        report: Sequence[float] = (),  # this rank's words on its share; equally many on every rank, or none
+        # Called once, with the words of all ranks, if none of them refused
         on_reports: Callable[[Sequence[Sequence[float]]], None] | None = None,
     ) -> None:
         self._peers = peers
@@ -124,16 +107,13 @@ class WeightExchange:
         self._lost: PeerLostError | None = None
 
     def finish(self) -> StepWeights:
-        """Wait for the sum.
-
-        Raises:
-            PeerLostError: A rank died or hangs.
-        """
+        """Wait for the sum. Raises PeerLostError if a rank died or hangs."""
         if self._lost is not None:
             raise self._lost
         if self._found is None:
             try:
-                self._peers.wait(self._pending, "learning how much the other ranks' micro-batches count")
+                doing = "learning how much the other ranks' micro-batches count"
+                self._peers.wait(self._pending, doing, on_host=self._words.is_cpu)
             except PeerLostError as error:
                 self._lost = error
                 raise
@@ -148,29 +128,19 @@ class WeightExchange:
 
 
 class Weighing:
-    """What the batches of one module count, on one rank: asks, tells the other ranks, and says it in a step's terms.
-
-    Args:
-        setting: Which says what counts.
-        membership: Over whom.
-        buffers: Told whose are to be taken at the end of a step.
-        timings: Of the last steps.
-        fail: Called with what has ended communication for good.
-
-    Attributes:
-        plain: What the batch of the last weighed forward outside of windows counts, until its backward begins.
-    """
+    """What the batches of one module count, on one rank: asks, tells the other ranks, and says it in a step's terms."""
 
     def __init__(
         self,
-        setting: Setting,
+        setting: Setting,  # which says what counts
         membership: Membership,
-        buffers: Buffers,
-        timings: StepTimings,
-        fail: Callable[[Exception], None],
+        buffers: Buffers,  # told whose are to be taken at the end of a step
+        timings: StepTimings,  # of the last steps
+        fail: Callable[[Exception], None],  # called with what has ended communication for good
     ) -> None:
         self._setting, self._membership = setting, membership
         self._buffers, self._timings, self._fail = buffers, timings, fail
+        # What the batch of the last weighed forward outside of windows counts, until its backward begins.
         self.plain: float | None = None
 
     @property
@@ -227,15 +197,13 @@ class Weighing:
             report = shares.report(self._timings.last) if begins_step else NO_REPORT
         take = None if shares is None else shares.take
         # Where gradients go a small message costs less, too; none of theirs is under way when a step begins.
-        group = members.gradient_groups[0]
+        group = members.groups.numbers
         return WeightExchange(weight, num_micro_steps, group, members.peers, members.device, report, take)
 
     def finish(self, exchange: WeightExchange) -> StepWeights:
         """Wait for what the ranks' micro-batches count.
 
-        Raises:
-            PeerLostError: A rank died or hangs.
-            ProtocolError: The ranks do not train the same step.
+        Raises PeerLostError, and ProtocolError if the ranks do not train the same step.
         """
         try:
             with self.wait():
@@ -249,11 +217,7 @@ class Weighing:
     def terms(self, weights: StepWeights, weight: float, total: float, num_averaged: int | None) -> Terms:
         """The backward that synchronizes begins: what it counts. Local.
 
-        Args:
-            weights: Of the step.
-            weight: What the micro-batch counts in whose units gradients are.
-            total: What all of this rank's micro-batches count.
-            num_averaged: By how many ranks sums are divided; None: by all.
+        `weight` is the last micro-batch's, in whose units gradients are, `total` that of all of this rank's.
         """
         setting = self._setting
         if setting.shares is not None:

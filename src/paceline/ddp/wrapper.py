@@ -44,6 +44,8 @@ from paceline.reductions import Reduction
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from paceline.diagnosis import Diagnosis
+
 
 class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, override]
     """Data parallelism over any c10d process group, in place of `torch.nn.parallel.DistributedDataParallel`.
@@ -52,13 +54,14 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     parameter's `.grad` is, bitwise the same on all ranks, the mean of the ranks' gradients.
 
     Differs from torch's:
+
         * `.grad` is always a view into a buffer that the next step writes again; clone it to keep it.
         * Whether to synchronize is decided when backward begins, not when forward did.
         * Every backward outside `no_sync` synchronizes, also the second one of a forward.
         * A parameter that is not used counts as zero, with a warning; `find_unused_parameters` lets its bucket leave
           earlier.
-        * Buffers are not synchronized in evaluation forwards, so one rank may evaluate alone; nor before the second
-          forward of a step, so that a rank whose forward raised meets the others in their backward.
+        * Buffers are not synchronized in evaluation forwards, so one rank may evaluate alone. Nor are they before the
+          second forward of a step: a rank whose forward raised then meets the others in their backward.
         * `load_state_dict()` takes names with and without torch's prefix `module.`, which `state_dict()` has.
 
     Args:
@@ -86,12 +89,12 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         forward_sync_buffers: Give all ranks rank 0's buffers before a step's first forward that will be synchronized.
         lazy_bucket_allocation: Of torch 2.15; warned about and ignored: gradients are the buckets, never a second copy.
         reduction: What combining the ranks' gradients means, by name or as an object; None is the mean. Not torch's.
-        overlap_forward: Let the next forward run while gradients are still under way: backward returns when autograd is
-            done on all ranks, and a module's forward waits for its own parameters only. For an optimizer that went
-            through `paceline.optim.overlap`, on CPUs of several hosts, over Gloo; used where it is predicted to shorten
-            a step. "always": without asking. "debug": always, and a read past the hooks raises. Not torch's.
+        overlap_forward: Let the next forward run while gradients are still under way. Backward returns when autograd is
+            done on all ranks. A module's forward waits for its own parameters only. For an optimizer that went through
+            `paceline.optim.overlap`, on CPUs of several hosts, over Gloo; used where it is predicted to shorten a step.
+            "always": without asking. "debug": always, and a read past the hooks raises. Not torch's.
         compression: Send fewer bytes for the mean: "fp16", "bf16", "int8", "onebit", "topk", "randomk", "powersgd", a
-            `paceline.compression.Compressor`, or a reduction that compresses; "auto": only where that shortens a step.
+            `paceline.compression.Compressor`, or a reduction that compresses. "auto": only if that shortens a step.
             Not torch's.
         weight: What this rank's batch counts in the mean over ranks, as a function of the forward's arguments: its
             samples, tokens, unmasked targets. For steps of one forward in training mode, outside of `accumulate`; of
@@ -106,7 +109,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             Not torch's.
 
     Contract:
-        Collective: the constructor (unless `init_sync=False`), a forward that will be synchronized (buffers), and the
+        Collective: the constructor without `init_sync=False`, a forward that will be synchronized (buffers), and the
         end of its backward. Ranks must run equally many of these, in the same order.
 
     Raises:
@@ -184,11 +187,11 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         more = (("broadcast_buffers", init_sync_buffers), ("overlap_forward", overlap_forward))
         if init_sync:
             verified = steps.verify(managed, *more)
-            setting.learn_devices(any(verified.are_on_cpu))
+            setting.learn_devices(verified.are_on_cpu)
             steps.membership.open_gradient_groups(verified)
             steps.broadcast_model(source=0, with_buffers=init_sync_buffers)
             if steps.has_sync_batch_norm:
-                own = sync_batch_norm.separate_group(self.module, self.process_group)
+                own = sync_batch_norm.separate_group(self.module, self.process_group, steps.membership.peers)
                 steps.membership.take_group(for_batch_norm=own)
         if self.mixed_precision is not None and self.mixed_precision.buffer_dtype is not None:
             cast_buffers(self.module, self.mixed_precision.buffer_dtype)
@@ -214,7 +217,10 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     @property
     def forward_overlap(self) -> ForwardOverlap | None:
-        """What defers the end of steps into the next forward: `is_on`, `gain`. None without `overlap_forward`."""
+        """What defers the end of steps into the next forward: `is_on`, `gain`. None without `overlap_forward`.
+
+        `timings.decisions["overlap_forward"]` says in words whether it is on, and why.
+        """
         return self._steps.forward_overlap
 
     def flush(self) -> None:
@@ -240,7 +246,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     # ---- forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module. Its backward, unless under `no_sync`, will synchronize gradients."""
+        """Run the module. Its backward, unless under `no_sync`, will reduce gradients."""
         with record_function("DistributedDataParallel.forward") if _profiler_enabled() else nullcontext():
             began_s = time.perf_counter()
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
@@ -311,9 +317,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         """Accumulate the micro-batches of one optimizer step, each counted by its weight, over all ranks.
 
         Within `with model.accumulate(batches, weight=...) as micro_batches:` iterate over `micro_batches`; each turn
-        runs forward and backward of its micro-batch's *mean* loss. Afterwards `.grad` is, bitwise the same on all
-        ranks, sum(w g) / sum(w) over the micro-batches of all ranks: what one process computes as the mean over all
-        their samples or tokens. Only the last backward communicates, whichever that is.
+        runs forward and backward of its micro-batch's *mean* loss. Afterwards `.grad` is sum(w g) / sum(w) over the
+        micro-batches of all ranks, bitwise the same on all of them. One process computes that as the mean over all
+        samples or tokens. Only the last backward communicates, whichever that is.
 
         Args:
             batches: This rank's micro-batches. Ranks may have different numbers of them, or none.
@@ -353,7 +359,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
         Contract:
             Local; every synchronized backward of a model with `droppable` compares what the ranks skip, in a small sum
-            beside autograd. A backward raises, on every rank, with all parameters untouched:
+            while autograd runs. A backward raises, on every rank, with all parameters untouched:
 
         Raises:
             SkipError: The ranks skip different layers, which it names; or a gradient was made of what is skipped (the
@@ -401,6 +407,20 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         """When each bucket of the last steps was ready, launched and done, and how long backward waited."""
         return self.reducer.timings
 
+    def doctor(self) -> Diagnosis:
+        """Say which rank or link delayed the last steps, why, and what a step would be without; `words` is for people.
+
+        The last 256 steps of every rank are compared. Not seen: what `paceline doctor` samples besides, such as other
+        processes on a core.
+
+        Contract:
+            Collective: every rank, between steps.  Blocks: yes.  Afterwards: the same answer on every rank.
+
+        Raises:
+            PeerLostError: A rank died or hangs.
+        """
+        return self._steps.doctor()
+
     # ---- uneven inputs
 
     def join(
@@ -412,7 +432,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         """A context in which ranks may have different numbers of batches; see `torch.distributed.algorithms.Join`.
 
         Args:
-            divide_by_initial_world_size: Divide by the number of all ranks; else by those that still have batches.
+            divide_by_initial_world_size: Divide by the number of all ranks; otherwise by those that still have batches.
             enable: False: do nothing.
             throw_on_early_termination: Raise on all ranks as soon as one has no more batches.
         """

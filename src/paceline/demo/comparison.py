@@ -50,13 +50,13 @@ def run_demo(
     num_train, num_test = len(images.train_labels), len(images.test_labels)
     if ranks > 4 * cores:
         raise ConfigurationError(
-            f"--ranks {ranks} is too many for this machine: a rank is a whole process that wants a core, and there are "
-            f"{cores}. The demo takes at most {4 * cores} (4 a core)."
+            f"--ranks-per-host {ranks} is too many for this machine: a rank is a whole process that wants a core, and "
+            f"there are {cores}. The demo takes at most {4 * cores} (4 a core)."
         )
     if num_train < batch or not num_test or images.side < 4:
         raise ConfigurationError(
             f"{images.name} has {num_train} training and {num_test} test images of {images.side} pixels a side; a step "
-            f"of {ranks} ranks takes {batch}, of 4 pixels or more. Pass fewer --ranks, or more images."
+            f"of {ranks} ranks takes {batch}, of 4 pixels or more. Pass fewer --ranks-per-host, or more images."
         )
     try:
         report.mkdir(parents=True, exist_ok=True)
@@ -67,8 +67,8 @@ def run_demo(
         ) from error
     console.print(
         f"[bold]paceline demo[/bold]: {images.name}, {num_train:,} training and {num_test:,} test images of "
-        f"{images.side} x {images.side} pixels; {epochs} epochs of batches of {batch} in {dtype}, first over {ranks} "
-        "process(es) with paceline.DistributedDataParallel on Gloo, then the same batches in one process.",
+        f"{images.side} x {images.side} pixels. {epochs} epochs of batches of {batch} in {dtype}. First {ranks} "
+        "process(es) train with paceline.DistributedDataParallel on Gloo, then one process trains the same batches.",
         highlight=False,
     )
     # Both trainings get the same number of threads a process, so that a process is compared with a process.
@@ -223,7 +223,7 @@ def _show(console: Console, rows: dict[str, Any], files: list[Path]) -> None:
         f"{'summation order, as promised' if apart['is_rounding'] else too_far}.",
         highlight=False,
     )
-    without = "" if len(files) > 1 else ". Pictures: pip install 'paceline[plot]'"
+    without = "" if len(files) > 1 else ". Pictures: pip install matplotlib"
     said = f"Report: {', '.join(map(str, files))}{without}"
     console.print(said, highlight=False, markup=False, soft_wrap=True)
 
@@ -251,7 +251,7 @@ def _pictures(report: Path, dtype: str, *both: dict[str, Any]) -> list[Path]:
         times_ms = np.array([1e3 * training["step_s"][part] for training in both])
         bars.barh([training["name"] for training in both], times_ms, left=ends, label=part)
         ends += times_ms
-    bars.set(xlabel="ms a step, mean over ranks", title="Where a step's time goes")
+    bars.set(xlabel="step time (ms), mean over ranks", title="Where a step's time goes")
     for each in (above, below, bars):
         each.legend(fontsize="small")
     paths = [report / "losses.png", report / "step.png"]

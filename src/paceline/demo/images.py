@@ -17,7 +17,7 @@ FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 
 @dataclass(frozen=True)
 class Images:
-    """Square grey images, shape (N, 1, side, side): the training set has mean 0 and deviation 1. Labels from 0."""
+    """Square grey images, shape (N, 1, side, side): the training set is standardized. Labels from 0."""
 
     name: str
     train_images: NDArray[np.float32]

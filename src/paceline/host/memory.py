@@ -10,12 +10,7 @@ _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> float:
-    """What can be had without swapping, by the kernel and by the limit of this container; 0 where neither says.
-
-    Args:
-        meminfo: The kernel's file.
-        cgroup: Folder of the container's control group (version 2).
-    """
+    """What can be had without swapping, by the kernel and by the limit of this container; 0 where neither says."""
     found = math.inf
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())

@@ -6,7 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-_STATE, _START_TIME = 0, 19  # fields of /proc/PID/stat, counted behind the name (proc(5))
+# Fields of /proc/PID/stat, counted behind the name (proc(5)).
+_STATE, _PARENT, _FLAGS, _USER_TICKS, _SYSTEM_TICKS, _START_TIME = 0, 1, 6, 11, 12, 19
+_PF_EXITING = 0x4
 GONE = "gone"
 UNKNOWN = ""
 
@@ -22,6 +24,12 @@ def is_stopped(state: str) -> bool:
     return state in {"T", "t"}
 
 
+def parent_of(pid: int) -> int:
+    """Return the process id of a process's parent; 0 if there is none, or the kernel does not say."""
+    words = _field(pid, _PARENT)
+    return int(words) if words.isdecimal() else 0
+
+
 def start_time_of(pid: int) -> str:
     """Return when the process started, in the kernel's ticks: tells it from a later one with the same id."""
     return _field(pid, _START_TIME)
@@ -30,11 +38,38 @@ def start_time_of(pid: int) -> str:
 def whereabouts(*namespaces: str) -> str:
     """Return words that two processes have in common if they run under one boot of one kernel, in these namespaces.
 
-    Raises:
-        OSError: The kernel does not say.
+    Raises OSError if the kernel does not say.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return "/".join([boot, *(str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in namespaces)])
+
+
+@dataclass(frozen=True)
+class Vitals:
+    """What the kernel says of a process at one moment."""
+
+    state: str  # as of `state_of`
+    is_ending: bool  # It has begun to end. Its sockets and its pidfd say so later, when its memory is free.
+    cpu_ticks: int  # that it has used
+
+
+class VitalSigns:
+    """Looks at one process again and again: a file that stays open, for some microseconds a look."""
+
+    def __init__(self, pid: int) -> None:
+        self._file = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+
+    def look(self) -> Vitals:
+        try:
+            words = os.pread(self._file, 1024, 0).rsplit(b")", 1)[1].split()
+            state = words[_STATE].decode()
+            is_ending = bool(int(words[_FLAGS]) & _PF_EXITING) or state in {"Z", "X"}
+            return Vitals(state, is_ending, int(words[_USER_TICKS]) + int(words[_SYSTEM_TICKS]))
+        except (OSError, IndexError):
+            return Vitals(GONE, is_ending=True, cpu_ticks=0)
+
+    def close(self) -> None:
+        os.close(self._file)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def strategy_of(package: str) -> type:
         def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
             device_ids = self.determine_ddp_device_ids()
             # As in Lightning: CUDA graphs want DDP to be built on a stream of its own.
-            stream: Any = torch.cuda.stream(torch.cuda.Stream()) if device_ids else contextlib.nullcontext()
+            stream: Any = torch.Stream(self.root_device) if device_ids else contextlib.nullcontext()
             with stream:
                 return DistributedDataParallel(model, device_ids=device_ids, **self._ddp_kwargs)
 

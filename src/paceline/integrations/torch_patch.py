@@ -68,21 +68,21 @@ def patch_torch(
     """Make `torch.nn.parallel.DistributedDataParallel` be Paceline's, for whoever wraps models by that name.
 
     Call it once before the model is wrapped, or use it as a context manager around what wraps it. Modules that have
-    imported the class already, under whatever name, get ours too.
+    imported the class already, under whatever name, get Paceline's too.
 
     Limits: a reference that is not a module's attribute (a default argument, a base class, a local variable) stays
-    torch's. torch's own callers of the class (`torch.distributed._composable.replicate`) stay torch's.
+    torch's. Torch's own callers of the class (`torch.distributed._composable.replicate`) stay torch's.
 
     Args:
-        reduction: What the wrapper's `reduction` is where the script gives neither it nor `compression`: a name, or a
-            function that makes one, called for each module that is wrapped.
+        reduction: The wrapper's `reduction`, if the script gives neither it nor `compression`. A name, or a function
+            that makes one for each module that is wrapped.
         compression: The same for `compression`: a name, a compressor, or a function that makes a reduction.
 
     Returns:
         The patch; `undo()`, or the end of its `with` block, puts torch's class back.
 
     Contract:
-        Local; every rank must do the same. Wrapping is collective, as ever.
+        Local; every rank must do the same. Wrapping is collective.
 
     Raises:
         ConfigurationError: A name that is none, or both arguments where only one can say how gradients are combined.
@@ -131,7 +131,7 @@ class _Recognising(ABCMeta):  # torch's class has that metaclass, because it is 
 
 
 class DistributedDataParallel(OurDDP, metaclass=_Recognising):
-    """What torch's name stands for under a patch: ours, with the patch's arguments where the caller gave none."""
+    """The class behind torch's name under a patch: Paceline's, with the patch's arguments if the caller gave none."""
 
     @functools.wraps(OurDDP.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:

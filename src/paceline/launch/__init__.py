@@ -5,8 +5,9 @@ paragraph in place of a banner when a rank fails, and a watchdog: a supervisor p
 launcher is killed.
 """
 
-from paceline.launch.agent import InterruptedLaunchError, LaunchError, launch
+from paceline.launch.agent import launch
 from paceline.launch.command_line import LaunchArguments, num_cores, parse
+from paceline.launch.launch_errors import InterruptedLaunchError, LaunchError
 from paceline.launch.watchdog import Watchdog
 
 __all__ = [

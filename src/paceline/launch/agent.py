@@ -8,6 +8,7 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -16,7 +17,7 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from torch.distributed import DistNetworkError
@@ -26,15 +27,21 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paceline.comm import TOKEN
-from paceline.errors import PacelineError
 from paceline.host.addresses import LOOPBACK, is_loopback
+from paceline.integrations import at_start
 from paceline.launch import rendezvous_endpoint
 from paceline.launch.command_line import LaunchArguments, num_cores, port_is_taken
+from paceline.launch.elastic import agent as elastic_agent
+from paceline.launch.elastic.several_hosts import find_own_address
+from paceline.launch.hang_watch import HangWatch
+from paceline.launch.launch_errors import InterruptedLaunchError, LaunchError
+from paceline.launch.live_view import LiveView
 from paceline.launch.local_servers import LocalServers
 from paceline.launch.machines import MachineRendezvous, MachinesDifferError, NodeInfo
 from paceline.launch.stores import bound
 from paceline.launch.tcp_tuning import advice_towards
 from paceline.launch.watchdog import MARK, Watchdog
+from paceline.observe import left_tables
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -43,22 +50,6 @@ _NUM_SHOWN = 4
 # How likely an end by this signal is only a consequence of another rank's: a rank that loses its peer raises or is
 # aborted by its communication library, and SIGTERM is what the agent sends to those that are left.
 _CONSEQUENCES = {signal.SIGABRT: 2, signal.SIGTERM: 3}
-
-
-class LaunchError(PacelineError, RuntimeError):
-    """The launch failed, or one of its ranks did; every rank has been stopped."""
-
-
-class InterruptedLaunchError(PacelineError, RuntimeError):
-    """A signal asked the launcher to stop; every rank has been stopped.
-
-    Attributes:
-        signal: Which one.
-    """
-
-    def __init__(self, message: str, received: signal.Signals) -> None:
-        super().__init__(message)
-        self.signal = received
 
 
 def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
@@ -84,28 +75,40 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
     os.environ.update(arguments.environment)
     launch_id = os.environ[MARK] = uuid.uuid4().hex
     _stay_on_this_machine(arguments)
-    rendezvous = _find_the_others(arguments, note) if arguments.num_machines > 1 else None
+    rendezvous = None
+    if arguments.num_machines > 1 and arguments.min_ranks is None:
+        rendezvous = _find_the_others(arguments, note)
+    elif arguments.num_machines > 1:
+        if arguments.is_first:
+            rendezvous_endpoint.be_first(arguments.torchrun, arguments.words, note)
+        find_own_address(arguments)
     started_s = time.monotonic()
     own_address = arguments.torchrun.local_addr
     with (
         Watchdog(launch_id) as watchdog,
+        _hang_watch(arguments, watchdog, launch_id, note) as hangs,
         LocalServers(arguments.num_servers, arguments.servers, own_address, note) as servers,
-        bound(arguments.num_machines, note, rendezvous),
+        bound(arguments.num_machines, note, rendezvous, hangs.meet if arguments.hang_after_s else None),
+        _timings(arguments, watchdog, note),
+        _live_view(arguments, watchdog),
     ):
         if arguments.torchrun.log_dir is None:
             # torch would leave a folder in /tmp behind for every run that does not name one.
             arguments.torchrun.log_dir = _kept_logs(arguments, note) or str(watchdog.folder)
         try:
-            torchrun.run(arguments.torchrun)
+            if arguments.min_ranks is not None:
+                elastic_agent.run(arguments, note)
+            else:
+                torchrun.run(arguments.torchrun)
         except MachinesDifferError as error:
             raise LaunchError(str(error)) from error
         except ChildFailedError as error:
             first = f"{died}; then " if (died := servers.who_died()) else ""
             raise LaunchError(
-                first + _ranks_failed(arguments, error, time.monotonic() - started_s)
+                first + _ranks_failed(arguments, error, time.monotonic() - started_s) + hangs.last_words
             ) from error
         except SignalException as error:
-            raise _interrupted(arguments, error.sigval) from error
+            raise _interrupted(arguments, error.sigval, hangs.last_words) from error
         except KeyboardInterrupt as error:  # before the agent took over the signals
             raise _interrupted(arguments, signal.SIGINT) from error
         except DistNetworkError as error:
@@ -114,6 +117,66 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
             raise LaunchError(_no_rendezvous(arguments, error)) from error
         except (RendezvousError, TimeoutError) as error:
             raise LaunchError(_no_rendezvous(arguments, error)) from error
+
+
+@contextlib.contextmanager
+def _timings(arguments: LaunchArguments, watchdog: Watchdog, note: Callable[[str], None]) -> Iterator[None]:
+    """Have the ranks leave their tables of timings, and print what they have left, if that was asked for."""
+    if not arguments.shows_timings:
+        yield
+        return
+    try:
+        with _environment({left_tables.VARIABLE: str(watchdog.folder)}):
+            yield
+    finally:
+        for lines in left_tables.found_in(watchdog.folder):
+            note(lines)
+
+
+@contextlib.contextmanager
+def _hang_watch(
+    arguments: LaunchArguments, watchdog: Watchdog, launch_id: str, note: Callable[[str], None]
+) -> Iterator[HangWatch]:
+    """Have the ranks write how far they are, and look for those that hang."""
+    num_ranks = arguments.num_local_ranks if arguments.num_machines == 1 else 0
+    watch = HangWatch(watchdog.folder, launch_id, num_ranks, arguments.hang_after_s, note)
+    if not arguments.hang_after_s:
+        yield watch
+        return
+    with _environment(at_start.counting_environment(watchdog.folder)), watch:
+        yield watch
+
+
+@contextlib.contextmanager
+def _live_view(arguments: LaunchArguments, watchdog: Watchdog) -> Iterator[None]:
+    """Show the ranks' steps while they train, if that was asked for."""
+    if not arguments.shows_live:
+        yield
+        return
+    args = arguments.torchrun
+    if args.tee == "0" and args.redirects == "0":
+        args.tee, args.log_dir = "3", args.log_dir or str(watchdog.folder)
+    folder = watchdog.folder / "run"
+    with (
+        _environment(at_start.recording_environment(folder)),
+        LiveView(folder, [arguments.script, *args.training_script_args]),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _environment(asked: Mapping[str, str]) -> Iterator[None]:
+    """Within this context, what is started has these variables."""
+    before = {name: os.environ.get(name) for name in asked}
+    os.environ.update(asked)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _choose_threads(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
@@ -208,26 +271,29 @@ def _how_it_ended(failure: ProcessFailure) -> str:
 def _what_next(failure: ProcessFailure, arguments: LaunchArguments) -> str:
     if failure.exitcode == -signal.SIGKILL:
         return (
-            "If nobody sent that signal, the machine ran out of memory: look for 'Out of memory' in dmesg, and try "
-            "fewer ranks or a smaller batch. See docs/troubleshooting.md#was-killed-by."
+            "If nobody sent that signal, the machine ran out of memory. Look for 'Out of memory' in dmesg, and try "
+            "fewer ranks or a smaller batch. `paceline explain was killed by` says more."
         )
     if failure.exitcode < 0 and -failure.exitcode not in _CONSEQUENCES:
         return (
             "That is a crash in native code: set PYTHONFAULTHANDLER=1 to see where. "
-            "See docs/troubleshooting.md#was-killed-by."
+            "`paceline explain was killed by` says more."
         )
     args = arguments.torchrun
     words = ["-m"] * args.module + [arguments.script, *args.training_script_args]
     alone = f"paceline run --nproc-per-node 1 {shlex.join(words)}"
     return (
         f"Its own message, if it wrote one, is above. Next: try it alone ({alone}), or tell the ranks' output apart "
-        "with --tee 3 --log-dir logs. See docs/troubleshooting.md#exited-with-code."
+        "with --tee 3 --log-dir logs. `paceline explain exited with code` says more."
     )
 
 
-def _interrupted(arguments: LaunchArguments, received: signal.Signals) -> InterruptedLaunchError:
+def _interrupted(
+    arguments: LaunchArguments, received: signal.Signals, last_words: str = ""
+) -> InterruptedLaunchError:
     return InterruptedLaunchError(
-        f"{received.name} received; all {arguments.num_local_ranks} rank(s) of {arguments.script} were stopped.",
+        f"{received.name} received; all {arguments.num_local_ranks} rank(s) of {arguments.script} were stopped."
+        + last_words,
         received,
     )
 
@@ -236,7 +302,7 @@ def _port_in_use(port: int) -> str:
     return (
         f"port {port} is in use: another process of this machine listens on it, and the ranks of this launch were to "
         "meet there. Leave out --master-port and --rdzv-endpoint to take a free port, name another one, or end that "
-        f"process (ss -ltnp 'sport = :{port}' shows it). Nothing was started. See docs/troubleshooting.md#is-in-use."
+        f"process (ss -ltnp 'sport = :{port}' shows it). Nothing was started. `paceline explain is in use` says more."
     )
 
 
@@ -246,6 +312,6 @@ def _no_rendezvous(arguments: LaunchArguments, error: BaseException) -> str:
     reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
     return (
         f"the ranks could not meet at {where} (backend {args.rdzv_backend}): {reason}. Check that the address is "
-        "reachable from here, that the first machine's launcher is running there, and that all machines were given "
-        "the same --rdzv-id and --nnodes. See docs/troubleshooting.md#could-not-meet."
+        f"reachable from here and that the first machine's launcher runs there. All machines need the same --rdzv-id "
+        f"and --nnodes. `paceline explain could not meet` says more."
     )

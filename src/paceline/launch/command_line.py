@@ -1,8 +1,8 @@
 """Parses torchrun's command line for `paceline run`, and refuses what cannot work before anything starts.
 
 The parser is torch's own, so every flag, both spellings and the PET_* environment variables work; what is ours
-is the wording of what is wrong, and the flags `--share-devices`, `--servers` and `--replace-ddp` with `--reduction`
-and `--compression`.
+is the wording of what is wrong, and the flags `--share-devices`, `--servers`, `--min-ranks` and `--replace-ddp` with
+`--reduction` and `--compression`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from paceline.errors import ConfigurationError
 from paceline.host.addresses import is_loopback
 from paceline.integrations import at_start
 from paceline.launch import rendezvous_endpoint
+from paceline.launch.elastic.options import LOST_AFTER_S, check_elastic
+from paceline.launch.hang_watch import QUIET_S
 from paceline.launch.local_servers import parse_servers
 from paceline.launch.option_values import MOST_MACHINES, MOST_RANKS, check_values
 
@@ -49,6 +51,11 @@ class LaunchArguments:
         is_first: Whether this machine has to say where the others come to.
         num_servers: Parameter servers to start on this machine.
         servers: Addresses of parameter servers that run already.
+        shows_timings: Whether to print at the end where the time of a step went.
+        shows_live: Whether to show a line a rank while they train.
+        hang_after_s: How long nothing may move before a rank is called hung; 0: nobody looks.
+        min_ranks: With how many ranks training goes on when some are lost; None: a lost rank ends the launch.
+        lost_after_s: How long a rank may stand still before it counts as lost.
     """
 
     torchrun: argparse.Namespace
@@ -61,6 +68,11 @@ class LaunchArguments:
     is_first: bool = False
     num_servers: int = 0
     servers: tuple[str, ...] = ()
+    shows_timings: bool = False
+    shows_live: bool = False
+    hang_after_s: float = 0.0
+    min_ranks: int | None = None
+    lost_after_s: float = LOST_AFTER_S
 
 
 def num_cores() -> int:
@@ -82,8 +94,14 @@ def parse(arguments: list[str]) -> LaunchArguments:
     _check_devices(num_local_ranks, _num_devices(), share=args.share_devices)
     if args.max_restarts < 0:
         raise ConfigurationError(f"--max-restarts {args.max_restarts} is negative. Pass 0 for no restarts.")
+    if args.watch and not sys.stderr.isatty():
+        raise ConfigurationError(
+            "--watch draws a table in a terminal, and stderr is none here. Leave it out; `paceline doctor -- paceline "
+            "run ...` writes a line whenever something delays the steps."
+        )
     num_servers, servers = parse_servers(args.servers)
     check_values(args, num_local_ranks, num_nodes)
+    check_elastic(args, num_local_ranks, num_nodes)
     return LaunchArguments(
         torchrun=args,
         script=args.training_script,
@@ -95,6 +113,11 @@ def parse(arguments: list[str]) -> LaunchArguments:
         is_first=is_first,
         num_servers=num_servers,
         servers=servers,
+        shows_timings=args.timings,
+        shows_live=args.watch,
+        hang_after_s=args.hang_after if args.min_ranks is None else 0.0,
+        min_ranks=args.min_ranks,
+        lost_after_s=LOST_AFTER_S if args.lost_after is None else args.lost_after,
     )
 
 
@@ -102,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = torchrun.get_args_parser()
     parser.prog = "paceline run"
     parser.usage = "paceline run [options] training_script [the script's own options]"
-    parser.description = "Start a script once a rank, as torchrun does, with torchrun's flags."
+    parser.description = "Start one process of a script per rank, like torchrun and with its flags."
     own = parser.add_argument_group("options of paceline", "the others, below, are torchrun's")
     parser._action_groups.insert(0, parser._action_groups.pop())  # ours first
     for action in parser._actions:  # to tell what was given from torch's defaults; see `rendezvous_endpoint`
@@ -115,9 +138,44 @@ def _parser() -> argparse.ArgumentParser:
         help="Allow more ranks than this machine has accelerators.",
     )
     own.add_argument(
+        "--timings",
+        action="store_true",
+        help="At the end, print where the time of a step went: model.timings.table() of the first rank, and ranks that "
+        "differ from it.",
+    )
+    own.add_argument(
+        "--watch",
+        action="store_true",
+        help="Show a line a rank in this terminal while they train: the last steps, where they go, and what delays "
+        "them.",
+    )
+    own.add_argument(
+        "--hang-after",
+        "--hang_after",
+        metavar="SECONDS",
+        type=float,
+        default=QUIET_S,
+        help=f"Say who is missing once nothing has moved for so long; 0: never. Default: {QUIET_S:g}.",
+    )
+    own.add_argument(
         "--servers",
         metavar="N or HOST:PORT,...",
         help="Parameter servers (reduction=ParameterServers()): how many to start here, or where they run.",
+    )
+    own.add_argument(
+        "--min-ranks",
+        "--min_ranks",
+        type=int,
+        metavar="N",
+        help="Go on when ranks are lost, as long as N are left, and start replacements; the script uses "
+        "paceline.Elastic.",
+    )
+    own.add_argument(
+        "--lost-after",
+        "--lost_after",
+        type=float,
+        metavar="SECONDS",
+        help=f"With --min-ranks: a rank that stands still for so long counts as lost (default {LOST_AFTER_S:g}).",
     )
     own.add_argument(
         "--replace-ddp",
@@ -126,11 +184,15 @@ def _parser() -> argparse.ArgumentParser:
         help="Make torch's DistributedDataParallel be Paceline's in every rank; the script stays as it is.",
     )
     own.add_argument(
-        "--reduction", help="With --replace-ddp: what combining gradients means, for example adasum."
+        "--reduction", help="With --replace-ddp: how gradients are combined, for example adasum."
     )
     own.add_argument(
         "--compression", help="With --replace-ddp: send fewer bytes, for example bf16, powersgd or auto."
     )
+    for action in parser._actions:  # Paceline's name for it, which its other commands have, too
+        if action.dest == "nproc_per_node":
+            action.option_strings = [*action.option_strings, "--ranks-per-host"]
+            parser._option_string_actions["--ranks-per-host"] = action
     known = sorted(option for option in parser._option_string_actions if option.startswith("--"))
 
     def refuse(message: str) -> NoReturn:
@@ -148,8 +210,8 @@ def _rank_environment(args: argparse.Namespace) -> dict[str, str]:
         if options:
             name, value = next(iter(options.items()))
             raise ConfigurationError(
-                f"--{name} {value} says what a replaced DistributedDataParallel does, and nothing replaces it. Add "
-                f"--replace-ddp, or pass {name}={value!r} to paceline.DistributedDataParallel in the script."
+                f"--{name} {value} has no effect without --replace-ddp. Add --replace-ddp, or pass "
+                f"{name}={value!r} to paceline.DistributedDataParallel in the script."
             )
         return {}
     return at_start.environment(options)

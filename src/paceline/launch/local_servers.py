@@ -68,7 +68,7 @@ class LocalServers:
         if self._number and not is_loopback(self._address) and not os.environ.get(TOKEN):
             self._note(
                 f"the parameter servers on {self._address} take whoever connects for a rank; give all launchers the "
-                f"same {TOKEN}. See docs/explain/security.md."
+                f"same {TOKEN}, a secret such as `openssl rand -hex 16` makes."
             )
         command = [sys.executable, "-m", "paceline.servers", "--until-closed", "--address", self._address]
         try:

@@ -202,21 +202,21 @@ class MachineRendezvous:
         return (
             f"{node.name} does not fit {first.name}, where the launch began: {what} is {found} on {node.name}, {value} "
             f"on {first.name}. All machines need the same; nothing was started on any of the {self.num_machines}. "
-            "See docs/troubleshooting.md#does-not-fit."
+            "`paceline explain does not fit` says more."
         )
 
     def _same_number(self, one: NodeInfo, other: NodeInfo) -> str:
         return (
             f"{one.name} and {other.name} were both given --node-rank {one.node_rank}. Each machine needs a number of "
-            "its own, from 0; or leave --node-rank out. Nothing was started. See docs/troubleshooting.md#does-not-fit."
+            "its own, from 0; or leave --node-rank out. Nothing was started. `paceline explain does not fit` says more."
         )
 
     def _too_many(self, nodes: Mapping[int, NodeInfo]) -> str:
         return (
             f"{self.node.name} came too late: the {self.num_machines} machine(s) of --nnodes have met at {self.where} "
-            f"already ({_names(nodes)}). If they have ended, name another place (another port or file, or remove the "
-            "file); if this machine belongs to them, start all with a larger --nnodes. "
-            "See docs/troubleshooting.md#does-not-fit."
+            f"already ({_names(nodes)}). If they have ended, name another port or file, or remove the file. If this "
+            f"machine belongs to them, start all with a larger --nnodes. "
+            "`paceline explain does not fit` says more."
         )
 
     def _too_few(self, nodes: Mapping[int, NodeInfo]) -> str:
@@ -224,14 +224,14 @@ class MachineRendezvous:
             f"only {len(nodes)} of {self.num_machines} machines came to {self.where} within {self.timeout_s:.0f} s: "
             f"{_names(nodes)}. Look at the others' launchers: they need the same --rdzv-id, and have to be paceline "
             "run's, not torchrun's; --rdzv-conf join_timeout=3600 waits longer. Nothing was started. "
-            "See docs/troubleshooting.md#does-not-fit."
+            "`paceline explain does not fit` says more."
         )
 
     def _other_token(self) -> str:
         return (
-            f"{self.node.name} has another {TOKEN} than the machine where the launch began, at {self.where}: what it "
-            "wrote there carries another seal. Give every machine the same, or none. Nothing was started here. "
-            "See docs/troubleshooting.md#does-not-fit."
+            f"{self.node.name} has another {TOKEN} than the machine where the launch began, at {self.where}. "
+            "Neither can read what the other wrote there. Give every machine the same, or none. "
+            "Nothing was started here. `paceline explain does not fit` says more."
         )
 
 

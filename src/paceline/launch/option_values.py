@@ -46,6 +46,11 @@ def check_values(args: argparse.Namespace, num_local_ranks: int, num_machines: i
             f"--monitor-interval {args.monitor_interval:g} is not a time between two looks at the ranks. Pass seconds, "
             "such as 0.1."
         )
+    if not 0 <= args.hang_after < math.inf:
+        raise ConfigurationError(
+            f"--hang-after {args.hang_after:g} is not a number of seconds. Pass one, such as 5, or 0 to look for "
+            "no hangs."
+        )
     shutdown_s = getattr(args, "shutdown_timeout", None)
     if shutdown_s is not None and shutdown_s < 0:
         raise ConfigurationError(f"--shutdown-timeout {shutdown_s} is negative. Pass seconds, such as 30.")
@@ -113,8 +118,8 @@ def _check_streams(option: str, text: str, num_local_ranks: int) -> None:
         found = Std.from_str(text)
     except ValueError as error:
         raise ConfigurationError(
-            f"{option} {text} names no output. Pass 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or one a rank: "
-            "0:3,1:1."
+            f"{option} {text} names no output. Pass 1 for stdout, 2 for stderr. 3 is both, 0 is "
+            "none; or one per rank: 0:3,1:1."
         ) from error
     if isinstance(found, dict) and max(found) >= num_local_ranks:
         raise ConfigurationError(_no_such_rank(f"{option} {text}", max(found), num_local_ranks))

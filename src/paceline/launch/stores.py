@@ -38,7 +38,10 @@ _TOKEN_KEY, _IN_FILE = "paceline token", "paceline launchers"
 
 @contextlib.contextmanager
 def bound(
-    num_machines: int, note: Callable[[str], None], rendezvous: MachineRendezvous | None = None
+    num_machines: int,
+    note: Callable[[str], None],
+    rendezvous: MachineRendezvous | None = None,
+    when_met: Callable[[dist.Store, str, int], None] | None = None,
 ) -> Iterator[None]:
     """Within this context torch's launcher opens its stores on one address each.
 
@@ -46,8 +49,9 @@ def bound(
         num_machines: That may take part; with one nobody reaches the stores from elsewhere.
         note: Called with one line for what the user should know.
         rendezvous: What the machines compare in the first store; None: nothing.
+        when_met: Called with that store, the launch's id and the number of all ranks, 0 if some may still come.
     """
-    listening = _Listening(num_machines, note, rendezvous)
+    listening = _Listening(num_machines, note, rendezvous, when_met)
     with contextlib.ExitStack() as stack:
         stack.callback(listening.leave)
         may_serve = functools.partial(listening.store, serves_if_mine=True)
@@ -78,8 +82,13 @@ class _Listening:
     """Makes stores in place of `TCPStore` and `FileStore`, with their arguments."""
 
     def __init__(
-        self, num_machines: int, note: Callable[[str], None], rendezvous: MachineRendezvous | None = None
+        self,
+        num_machines: int,
+        note: Callable[[str], None],
+        rendezvous: MachineRendezvous | None = None,
+        when_met: Callable[[dist.Store, str, int], None] | None = None,
     ) -> None:
+        self._when_met = when_met
         self._num_machines = num_machines
         self._note = note
         self._rendezvous = rendezvous
@@ -136,8 +145,12 @@ class _Listening:
         rendezvous, self._rendezvous = self._rendezvous, None
         if rendezvous is not None:
             nodes = rendezvous.hold(store, is_server, self._note)
-            if len(nodes) == self._num_machines:  # else ranks do not know: some may still come
+            is_complete = len(nodes) == self._num_machines  # else ranks do not know: some may still come
+            if is_complete:
                 os.environ[RANKS_OF_HOST] = ",".join(str(node.num_ranks) for node in nodes)
+            if self._when_met is not None:
+                num_ranks = sum(node.num_ranks for node in nodes) if is_complete else 0
+                self._when_met(store, rendezvous.job, num_ranks)
 
     def _place(self, host_name: str) -> str | None:
         """The address to listen on; None for every one."""
@@ -151,7 +164,7 @@ class _Listening:
             self._has_told = True
             self._note(
                 f"the job's store listens on every interface, because {host_name} is no address of this machine's "
-                "network; name one with --rdzv-endpoint or --local-addr. See docs/explain/security.md."
+                "network; name one with --rdzv-endpoint or --local-addr. `paceline explain listens on every interface`."
             )
         return None
 

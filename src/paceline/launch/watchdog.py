@@ -9,7 +9,9 @@ Rules
 4. The launcher adopts what its descendants orphan (PR_SET_CHILD_SUBREAPER), so that a daemon of a rank is a child of
    the launcher, where the watchdog sees it.
 5. Either way the launch's folder of temporary files is removed, by the watchdog or by the launcher, whichever was not
-   killed. If both were killed together, the next launch does: the folder's name says who owned it.
+   killed. If both were killed together, the next launch does: the folder's name says who owned it. A container or an
+   emulated host takes both along when it ends, and no later launch can tell: whoever makes such hosts names a folder
+   of theirs (`PLACE`), and removes that.
 6. This file runs as a plain script and imports only the standard library: it costs milliseconds.
 
 Limits: Linux with /proc; elsewhere it does nothing. If the launcher is killed, a process escapes that has overwritten
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MARK = "PACELINE_LAUNCH_ID"
+PLACE = "PACELINE_LAUNCH_FOLDERS"  # where the launches' folders are made, if not among temporary files
 GRACE_S = 5.0
 _PAUSE_S = 0.02
 _LOOK_S = 0.1  # how often the watchdog notes the launcher's children; some files of /proc each time
@@ -48,7 +51,7 @@ class Watchdog:
 
     def __init__(self, launch_id: str) -> None:
         self._launch_id = launch_id
-        self._folder = Path(tempfile.gettempdir(), f"{_PREFIX}{_identity(os.getpid())}.{launch_id}")
+        self._folder = _place() / f"{_PREFIX}{_identity(os.getpid())}.{launch_id}"
 
     @property
     def folder(self) -> Path:
@@ -175,12 +178,16 @@ class Kin:
 
 def remove_orphans() -> None:
     """Remove the folders of launches whose launcher, watchdog and ranks are gone."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*.*.*.*"):
+    for folder in _place().glob(f"{_PREFIX}*.*.*.*"):
         namespace, pid, _, launch_id = folder.name.removeprefix(_PREFIX).split(".", 3)
         owner = folder.name.removeprefix(_PREFIX).rpartition(".")[0]
         is_ours = namespace == _identity(os.getpid()).partition(".")[0] and pid.isdigit()
         if is_ours and owner != _identity(int(pid)) and not marked(launch_id):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _place() -> Path:
+    return Path(os.environ.get(PLACE) or tempfile.gettempdir())
 
 
 def marked(launch_id: str) -> list[int]:

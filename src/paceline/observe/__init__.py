@@ -10,8 +10,18 @@ from typing import TYPE_CHECKING
 from paceline.late_imports import on_first_use
 
 if TYPE_CHECKING:
-    from paceline.observe.timings import BucketTiming, StepTiming, StepTimings
+    from paceline.observe.run_records import BucketTiming
+    from paceline.observe.step_picture import draw_step
+    from paceline.observe.timings import StepTiming, StepTimings
 
-__all__ = ["BucketTiming", "StepTiming", "StepTimings"]
+__all__ = ["BucketTiming", "StepTiming", "StepTimings", "draw_step"]
 
-__getattr__ = on_first_use(__name__, dict.fromkeys(("BucketTiming", "StepTiming", "StepTimings"), "timings"))
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "BucketTiming": "run_records",
+        "StepTiming": "timings",
+        "StepTimings": "timings",
+        "draw_step": "step_picture",
+    },
+)

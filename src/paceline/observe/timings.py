@@ -2,15 +2,18 @@
 
 And ranges in torch's profiler for the stations of a gradient's way, named as the fields of these records.
 
-All times are host times of `time.perf_counter()`, in seconds. On an accelerator "done" is when the host had
-finished waiting, which is not when the device finished.
+All times are those of `time.perf_counter()`, in seconds. On an accelerator those of backward, of its buckets and of the
+waiting are the device's, as soon as it has come past them (`StepTimings.settle`). Until then they are host times: when
+the device was told. Those of the forward, the optimizer and the rest stay so.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -19,32 +22,12 @@ from torch.autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paceline.observe import spans
+from paceline.observe.device_times import DeviceTimes
+from paceline.observe.left_tables import leave_at_exit
+from paceline.observe.run_records import BucketTiming
+
 HISTORY_STEPS = 256
-
-
-@dataclass(frozen=True)
-class BucketTiming:
-    """The life of one bucket in one step.
-
-    Attributes:
-        index: Its place in the order in which backward fills buckets.
-        size_bytes: Bytes of this rank's gradients in it; 0 if no rank needed them, so that nothing was sent.
-        ready_s: When its last gradient was in.
-        launched_s: When its reduction was started; later than `ready_s` when an earlier bucket was late.
-        done_s: When its reduction had completed.
-        waited_s: How long the end of backward waited for it: its share of the exposed communication.
-    """
-
-    index: int
-    size_bytes: int
-    ready_s: float
-    launched_s: float
-    done_s: float
-    waited_s: float
-
-    @property
-    def communication_s(self) -> float:
-        return self.done_s - self.launched_s
 
 
 @dataclass(frozen=True)
@@ -53,13 +36,14 @@ class StepTiming:
 
     Attributes:
         step: Counts synchronized backwards of this module, from 1.
-        forward_s: Duration of the forwards of its micro-steps, all together.
+        forward_s: Duration of the forwards of its micro-steps, all together, less `exposed_s` of the step before that
+            forward overlap has moved into them.
         started_s: When backward reached the module.
         backward_s: Duration of the backward proper: until autograd had nothing left to do.
         exposed_s: How long the step then waited for communication.
         buckets: One record a bucket, by index; with forward overlap they are launched in another order.
         num_micro_steps: Forwards that were differentiated since the synchronized backward before.
-        last_forward_s: Duration of the last of them.
+        last_forward_s: Duration of the last of them, with all waiting.
         earlier_backward_s: Duration of the backwards of earlier micro-steps, which did not synchronize.
         optimizer_s: In optimizers between the step before and this one; 0 also where torch runs no optimizer hooks.
         other_s: Between the step before and this one besides: loading, losses, evaluation; 0 in the first step.
@@ -79,7 +63,7 @@ class StepTiming:
 
     @property
     def parts_s(self) -> dict[str, float]:
-        """Where its time went; the parts add up to it. What forward overlap waits for is in the next forward, too."""
+        """Where its time went; the parts add up to it."""
         return {
             "forward": self.forward_s,
             "backward": self.earlier_backward_s + self.backward_s,
@@ -116,6 +100,21 @@ class BeforeBackward:
     other_s: float
 
 
+@dataclass(frozen=True)
+class LeftBackward:
+    """A synchronized backward that was left.
+
+    Attributes:
+        last_gradient_s: When this rank's own last gradient was there.
+        left_s: When it was left.
+        timing: The step's; None: forward overlap completes it later.
+    """
+
+    last_gradient_s: float
+    left_s: float
+    timing: StepTiming | None
+
+
 class _Optimizers:
     """Seconds that this process has spent in steps of optimizers, by torch's hooks for all of them."""
 
@@ -134,13 +133,25 @@ class _Optimizers:
     def _begin(self, *_: object) -> None:
         self._began_s = time.perf_counter()
 
+    def leave_out(self, seconds: float) -> None:
+        """So much of an optimizer's step, if one is under way, was something else."""
+        if self._began_s is not None:
+            self.spent_s -= seconds
+
     def _end(self, *_: object) -> None:
         if self._began_s is not None:  # an optimizer around another one has ended with the inner one's time
-            self.spent_s += time.perf_counter() - self._began_s
+            ended_s = time.perf_counter()
+            self.spent_s += ended_s - self._began_s
+            spans.note("optimizer", self._began_s, ended_s)
             self._began_s = None
 
 
 _optimizers = _Optimizers()
+
+
+def watch_optimizers() -> None:
+    """Note this process's optimizer steps as phases from now on: each once, whoever asks. May be called often."""
+    _optimizers.watch()
 
 
 def watches_optimizers(hook: object) -> bool:
@@ -149,35 +160,68 @@ def watches_optimizers(hook: object) -> bool:
 
 
 class StepTimings:
-    """The last steps of one module on this rank; local, never communicates. Printed, they are a table."""
+    """The last steps of one module on this rank; local, never communicates. Printed, they are a table.
+
+    Attributes:
+        decisions: What options that decide by measuring have decided, and why: `decisions["overlap_forward"]` begins
+            with "on" or "off". The same on every rank; an option that is still measuring is missing.
+    """
 
     def __init__(self) -> None:
+        self.decisions: dict[str, str] = {}
+        self.on_left: Callable[[LeftBackward], None] | None = None  # told of every synchronized backward
         self._steps: deque[StepTiming] = deque(maxlen=HISTORY_STEPS)
+        self._unsettled: deque[tuple[int, DeviceTimes]] = deque()  # by the step's number
+        self._started_s = self._last_gradient_s = 0.0  # of the backward under way
+        self._completed: StepTiming | None = None  # by the backward under way
         self._returned_s: float | None = None  # when the last synchronized backward was left
         self._optimizers_before_s = 0.0
         self._forget_micro_steps()
-        _optimizers.watch()
+        watch_optimizers()
+        leave_at_exit(self)
 
     def _forget_micro_steps(self) -> None:
         self._num_forwards = 0
+        self._waits_s: list[tuple[float, float]] = []  # for gradients of the step before
         self._forward_s = self._last_forward_s = self._earlier_backward_s = 0.0
 
     def note_forward(self, forward_s: float) -> None:
-        """A forward that will be differentiated took so long."""
+        """A forward that will be differentiated has ended, and took so long."""
+        began_s = time.perf_counter() - forward_s
+        spans.note("forward", began_s, began_s + forward_s)
         self._num_forwards += 1
-        self._forward_s += forward_s
+        self._forward_s += forward_s - sum(
+            until - since for since, until in self._waits_s if since >= began_s
+        )
         self._last_forward_s = forward_s
 
     def note_earlier_backward(self, backward_s: float) -> None:
         """A backward of a micro-step that does not synchronize took so long."""
         self._earlier_backward_s += backward_s
+        ended_s = time.perf_counter()
+        spans.note("backward", ended_s - backward_s, ended_s)
+
+    def note_wait(self, since_s: float, until_s: float) -> None:
+        """Gradients of the step before were waited for, which counts as its time."""
+        self._waits_s.append((since_s, until_s))
+        spans.note("waiting", since_s, until_s)
+        _optimizers.leave_out(until_s - since_s)
+
+    def decide(self, option: str, words: str, is_told: bool) -> None:
+        """An option has decided by itself: on or off, and why. Said to the user, if he is to be told, once."""
+        if self.decisions.get(option) != words:
+            self.decisions[option] = words
+            if is_told:
+                tell(option, f"{option}=True: {words}")
 
     def before(self, started_s: float) -> BeforeBackward:
         """What was done before the synchronized backward that began then."""
+        self._started_s = started_s
         optimizer_s = other_s = 0.0
         if self._returned_s is not None:
             optimizer_s = _optimizers.spent_s - self._optimizers_before_s
-            busy_s = self._forward_s + self._earlier_backward_s + optimizer_s
+            waited_s = sum(until - since for since, until in self._waits_s)
+            busy_s = self._forward_s + self._earlier_backward_s + optimizer_s + waited_s
             other_s = max(0.0, started_s - self._returned_s - busy_s)
         return BeforeBackward(
             self._forward_s,
@@ -191,6 +235,10 @@ class StepTimings:
     def leave(self) -> None:
         """A synchronized backward is left: the next step begins."""
         self._returned_s = time.perf_counter()
+        spans.note("backward", self._started_s, self._returned_s)
+        if self.on_left is not None:
+            self.on_left(LeftBackward(self._last_gradient_s, self._returned_s, self._completed))
+        self._completed = None
         self._optimizers_before_s = _optimizers.spent_s
         self._forget_micro_steps()
 
@@ -217,13 +265,36 @@ class StepTimings:
             for name, row in rows.items()
         ]
         lines.append(f"{'hidden communication':24}{1e3 * median(hidden_s):12.2f}{1e3 * max(hidden_s):12.2f}")
+        lines += [f"{option}: {words}" for option, words in self.decisions.items()]
         return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.table()
 
-    def add(self, timing: StepTiming) -> None:
+    def note_last_gradient(self, at_s: float) -> None:
+        """This rank's own last gradient of the synchronized backward under way was there then."""
+        self._last_gradient_s = at_s
+        self._completed = None  # what forward overlap has completed since belongs to the step before
+
+    def add(self, timing: StepTiming, marks: DeviceTimes | None = None) -> None:
+        """A step has ended; with `marks`, if a device does it later."""
         self._steps.append(timing)
+        self._completed = timing
+        if marks is not None:
+            self._unsettled.append((timing.step, marks))
+        while self._unsettled and self._unsettled[0][1].is_past():
+            self._settle_first()
+
+    def settle(self) -> None:
+        """Wait until the device has done all steps, so that records have its times. Local; does nothing on a CPU."""
+        while self._unsettled:
+            self._settle_first()
+
+    def _settle_first(self) -> None:
+        step, marks = self._unsettled.popleft()
+        place = step - self._steps[0].step
+        if 0 <= place < len(self._steps) and self._steps[place].step == step:
+            self._steps[place] = marks.settle(self._steps[place])
 
     def recent(self, num_steps: int = HISTORY_STEPS) -> tuple[StepTiming, ...]:
         """The last `num_steps` records that are kept, oldest first."""
@@ -238,6 +309,15 @@ class StepTimings:
 
     def __iter__(self) -> Iterator[StepTiming]:
         return iter(tuple(self._steps))
+
+
+def tell(subject: str, text: str) -> None:
+    """Say what an option has decided: to the logger `paceline.SUBJECT` where somebody listens, to stderr otherwise."""
+    logger = logging.getLogger(f"paceline.{subject}")
+    if logger.hasHandlers():
+        logger.info(text)
+    else:
+        sys.stderr.write(f"paceline: {text}\n")
 
 
 PREFIX = "paceline:"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,13 +27,12 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import ConfigurationError
-from paceline.observe.device_clock import CudaClock, HostClock
-from paceline.observe.trace_format import TRACE_FORMAT, TRACE_VERSION
+from paceline.observe.device_clock import clock_of, name_of
+from paceline.observe.trace_format import NUM_WARM_UP, TRACE_FORMAT, TRACE_VERSION
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-NUM_WARM_UP = 2
 RANKS_OF_HOST = "PACELINE_RANKS_OF_HOST"
 """Environment variable: the ranks of each host of the job, `4,2`, in any order. `paceline run --nnodes` sets it."""
 
@@ -47,7 +45,7 @@ def record_workload(
     Args:
         path: The trace to write; what was there is replaced by the first step.
         num_steps: Recorded after the warm-up; then recording ends. None: until `stop`, or the end of the process.
-        name: Of the workload; None: the script's file without its ending.
+        name: The workload's; None: the script's file without its ending.
 
     Returns:
         What is recording: a context manager, or call its `stop`.
@@ -171,7 +169,7 @@ class _Model:
         self.module = module
         first = next(p for p in module.parameters() if p.requires_grad)
         self.device = first.device
-        self.clock = CudaClock() if self.device.type == "cuda" else HostClock()
+        self.clock = clock_of(self.device)
         self.layers = _layers(module)
         self.used: list[str] = []
         self._name_of = {id(owner): name for name, (owner, _) in self.layers.items()}
@@ -216,11 +214,9 @@ class _Model:
         """Of the layers that got a gradient in the first step."""
         self.used = [layer for layer in self.layers if layer in self.gradient_marks]
         num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        cuda = self.device.type == "cuda"
-        device = torch.cuda.get_device_name(self.device) if cuda else f"{platform.machine()} CPU"
         return {
             "name": name or Path(sys.argv[0]).stem,
-            "device": f"{device}, torch {torch.__version__}",
+            "device": f"{name_of(self.device)}, torch {torch.__version__}",
             "num_ranks": num_ranks,
             "ranks_of_host": _ranks_of_host(num_ranks),
             "layers": [

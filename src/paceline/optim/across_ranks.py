@@ -155,8 +155,8 @@ class AcrossRanks(Optimizer, ABC):
             raise ConfigurationError(
                 f"all {len(digests)} ranks have bitwise the same gradients, so they have been reduced already, or "
                 f"every rank trains on the same batch. {type(self).__name__} combines what each rank makes of its own "
-                "batch: do not wrap the model in DistributedDataParallel (or run every backward under its no_sync()), "
-                f"and give each rank its part of the data. {self._not_local}"
+                "batch. Do not wrap the model in DistributedDataParallel, or run every backward under its no_sync(). "
+                f"Give each rank its part of the data. {self._not_local}"
             )
 
     def _gather(self, digest: bytes) -> list[bytes]:

@@ -59,18 +59,12 @@ def cut(parameters: Sequence[Tensor]) -> list[FlatParameters]:
 class DuringBackward:
     """Launches the update of each bucket from within backward.
 
-    Args:
-        optimizer: Steps each parameter by its own gradient and state alone.
-        flats: From `cut`.
-        launch: Starts combining one, by its index. Collective.
-
-    Attributes:
-        is_armed: Whether the next backward launches anything.
+    `launch` starts combining one of the buckets (`cut`), by its index; collective.
     """
 
     def __init__(self, optimizer: Optimizer, flats: Sequence[FlatParameters], launch: Launch) -> None:
         self._optimizer, self._flats, self._launch = optimizer, flats, launch
-        self.is_armed = False
+        self.is_armed = False  # whether the next backward launches anything
         self._kept = _UndoLog(optimizer)
         self._bucket_of = {id(p): index for index, flat in enumerate(flats) for p in flat.parameters}
         self._hooks: dict[int, RemovableHandle] = {}
@@ -110,8 +104,8 @@ class DuringBackward:
                 f"AdasumOptimizer(overlap=True) has stepped {len(self._pending)} of {len(self._flats)} buckets of "
                 f"parameters already, and a second backward brings one of shape {tuple(parameter.shape)} another "
                 "gradient, before step(). Run all backwards of a step but the last under the optimizer's no_sync(), "
-                "and call step() after each that is not; or abort_step(), on all ranks, to skip a batch whose backward "
-                "raised."
+                "and call step() after the last. To skip a batch whose backward raised, call abort_step() on all "
+                "ranks."
             )
         if not is_under_way:
             self._begin()
@@ -153,9 +147,8 @@ class DuringBackward:
     def finish(self, wait: Wait, tell: Tell) -> None:
         """Complete the update of every bucket; the next backward begins anew.
 
-        Args:
-            wait: Waits for what was launched.
-            tell: Tells all ranks whether this one has changed gradients, and returns every rank's answer. Collective.
+        `wait` waits for what was launched; `tell`, a collective, tells all ranks whether this one has changed
+        gradients.
 
         Contract:
             Collective.  Blocks: yes, also where it raises: nothing is under way afterwards.
@@ -183,9 +176,6 @@ class DuringBackward:
 
     def abort(self, wait: Wait) -> None:
         """Drop the updates of this step; buckets that were not launched here may have been on other ranks (rule 4).
-
-        Args:
-            wait: Waits for what was launched.
 
         Contract:
             Collective: every rank, however far its backward got.  Blocks: yes.  Afterwards: the optimizer's state is
@@ -251,8 +241,7 @@ def step_only(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
 class _UndoLog:
     """Copies of what `optimizer.state` holds for parameters, in memory that is used again for the next step.
 
-    Args:
-        optimizer: Its state of a parameter is a dictionary of tensors and numbers, as that of torch's.
+    The state of a parameter is a dictionary of tensors and numbers, as of torch's optimizers.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

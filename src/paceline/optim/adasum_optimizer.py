@@ -38,9 +38,9 @@ class AdasumOptimizer(AcrossRanks):
     With plain SGD (no momentum, no weight decay) it equals `DistributedDataParallel(reduction="adasum")` up to
     rounding.
 
-    Limits first: nothing overlaps with backward, unless `overlap` is set; two copies of the parameters are kept, with
-    `overlap` one of the optimizer's state as well; buffers (running statistics) stay each rank's own; a rank whose
-    gradients overflow under a GradScaler adds nothing to that step.
+    Limits first: nothing overlaps with backward, unless `overlap` is set. Two copies of the parameters are kept, with
+    `overlap` one of the optimizer's state as well. Buffers (running statistics) stay each rank's own. A rank whose
+    gradients overflow under a GradScaler adds nothing in that step.
 
     Args:
         optimizer: Any optimizer that needs no closure, over parameters that are laid out alike on all ranks. Schedulers
@@ -48,8 +48,8 @@ class AdasumOptimizer(AcrossRanks):
         process_group: Over whom; None for the default group.
         reduction: How updates are combined; for example `Adasum(hosts="auto")`.
         overlap: Step parameters as soon as backward has their gradients, and combine updates while it runs. For
-            optimizers that step each parameter by its own gradient and state (as `paceline.optim.overlap`); with the
-            settings of the time of backward; without clipping and GradScaler. Parameters change in `step` as ever.
+            optimizers that step each parameter by its own gradient and state, as `paceline.optim.overlap`. Settings
+            count as they are during backward. Clipping and GradScaler are rejected. Parameters still change in `step`.
 
     Attributes:
         optimizer: The one that was given.
@@ -69,8 +69,8 @@ class AdasumOptimizer(AcrossRanks):
     _during: DuringBackward | None
     _when_lost = "The parameters are those of before this step."
     _not_local = (
-        'To combine gradients instead of updates, wrap it with reduction="adasum" and use the optimizer as it is. See '
-        "docs/guide/adasum.md."
+        'To combine gradients instead of updates, wrap it with reduction="adasum" and use the optimizer as it is. '
+        "`paceline explain bitwise the same gradients` says more."
     )
 
     def __init__(
@@ -102,7 +102,7 @@ class AdasumOptimizer(AcrossRanks):
             self._during.remove()
         super()._adopt()
         if self._travels_over is None:
-            self._travels_over = group_apart(self._group) if self._overlaps else self._group
+            self._travels_over = group_apart(self._group, self._peers) if self._overlaps else self._group
         if self._overlaps and self._group.size() > 1:
             self._during = DuringBackward(self.optimizer, self._flats, self._launch())
 
@@ -133,8 +133,8 @@ class AdasumOptimizer(AcrossRanks):
             ConfigurationError: The gradients are the same on all ranks, or `overlap` cannot be with a closure or a
                 GradScaler: nothing was changed. Or gradients were changed after they had been used.
             PeerAbortedError: They were on another rank: the step was dropped on all.
-            PeerLostError: A rank died or hangs. The parameters are those of before; so is the state with `overlap`,
-                else it is one step ahead.
+            PeerLostError: A rank died or hangs. The parameters are those of before. So is the state with `overlap`;
+                otherwise it is one step ahead.
         """
         self._check_overlap(closure)
         self._check_parameters_are_adopted()
@@ -206,7 +206,7 @@ class AdasumOptimizer(AcrossRanks):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Likewise."""
+        """As that of `LocalSGD`; refused while updates are under way. Local."""
         self._check_nothing_is_under_way("load_state_dict")
         super().load_state_dict(state_dict)
 

@@ -29,8 +29,8 @@ class DiLoCo(LocalSteps):
 
     With `outer_lr=1` and `outer_momentum=0` it is LocalSGD.
 
-    Limits first: nothing overlaps with backward; three copies of the parameters are kept; the inner optimizer's state
-    is each rank's own and goes on through synchronizations.
+    Limits first: nothing overlaps with backward; three copies of the parameters are kept. The inner optimizer's state
+    is each rank's own and survives synchronizations.
 
     Args:
         optimizer: The inner one; the paper has AdamW.

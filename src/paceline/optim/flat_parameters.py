@@ -14,11 +14,7 @@ from paceline.reductions import Message
 
 
 class FlatParameters:
-    """Two flat vectors beside some parameters.
-
-    Args:
-        parameters: Of one dtype and device.
-    """
+    """Two flat vectors beside some parameters of one dtype and device."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
@@ -78,9 +74,7 @@ def flatten(parameters: Sequence[Tensor]) -> list[FlatParameters]:
 class AveragedBuffers:
     """A model's buffers (batch-norm statistics), averaged over ranks where its parameters are.
 
-    Args:
-        buffers: Laid out alike on all ranks. What is no floating-point number (a counter) becomes rank 0's.
-        process_group: Over whom.
+    All ranks' are laid out alike. What is no floating-point number (a counter) becomes rank 0's.
     """
 
     def __init__(self, buffers: Iterable[Tensor], process_group: ProcessGroup) -> None:

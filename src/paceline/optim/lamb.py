@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
 from paceline.optim.layerwise import (
+    Factors,
     LayerwiseOptimizer,
     Tensors,
     add,
@@ -19,8 +20,11 @@ from paceline.optim.layerwise import (
     check_numbers,
     divide,
     norms,
+    norms_on_device,
     scale,
+    times,
     trust_ratio,
+    trust_ratios_on_device,
 )
 
 
@@ -125,7 +129,7 @@ def _step(tensors: Tensors, corrections: list[tuple[float, float]], group: dict[
     if b != 0:
         add(update, w, [b / c for c in cs])
     ratios = _ratios(w, update, cs, group)
-    add(w, update, [-lr * ratio * c for ratio, c in zip(ratios, cs, strict=True)])
+    add(w, update, times(times(ratios, [-lr] * len(cs)), cs))
 
 
 def _corrections(tensors: Tensors, group: dict[str, Any]) -> list[tuple[float, float]]:
@@ -141,11 +145,15 @@ def _corrections(tensors: Tensors, group: dict[str, Any]) -> list[tuple[float, f
     return found
 
 
-def _ratios(w: list[Tensor], update: list[Tensor], cs: list[float], group: dict[str, Any]) -> list[float]:
+def _ratios(w: list[Tensor], update: list[Tensor], cs: list[float], group: dict[str, Any]) -> Factors:
     """For each parameter; `update` times its c is u."""
     if not group["layerwise"]:
         return [1.0] * len(w)
     (low, high), most = group["weight_norm_bounds"], group["max_trust_ratio"]
+    if not w[0].is_cpu:
+        bounded = [z.clamp(low, high) for z in norms_on_device(w)]
+        scaled = torch._foreach_mul(norms_on_device(update), cs)
+        return trust_ratios_on_device(bounded, scaled, most, w[0].dtype)
     of_weights, of_updates = norms(w, update)
     return [
         trust_ratio(min(max(z, low), high), c * u, most, w[0].dtype)

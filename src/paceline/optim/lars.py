@@ -9,14 +9,18 @@ from torch.optim.optimizer import ParamsT
 
 from paceline.errors import ConfigurationError
 from paceline.optim.layerwise import (
+    Factors,
     LayerwiseOptimizer,
     Tensors,
     add,
     check_max_trust_ratio,
     check_numbers,
     norms,
+    norms_on_device,
     scale,
+    times,
     trust_ratio,
+    trust_ratios_on_device,
 )
 
 
@@ -30,8 +34,8 @@ class LARS(LayerwiseOptimizer):
         v = m v + u
         w = w - lr v                         (with nesterov: w - lr (u + m v))
 
-    As in `torch.optim.SGD` the rate stands outside of the momentum, so that a rate that changes needs no momentum
-    correction; in the paper it is inside. At a constant rate both are the same.
+    As in `torch.optim.SGD` the rate stands outside of the momentum, so a change of the rate needs no momentum
+    correction. In the paper it is inside. At a constant rate both are the same.
 
     Args:
         params: Parameters or groups. Biases and normalisation are best put into a group with `layerwise=False`, which
@@ -92,30 +96,40 @@ class LARS(LayerwiseOptimizer):
             _step(batch, ratios[place], group)
 
 
-def _step(tensors: Tensors, ratios: list[float], group: dict[str, Any]) -> None:
+def _step(tensors: Tensors, ratios: Factors, group: dict[str, Any]) -> None:
     lr, m, b = float(group["lr"]), group["momentum"], group["weight_decay"]
     sign = -1.0 if group["maximize"] else 1.0
+
+    def scaled(number: float) -> Factors:
+        return times(ratios, [number] * len(ratios))
+
     w, g = tensors.parameters, tensors.gradients
     if m != 0:
         v = tensors.kept("momentum_buffer")
         scale(v, m)
-        add(v, g, [sign * ratio for ratio in ratios])
+        add(v, g, scaled(sign))
         if b != 0:
-            add(v, w, [b * ratio for ratio in ratios])
+            add(v, w, scaled(b))
     if m == 0 or group["nesterov"]:
         if b != 0:
-            add(w, w, [-lr * b * ratio for ratio in ratios])  # first: all of u is at the old w
-        add(w, g, [-lr * sign * ratio for ratio in ratios])
+            add(w, w, scaled(-lr * b))  # first: all of u is at the old w
+        add(w, g, scaled(-lr * sign))
     if m != 0:
         torch._foreach_add_(w, v, alpha=-lr * m if group["nesterov"] else -lr)
 
 
-def _ratios(tensors: Tensors, group: dict[str, Any]) -> list[float]:
+def _ratios(tensors: Tensors, group: dict[str, Any]) -> Factors:
     if not group["layerwise"]:
         return [1.0] * len(tensors.parameters)
     h, b, most = group["trust_coefficient"], group["weight_decay"], group["max_trust_ratio"]
-    of_weights, of_gradients = norms(tensors.parameters, tensors.gradients)
     dtype = tensors.parameters[0].dtype
+    if not tensors.parameters[0].is_cpu:
+        on_device = norms_on_device(tensors.parameters), norms_on_device(tensors.gradients)
+        scaled, updates = torch._foreach_mul(on_device[0], h), torch._foreach_mul(on_device[0], b)
+        torch._foreach_add_(updates, on_device[1])
+        used = [torch.where(g == 0, g, u) for g, u in zip(on_device[1], updates, strict=True)]
+        return trust_ratios_on_device(scaled, used, most, dtype)
+    of_weights, of_gradients = norms(tensors.parameters, tensors.gradients)
     return [
         trust_ratio(h * w, g and g + b * w, most, dtype)
         for w, g in zip(of_weights, of_gradients, strict=True)

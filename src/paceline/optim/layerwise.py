@@ -8,6 +8,7 @@ Rules
 4. The work of a step is a few passes over a group's tensors, by torch's foreach functions. On the host a large tensor
    is taken by itself, all passes before the next one's, while it is in the cache: a third less time. There a
    parameter's step is bitwise the same whichever others are stepped with it.
+5. Norms and ratios of an accelerator's tensors stay there (`Factors`): the host does not wait for them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ SMALL_ELEMENTS = 2048  # up to here a call for each tensor costs more than copyi
 _HALF = (torch.float16, torch.bfloat16)
 
 Kind = tuple[torch.device, torch.dtype]
+
+# A number for each of K tensors: of the host, or on an accelerator 0-dimensional tensors there.
+Factors = list[float] | list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -80,36 +84,49 @@ def divide(denominators: list[Tensor], numerators: list[Tensor]) -> None:
         torch._foreach_mul_(denominators, numerators)
 
 
-def add(targets: list[Tensor], tensors: list[Tensor], factors: Sequence[float]) -> None:
-    """`targets[k] += factors[k] * tensors[k]`, in one pass. Mutates `targets`.
+def times(factors: Factors, numbers: list[float]) -> Factors:
+    """`factors[k] * numbers[k]`."""
+    if (there := _on_device(factors)) is not None:
+        return list(torch._foreach_mul(there, numbers))
+    return [factor * number for factor, number in zip(cast("list[float]", factors), numbers, strict=True)]
 
-    Args:
-        targets: K tensors.
-        tensors: Of the same shapes; may be `targets`.
-        factors: K numbers.
-    """
+
+def _on_device(factors: Factors) -> list[Tensor] | None:
+    return factors if isinstance(factors[0], Tensor) else None
+
+
+def add(targets: list[Tensor], tensors: list[Tensor], factors: Factors) -> None:
+    """`targets[k] += factors[k] * tensors[k]`, in one pass; `tensors` may be `targets`. Mutates `targets`."""
+    if (there := _on_device(factors)) is not None:
+        _add_on_device(targets, tensors, there)
+        return
+    numbers = cast("list[float]", factors)
     if _is_one_large(targets):
-        targets[0].add_(tensors[0], alpha=factors[0])
+        targets[0].add_(tensors[0], alpha=numbers[0])
     else:  # a foreach addition takes one factor for all; multiplying by 1 does not
         one = torch.ones((), dtype=targets[0].dtype, device=targets[0].device)
-        torch._foreach_addcmul_(targets, tensors, [one] * len(targets), factors)
+        torch._foreach_addcmul_(targets, tensors, [one] * len(targets), numbers)
+
+
+def _add_on_device(targets: list[Tensor], tensors: list[Tensor], factors: list[Tensor]) -> None:
+    dtype = targets[0].dtype
+    if dtype in _HALF:  # which would round the factors, too
+        for target, tensor, factor in zip(targets, tensors, factors, strict=True):
+            target.copy_(torch.addcmul(target.float(), tensor.float(), factor.float()))
+    else:
+        torch._foreach_addcmul_(targets, tensors, torch.stack(factors).to(dtype).unbind())
 
 
 def norms(*lists: list[Tensor]) -> list[list[float]]:
-    """Euclidean norms of lists of K tensors each: K numbers for every list.
+    """Euclidean norms of lists of K tensors each, on the host: K numbers for every list.
 
-    Args:
-        lists: Alike in lengths and shapes; of one dtype and device. Small tensors on the host are summed in double
-            precision, others in theirs, half precision in single: 4e-4 off for millions of elements. Where squares
-            may have overflowed or vanished there, the tensor is summed again, scaled, in double precision.
-
-    Contract:
-        Local. On an accelerator it waits for the device, once, and once more for each tensor that is summed again.
+    They are alike in lengths and shapes, and of one dtype and device. Small tensors are summed in double precision,
+    others in theirs, half precision in single: 4e-4 off for millions of elements. If squares may have overflowed or
+    vanished, a tensor is summed again, scaled, in double precision.
     """
     sizes = [tensor.numel() for tensor in lists[0]]
-    on_host = lists[0][0].device.type == "cpu"
-    small = [k for k, size in enumerate(sizes) if on_host and size <= SMALL_ELEMENTS]
-    large = [k for k, size in enumerate(sizes) if not (on_host and size <= SMALL_ELEMENTS)]
+    small = [k for k, size in enumerate(sizes) if size <= SMALL_ELEMENTS]
+    large = [k for k, size in enumerate(sizes) if size > SMALL_ELEMENTS]
     found = torch.empty(len(lists), len(sizes), dtype=torch.float64)
     if small:
         lengths = torch.tensor([sizes[k] for k in small])
@@ -126,6 +143,15 @@ def norms(*lists: list[Tensor]) -> list[list[float]]:
             if not _is_in_range(of_list[k], sizes[k], torch.finfo(summed)):
                 of_list[k] = _scaled_norm(tensors[k])
     return numbers
+
+
+def norms_on_device(tensors: list[Tensor]) -> list[Tensor]:
+    """Euclidean norms of K tensors of an accelerator: K numbers there, for which nobody waits.
+
+    In double precision, where the device has it, so that squares of narrower numbers neither overflow nor vanish.
+    """
+    wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
+    return list(torch._foreach_norm(tensors, 2.0, wide))
 
 
 def _is_in_range(norm: float, size: int, numbers: torch.finfo) -> bool:
@@ -231,11 +257,7 @@ class LayerwiseOptimizer(Optimizer, ABC):
 
 
 def check_numbers(owner: str, group: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Refuse settings that are negative or not finite.
-
-    Raises:
-        ConfigurationError: Naming the first.
-    """
+    """Raise ConfigurationError for a setting that is negative or not finite."""
     for name in names:
         if not 0 <= number(group[name]) < math.inf:
             raise ConfigurationError(
@@ -244,11 +266,7 @@ def check_numbers(owner: str, group: dict[str, Any], names: tuple[str, ...]) -> 
 
 
 def check_max_trust_ratio(owner: str, group: dict[str, Any]) -> None:
-    """Refuse an upper bound that is not positive.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
+    """Raise ConfigurationError for an upper bound that is not positive."""
     bound = group["max_trust_ratio"]
     if bound is not None and not number(bound) > 0:
         raise ConfigurationError(
@@ -262,6 +280,21 @@ def trust_ratio(of_weights: float, of_update: float, most: float | None, dtype: 
     At most the largest number of `dtype` (half precision: of float32) to the power of 3/4, too: a larger factor would
     be infinite, and infinity times an element of 0 is not a number.
     """
-    largest: float = float(torch.finfo(torch.float32 if dtype in _HALF else dtype).max) ** 0.75
     ratio = 1.0 if of_weights == 0 or of_update == 0 else of_weights / of_update
-    return min(ratio, largest if most is None else min(most, largest))
+    return min(ratio, _most(most, dtype))
+
+
+def trust_ratios_on_device(
+    of_weights: Sequence[Tensor], of_updates: Sequence[Tensor], most: float | None, dtype: torch.dtype
+) -> list[Tensor]:
+    """As `trust_ratio`, of K tensors of an accelerator, in the precision of their norms."""
+    weights, updates = torch.stack(list(of_weights)), torch.stack(list(of_updates))
+    ratios = torch.where((weights == 0) | (updates == 0), 1.0, weights / updates).clamp(
+        max=_most(most, dtype)
+    )
+    return list(ratios.unbind())
+
+
+def _most(most: float | None, dtype: torch.dtype) -> float:
+    largest: float = float(torch.finfo(torch.float32 if dtype in _HALF else dtype).max) ** 0.75
+    return largest if most is None else min(most, largest)

@@ -78,7 +78,7 @@ class Decay(ABC):
 def _check_end(end: float) -> None:
     _require(
         0 <= end <= 1,
-        f"end={end} is not a fraction of the peak rate. Give a number from 0 to 1, such as 0.01.",
+        f"end={end} is not a fraction of the peak rate. Give a number between 0 and 1.",
     )
 
 
@@ -97,7 +97,7 @@ class Constant(Decay):
 
 @dataclass(frozen=True)
 class Polynomial(Decay):
-    """From 1 to `end` as (1 - x)^power, x being the part of the time after the warm-up that has passed; 1 is linear."""
+    """Falls to `end` as (1 - x)^power. x is the part that has passed of the time after the warm-up."""
 
     power: float = 2.0
     end: float = 0.0
@@ -113,7 +113,7 @@ class Polynomial(Decay):
 
 @dataclass(frozen=True)
 class Cosine(Decay):
-    """From 1 to `end` along half a cosine (Loshchilov and Hutter 2017, equation 5, without restarts)."""
+    """Falls to `end` along half a cosine, without restarts (Loshchilov and Hutter 2017, equation 5)."""
 
     end: float = 0.0
 
@@ -158,8 +158,8 @@ class Step(Decay):
     """Divided by `divisor` at each milestone (Goyal et al. 2017, section 5.1).
 
     Attributes:
-        milestones: Times, counted from the start of training (not from the end of the warm-up), ascending. None: 30,
-            60 and 80 ninetieths of the total, as for ImageNet.
+        milestones: Times, counted from the start of training (not from the end of the warm-up), ascending. None: a
+            third, two thirds and eight ninths of the total, as for ImageNet.
         divisor: By how much.
     """
 
@@ -319,7 +319,7 @@ class MomentumCorrection:
     A step at rate 0 erases an absorbed velocity; what follows begins from zero, as the formula says.
 
     Args:
-        optimizer: Of the absorbed form.
+        optimizer: One of the absorbed form.
         velocity: The name under which it keeps v in its state.
 
     Contract:

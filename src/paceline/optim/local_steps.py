@@ -41,7 +41,8 @@ class LocalSteps(AcrossRanks):
 
     _when_lost = "The parameters are this rank's own, those of its last step."
     _not_local = (
-        "To reduce gradients, wrap the model and use the optimizer as it is. See docs/guide/local-steps.md."
+        "To reduce gradients, wrap the model and use the optimizer as it is. "
+        "`paceline explain bitwise the same gradients` says more."
     )
 
     def __init__(
@@ -60,8 +61,8 @@ class LocalSteps(AcrossRanks):
         chosen = choose_reduction(None, compression)
         if isinstance(chosen, Auto):
             raise ConfigurationError(
-                f'{type(self).__name__}: compression="auto" decides by when the buckets of each backward leave, and a '
-                'synchronization belongs to none. Name a codec, such as "bf16", or leave it out.'
+                f'{type(self).__name__}: compression="auto" measures the buckets of each backward, and a '
+                'synchronization has none. Name a codec, such as "bf16", or leave it out.'
             )
         self.every = every
         self._given_buffers = list(buffers)
@@ -270,8 +271,8 @@ class LocalSteps(AcrossRanks):
         if state_dict["parameters"] != digest_of(self._parameters()).hex():
             raise ConfigurationError(
                 f"the parameters are not those that this {mine} was saved with, so training would not go on where it "
-                f"stopped. Each rank saves its own model beside this state, and loads it after making the {mine} (which"
-                " gives every rank rank 0's parameters) and before this state."
+                f"stopped. Each rank saves its own model next to this state. Make the {mine}, which gives every rank "
+                "rank 0's parameters; then load the model, and then this state."
             )
 
     def __repr__(self) -> str:
@@ -282,7 +283,7 @@ class LocalSGD(LocalSteps):
     """Steps `optimizer` on this rank's gradients, and averages parameters every `every` steps.
 
     For links where even compressed gradients take too long: it sends 1/every of the bytes. The ranks' models drift
-    apart in between, so accuracy falls at some `every`; try 2, 4, 8. With `every=1` and plain SGD (no momentum) it
+    apart in between, so accuracy falls at some `every`; try 2 or 4 first. With `every=1` and plain SGD (no momentum) it
     equals averaging gradients, up to rounding.
 
     Limits first: nothing overlaps with backward; two copies of the parameters are kept; each rank keeps its own

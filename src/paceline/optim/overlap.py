@@ -84,12 +84,12 @@ def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False)
     settings of a step are those of the moment of `step()`, whatever a scheduler does before the gradients arrive.
 
     Args:
-        optimizer: One of torch's, LARS or LAMB, over parameters of `model`, and perhaps others: those of another model
-            with forward overlap are deferred, too, and what is in none is stepped at once. It is changed in place, so
-            schedulers may have been given it before.
+        optimizer: One of torch's, LARS or LAMB, over parameters of `model`, and perhaps others. Those of another model
+            with forward overlap are deferred as well; parameters of no such model are stepped at once. It is changed
+            in place, so schedulers may have been given it before.
         model: What `DistributedDataParallel(..., overlap_forward=True)` returned.
-        per_parameter: Of an optimizer of another class: you know that it steps each parameter by its own gradient and
-            state only, and that its step neither changes `param_groups` nor counts its calls.
+        per_parameter: For an optimizer of another class. It says that each parameter is stepped by its own gradient
+            and state only, and that a step neither changes `param_groups` nor counts its calls.
 
     Returns:
         `optimizer` itself. Where the overlap is not used (one rank, one host), it is as it was.
@@ -98,8 +98,8 @@ def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False)
         Local; on every rank.
 
     Raises:
-        ConfigurationError: The model does not overlap; or the optimizer has none of its parameters, is not known to
-            step parameters one by one, or its `step` has been replaced.
+        ConfigurationError: The model does not overlap. Or the optimizer has none of its parameters, is not known to
+            step parameters one by one, or its `step` was replaced.
     """
     steps = getattr(model, "forward_overlap", _MISSING)
     if steps is _MISSING or not hasattr(model, "flush"):
@@ -121,7 +121,7 @@ def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False)
         names = ", ".join(kind.__name__ for kind in PER_PARAMETER)
         raise ConfigurationError(
             f"overlap(optimizer, model): {type(optimizer).__name__} is not known to step each parameter by its own "
-            f"gradient and state alone, as {names} do. If it does, pass per_parameter=True; else train without "
+            f"gradient and state alone, as {names} do. If it does, pass per_parameter=True; otherwise train without "
             "overlap_forward."
         )
     if steps is None and not getattr(model, "overlaps_forward", False):

@@ -15,13 +15,13 @@ _NORMALIZATION = re.compile(r"Norm(alization)?(\dd)?$")  # LayerNorm, BatchNorm2
 def parameter_groups(module: Module, weight_decay: float, **settings: Any) -> list[dict[str, Any]]:
     """Cut the trainable parameters of `module` into two groups: decayed ones, and the others with `weight_decay=0`.
 
-    Not decayed is what has fewer than two dimensions (biases, the scale and shift of every kind of normalisation), and
+    Parameters with fewer than two dimensions are not decayed (biases, scale and shift of normalisations). Nor is
     whatever is called `bias` or belongs to a module whose class is named LayerNorm, BatchNorm2d, LlamaRMSNorm and the
     like, whatever its shape. Embeddings are weights. Shared parameters count once.
 
     Args:
         module: The model, before or after wrapping.
-        weight_decay: Of the first group.
+        weight_decay: The first group's.
         settings: Further settings of both groups, such as `lr`.
 
     Returns:

@@ -21,7 +21,7 @@ class ServerOptimizer(Optimizer):
 
     Limits first: only optimizers that treat every element by itself (SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad,
     Adadelta, RMSprop, Rprop, ASGD). After backward `.grad` is None on every rank, so nothing can be clipped, scaled
-    (GradScaler) or logged there; with `ParameterServers()` and the optimizer on the ranks it can. Settings count as
+    (GradScaler) or logged there. With `ParameterServers()` and the optimizer on the ranks it can. Settings count as
     they are when backward begins. Servers keep the parameters and the state twice, so that a step can be taken back.
 
     Args:
@@ -156,8 +156,8 @@ def _check(optimizer: Optimizer, reduction: ParameterServers) -> None:
     ]
     if missing or others:
         raise ConfigurationError(
-            f"servers step the parameters that the model trains, all of them: the optimizer leaves out {missing[:5]}, "
-            f"and has {len(others)} that the model does not reduce. Freeze what is not to be trained."
+            f"ServerOptimizer needs exactly the model's trainable parameters. Missing: {missing[:5]}. Not part of "
+            f"the model: {len(others)} parameters. Freeze parameters that are not to be trained."
         )
     complex_ones = [name for name, p in reduction.named_parameters.items() if p.is_complex()]
     if complex_ones:

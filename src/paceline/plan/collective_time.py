@@ -41,7 +41,7 @@ class CollectiveCost:
         fold_s_per_byte: Adding.
         bottleneck: The link that limits most of it, in words.
         overhead_s: The library's fixed time.
-        overhead_s_per_byte: Of the cluster, for each byte: nothing, unless it is emulated.
+        overhead_s_per_byte: The cluster's overhead for each byte: nothing, unless it is emulated.
         lossy_rounds: How many, messages in each, their part of the whole message, the loss ratio.
     """
 

@@ -42,7 +42,7 @@ class HostLink:
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0:
             raise ConfigurationError(
-                f"a link of {self.bytes_per_s} bytes a second carries nothing. Pass a rate above 0, such as 10Gbit."
+                f"a link of {self.bytes_per_s} bytes per second carries nothing. Pass a rate above 0, such as 10Gbit."
             )
         if not (0 <= self.latency_s < math.inf and 0 <= self.message_s < math.inf):
             raise ConfigurationError(
@@ -87,7 +87,7 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.ranks_of_host or min(self.ranks_of_host) < 1:
             raise ConfigurationError(
-                f"a cluster of hosts with {list(self.ranks_of_host)} ranks cannot be: at least one host, and at "
+                f"a cluster of hosts with {list(self.ranks_of_host)} ranks is not possible: at least one host, and at "
                 "least one rank on each."
             )
         if len(self.links) != len(self.ranks_of_host):
@@ -103,7 +103,7 @@ class Cluster:
         if not 1 <= self.racks <= len(self.ranks_of_host):
             raise ConfigurationError(f"{self.racks} racks for {len(self.ranks_of_host)} hosts cannot be.")
         if not (self.uplink_bytes_per_s > 0 and self.flow_bytes_per_s > 0):
-            raise ConfigurationError("an uplink and a connection carry more than 0 bytes a second.")
+            raise ConfigurationError("an uplink and a connection carry more than 0 bytes per second.")
         if not all(
             0 <= x < math.inf for x in (self.collective_s, self.fold_s_per_byte, self.stall_s, self.probe_s)
         ):
@@ -116,7 +116,7 @@ class Cluster:
         """Hosts that are alike; the last one has fewer ranks where `num_ranks` is no multiple."""
         if num_ranks < 1 or ranks_per_host < 1:
             raise ConfigurationError(
-                f"{num_ranks} ranks, {ranks_per_host} a host, cannot be: at least 1 of both."
+                f"{num_ranks} ranks with {ranks_per_host} per host: both must be at least 1."
             )
         full, rest = divmod(num_ranks, ranks_per_host)
         hosts = (ranks_per_host,) * full + ((rest,) if rest else ())
@@ -136,7 +136,7 @@ class Cluster:
         return Topology(tuple(chain.from_iterable((host,) * n for host, n in enumerate(self.ranks_of_host))))
 
     def overhead_s(self, messages: int, bytes_ratio: float) -> tuple[float, float]:
-        """Of a collective of so many messages, and for each byte of it: what is neither latency, link nor adding.
+        """Seconds per collective and per byte that are neither latency, link nor adding.
 
         Args:
             messages: Of all ranks.
@@ -145,7 +145,7 @@ class Cluster:
         return self.collective_s, 0.0
 
     def layer_overhead_s(self) -> float:
-        """Of a layer's forward, or backward, beside what was recorded."""
+        """Seconds that a layer's forward or backward takes in addition to the recorded time."""
         return 0.0
 
     def rack_of(self, host: int) -> int:
@@ -206,7 +206,7 @@ class Servers:
 
     Attributes:
         number: How many; gradients are cut so that each has the same bytes.
-        bytes_per_s: Of each server's link.
+        bytes_per_s: Rate of each server's link.
         duplex: Whether it sends and receives at once. Lemma 3.2's do not.
         piece_bytes: At most so much is pushed to a server before it may be pulled.
         two_way_ratio: What a link that several connections share carries of its rate in each direction while both are
@@ -222,8 +222,8 @@ class Servers:
     def __post_init__(self) -> None:
         if self.number < 1 or not (self.bytes_per_s > 0 and self.piece_bytes > 0):
             raise ConfigurationError(
-                f"{self.number} parameter servers of {self.bytes_per_s} bytes a second, with pieces of "
-                f"{self.piece_bytes} bytes, cannot be: at least one, and a rate and a size above 0."
+                f"{self.number} parameter servers of {self.bytes_per_s} bytes per second, with pieces of "
+                f"{self.piece_bytes} bytes, are not possible. Give at least one server, and a rate and a size above 0."
             )
 
     def two_way_ratio_on(self, cluster: Cluster) -> float:
@@ -251,12 +251,12 @@ class ReductionPlan:
     Attributes:
         caps_bytes: How many bytes close the first bucket, the second, ...; the last repeats. A bucket is closed by the
             gradient that brings it to its cap. Infinity: one bucket, when backward is done.
-        algorithm: Of the all-reduce, one of `round_patterns.ALL_REDUCES`; "auto": for each bucket the fastest.
+        algorithm: Name of the all-reduce, one of `round_patterns.ALL_REDUCES`; "auto": for each bucket the fastest.
         payload_ratio: Bytes on the wire over bytes of gradients: 0.5 in 16 bits.
         launch: On the thread that computes, for each bucket.
         finish: After a bucket has arrived, on the thread that waits.
-        sync_every: Micro-steps of which the last one synchronizes.
-        shares: Of the global batch, one a rank; empty: equal ones.
+        sync_every: Micro-steps per step; the last one synchronizes.
+        shares: Each rank's part of the global batch; empty: equal ones.
         servers: Parameter servers instead of an all-reduce.
         priority: Pieces of buckets go in the order of `planning.forward_overlap`, and the next forward hides them, too.
         overlap: Whether buckets leave during backward; False: all when it is done.
@@ -275,14 +275,14 @@ class ReductionPlan:
 
     def __post_init__(self) -> None:
         if not self.caps_bytes or not all(cap >= 0 for cap in self.caps_bytes):
-            raise ConfigurationError(f"bucket caps of {list(self.caps_bytes)} bytes cannot be: 0 or more.")
+            raise ConfigurationError(f"bucket caps of {list(self.caps_bytes)} bytes must be 0 or more.")
         if not 0 < self.payload_ratio <= 4:
             raise ConfigurationError(
-                f"a payload of {self.payload_ratio} of the gradients' bytes cannot be: above 0, at most 4."
+                f"a payload of {self.payload_ratio} of the gradients' bytes must be above 0 and at most 4."
             )
         if self.sync_every < 1:
             raise ConfigurationError(
-                f"synchronizing every {self.sync_every} micro-steps cannot be: 1 or more."
+                f"synchronizing every {self.sync_every} micro-steps: the number must be 1 or more."
             )
         if self.shares and (min(self.shares) < 0 or not math.isclose(sum(self.shares), 1, rel_tol=1e-6)):
             raise ConfigurationError(

@@ -21,7 +21,14 @@ from paceline.plan.deployment import Cluster
 from paceline.plan.lemmas import LemmasBeside
 from paceline.plan.links_here import measure_link
 from paceline.plan.request import PlanRequest
-from paceline.plan.scaling import Answer, Question, doubling_counts, predict_scaling
+from paceline.plan.scaling import (
+    BUSY_RATIO,
+    Answer,
+    Question,
+    doubling_counts,
+    predict_scaling,
+    quantiles,
+)
 from paceline.plan.workload import RecordedWorkload
 from paceline.quantities import ms
 
@@ -79,7 +86,7 @@ def forecast(request: PlanRequest, folder: Path, *, as_json: bool) -> None:
     question = Question(workload, request.cluster, plan, counts, request.epoch_samples, request.price)
     with progress_bar(f"simulating {workload.name} on up to {request.to} devices") as tell:
         answer = predict_scaling(question, tell)
-    lemmas = LemmasBeside.of(question)
+    lemmas = LemmasBeside.of(question) if request.servers else None
     _keep(folder, question, answer)
     path = folder / _NAME
     is_drawn = request.to > 1 and draw_figure(path.with_suffix(".png"), workload, answer)
@@ -198,7 +205,7 @@ def sentence(question: Question, answer: Answer) -> str:
         return f"{words}; one rank: nothing to overlap, nothing to wait for."
     words += (
         f" ({ms(last.low_s)} to {ms(last.high_s)}), efficiency {last.efficiency:.0%}, {last.speed_up:.3g} times "
-        f"one device; what limits is {last.limit}"
+        f"one device; limited by {last.limit}"
     )
     if last.savings:
         words += f"; {last.savings[0].what} would save {last.savings[0].ratio:.0%}"
@@ -211,13 +218,14 @@ def predicted_table(question: Question, answer: Answer) -> Table:
     """A row for every number of devices."""
     has_rate = answer.points[0].samples_per_s is not None
     has_epoch, has_cost = answer.points[0].epoch_s is not None, answer.points[0].epoch_cost is not None
-    columns = ["devices", "step", "80 % band", "efficiency", "times one"]
+    columns = ["devices", "hosts", "step", "80 % band", "efficiency", "times one"]
     columns += ["samples/s"] * has_rate + ["epoch"] * has_epoch + ["cost"] * has_cost
     rows = []
     for point in answer.points:
         mark = " <- knee" if point.num_ranks == answer.knee != answer.points[-1].num_ranks else ""
         row = [
             f"{point.num_ranks}{mark}",
+            str(question.grow(point.num_ranks).num_hosts),
             ms(point.step_s),
             f"{ms(point.low_s)} to {ms(point.high_s)}",
         ]
@@ -252,13 +260,19 @@ def notes(question: Question, assumed: str) -> list[str]:
     if workload.num_micro_steps > 1:
         what += f"; a step had {workload.num_micro_steps} such micro-steps"
     band = (
-        "the band: links at 0.75 to 1.1 of their rate, latencies at half to twice, other recorded steps, and the "
-        "model's own error on emulated clusters; a device is taken to be as fast as the one that was recorded"
+        "the band: links at 0.75 to 1.1 of their rate, latencies at half to twice, other recorded steps, the "
+        "model's own error on emulated clusters. A device is taken to be as fast as the one that was recorded"
     )
-    missing = "no epoch is shown: the workload does not say how many samples a step has. Pass --batch"
+    varied = ""
+    if workload.relative_steps:
+        low, high = quantiles(workload.relative_steps)
+        varied = f"recorded steps vary: 80 % of them are {low:.2f} to {high:.2f} of the median"
+        if high > BUSY_RATIO:
+            varied += ". If the machine did other work meanwhile, record again without it"
+    missing = "no epoch is shown: the workload does not say how many samples are in a step. Pass --batch"
     needs_batch = question.epoch_samples is not None and workload.samples_per_step is None
     said = [f"assumed, because nobody said: {assumed}"] * bool(assumed)
-    return [what, *said, *[missing] * needs_batch, band]
+    return [what, *[varied] * bool(varied), *said, *[missing] * needs_batch, band]
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -44,7 +44,7 @@ def largest_overhead(a: float, G: int) -> float:
     """The largest R with which G devices have an efficiency of a; infinity if any will do (lemma 3.1)."""
     if not 0 < a <= 1 or G < 1:
         raise ConfigurationError(
-            f"an efficiency of {a} on {G} devices cannot be asked for: above 0, at most 1, and 1 device or more."
+            f"an efficiency of {a} on {G} devices is not possible. Ask for more than 0 and at most 1."
         )
     return (1 - a) / (a * G - 1) if a * G > 1 else math.inf
 
@@ -107,7 +107,7 @@ class ServerAnswers:
 def compare_servers(
     workload: RecordedWorkload, cluster: Cluster, plan: ReductionPlan, server_bytes_per_s: float
 ) -> ServerAnswers:
-    """Lemma 3.2 beside the fewest servers with which the simulated step is as long as with infinitely many."""
+    """Lemma 3.2, and the fewest servers with which the simulated step is as long as with infinitely many."""
     S, N_w = workload.gradient_bytes * plan.payload_ratio, cluster.num_ranks
     T_C = plan.sync_every * (workload.forward_s + workload.backward_s)
     found = {

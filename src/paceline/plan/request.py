@@ -52,6 +52,7 @@ class PlanRequest:
     batch: int | None = None  # samples a device and forward; None: as recorded
     epoch_samples: int | None = None  # none: epochs are not asked for
     price: float | None = None  # of a device and hour
+    scratch: bool = False  # the script runs in a copy of the folder
     link_here: LinkHere | None = None  # measured between the hosts that it runs on; None: they are one
 
     @classmethod
@@ -63,9 +64,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         if not 1 <= self.to <= _MOST_DEVICES:
-            raise ConfigurationError(
-                f"--to {self.to} cannot be: a prediction is for 1 to {_MOST_DEVICES:,} devices."
-            )
+            raise ConfigurationError(f"--to {self.to} must be from 1 to {_MOST_DEVICES:,} devices.")
         for option in ("ranks_per_host", "batch", "epoch_samples", "steps"):
             value = getattr(self, option)
             if value is not None and value < 1:
@@ -93,6 +92,7 @@ class PlanRequest:
             "--price": ("--epoch-samples, the samples of an epoch", self.epoch_samples, self.price),
             "--server-rate": ("--servers, how many there are", self.servers, self.server_rate),
             "--steps": ("a script: nothing else is recorded", is_script, self.steps),
+            "--scratch": ("a script: nothing else is run", is_script, self.scratch or None),
             "arguments": ("a script: nothing else takes any", is_script, self.arguments),
         }
         for option, (needed, has_it, value) in ignored.items():
@@ -193,7 +193,7 @@ class PlanRequest:
                 f"{quantities.show_rate(8 * here.bytes_per_s)}, {quantities.show_seconds(here.latency_s)} a round"
             )
         if "assumed" in (self.origin("rate"), self.origin("latency")):
-            words += "; this is one host, which has no such link to measure (see docs/guide/plan.md#on-several-hosts)"
+            words += "; this is one host, which has no such link to measure (as a job on several hosts it is measured)"
         return words
 
     def workload(self) -> RecordedWorkload:
@@ -207,7 +207,7 @@ class PlanRequest:
         if self._is_script():
             from paceline.plan.script_recording import record_script  # noqa: PLC0415  the launcher imports torch
 
-            found = record_script(path, self.arguments, self.steps or DEFAULT_STEPS)
+            found = record_script(path, self.arguments, self.steps or DEFAULT_STEPS, scratch=self.scratch)
         elif path.exists() or path.suffix:
             found = RecordedWorkload.load(path)
         else:

@@ -29,12 +29,15 @@ from paceline.plan.simulator import Simulation, simulate
 from paceline.plan.workload import RecordedWorkload
 from paceline.planning.bucket_assignment import MEBIBYTE
 
-MODEL_ERROR = 0.06  # standard deviation of the logarithm; docs/guide/plan.md, how far to trust it
+MODEL_ERROR = 0.06  # standard deviation of the logarithm; docs/notebook/plan.md
 KNEE = 0.5  # what the last device added must bring, of what the first one brings
 _NUM_STEPS = 30
 _NUM_DRAWS = 20
 _STEPS_OF_A_DRAW = 5
 _NEGLIGIBLE = 0.03  # of a step
+BUSY_RATIO = (
+    1.2  # of the median, the ninetieth percentile of recorded steps, above which a busy machine is suspected
+)
 _BETWEEN = (1 / math.sqrt(2), 1.0, math.sqrt(2))
 _RATE_RANGE, _LATENCY_RANGE = (0.75, 1.1), (0.5, 2.0)
 Tell = Callable[[float], None]
@@ -108,7 +111,7 @@ class Answer:
 def doubling_counts(most: int) -> tuple[int, ...]:
     """1, 2, 4, ... and `most` itself."""
     if most < 1:
-        raise ConfigurationError(f"--to {most} cannot be: a prediction is for 1 device or more.")
+        raise ConfigurationError(f"--to {most} must be 1 or more.")
     return tuple(sorted({2**i for i in range(most.bit_length()) if 2**i <= most} | {most}))
 
 
@@ -184,6 +187,12 @@ def _band(setup: Setup, found: Simulation, seed: int) -> tuple[float, float]:
     return min(float(low_s), found.step_s), max(float(high_s), found.step_s)
 
 
+def quantiles(relative_steps: Sequence[float]) -> tuple[float, float]:
+    """The tenth and the ninetieth percentile of recorded steps, over their median."""
+    low, high = np.quantile(relative_steps, (0.1, 0.9))
+    return float(low), float(high)
+
+
 def what_limits(setup: Setup, found: Simulation, seed: int = 0) -> str:
     """What keeps the step from being shorter: computing, or whatever would save most if it were not there."""
     workload, cluster, plan = setup.workload, setup.cluster, setup.plan
@@ -191,7 +200,8 @@ def what_limits(setup: Setup, found: Simulation, seed: int = 0) -> str:
         return "computing (one rank)"
     no_latency = replace(cluster.with_links(latency_ratio=0.0), stall_s=0.0, probe_s=0.0)
     others = {
-        "stragglers": Setup(replace(workload, relative_steps=()), replace(cluster, speeds=()), plan),
+        "unequal devices": replace(setup, cluster=replace(cluster, speeds=())),
+        "recorded steps that vary": replace(setup, workload=replace(workload, relative_steps=())),
         "latency": replace(setup, cluster=no_latency),
     }
     if plan.servers is not None:
@@ -199,7 +209,11 @@ def what_limits(setup: Setup, found: Simulation, seed: int = 0) -> str:
         others["the parameter servers' links"] = replace(setup, plan=free)
     where = found.costs[-1].bottleneck if found.costs else "the workers' links"
     others[where] = replace(setup, cluster=cluster.with_links(faster=math.inf))
-    saved = {name: 1 - other.simulate(seed).step_s / found.step_s for name, other in others.items()}
+    saved = {
+        name: 1 - other.simulate(seed).step_s / found.step_s
+        for name, other in others.items()
+        if other != setup
+    }
     worst = max(saved, key=lambda name: saved[name])
     if saved[worst] >= _NEGLIGIBLE:
         return f"{worst} ({saved[worst]:.0%})"
@@ -227,22 +241,29 @@ def _remedies(setup: Setup) -> Iterable[tuple[str, Setup]]:
 
     if plan.servers is None:
         caps = best_caps(setup).plan.caps_bytes
-        words = "one bucket" if caps[-1] == math.inf else f"buckets of {caps[-1] / MEBIBYTE:.3g} MiB"
+        size = (
+            math.ceil(setup.workload.gradient_bytes / MEBIBYTE)
+            if caps[-1] == math.inf
+            else caps[-1] / MEBIBYTE
+        )
+        words = f"bucket_cap_mb={size:.3g}"
         yield words, planned(caps_bytes=caps)
+        if not plan.priority and plan.sync_every == 1:
+            yield "overlap_forward=True", planned(priority=True)
         algorithm = best_algorithm(setup).plan.algorithm
-        yield f"the algorithm {algorithm}", planned(algorithm=algorithm)
+        yield f"the all-reduce {algorithm}", planned(algorithm=algorithm)
     else:
         servers = replace(plan.servers, number=2 * plan.servers.number)
-        yield "twice as many parameter servers", planned(servers=servers)
-    yield "gradients in half the bytes", planned(payload_ratio=plan.payload_ratio / 2)
+        yield f"--servers {servers.number}", planned(servers=servers)
+    yield 'compression="bf16"', planned(payload_ratio=plan.payload_ratio / 2)
     if not plan.priority:
         doubled = 2 * plan.sync_every
-        yield f"{doubled} micro-steps a synchronization", planned(sync_every=doubled)
+        yield f"{doubled} micro-batches per step (model.accumulate)", planned(sync_every=doubled)
     yield "links twice as fast", replace(setup, cluster=cluster.with_links(faster=2.0))
     if len(set(cluster.speeds)) > 1 and not plan.shares:
         total = sum(cluster.speeds)
         shares = tuple(speed / total for speed in cluster.speeds)
-        yield "shares of the batch by speed", planned(shares=shares)
+        yield 'balance="auto"', planned(shares=shares)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,9 +20,11 @@ from pathlib import Path
 from paceline.errors import ConfigurationError, PacelineError
 from paceline.files_given import check_output
 from paceline.launch.watchdog import MARK, Watchdog
+from paceline.observe.trace_format import NUM_WARM_UP
 from paceline.plan.workload import RecordedWorkload
 
 _MOST_STEPS = 1_000_000
+_MOST_SCRATCH_BYTES = 2**30
 _OF_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 
 
@@ -29,7 +32,9 @@ class RecordingError(PacelineError, RuntimeError):
     """A script could not be recorded; nothing of it runs any more."""
 
 
-def record_script(script: Path, arguments: Sequence[str], num_steps: int) -> RecordedWorkload:
+def record_script(
+    script: Path, arguments: Sequence[str], num_steps: int, *, scratch: bool = False
+) -> RecordedWorkload:
     """Run a script as one rank until it has trained enough steps.
 
     Its output goes to stderr. It is stopped as if it had called `sys.exit()` within `optimizer.step()`.
@@ -38,6 +43,7 @@ def record_script(script: Path, arguments: Sequence[str], num_steps: int) -> Rec
         script: A Python file that trains with torch.
         arguments: Its own.
         num_steps: Recorded after the warm-up.
+        scratch: Whether it runs in a copy of this folder, so that nothing here is overwritten.
 
     Raises:
         ConfigurationError: There is no such script, or it never trained a step.
@@ -53,10 +59,25 @@ def record_script(script: Path, arguments: Sequence[str], num_steps: int) -> Rec
     with Watchdog(launch_id) as watchdog:
         trace = watchdog.folder / "trace.jsonl"
         words = [sys.executable, "-m", "paceline.plan.script_recording"]
-        words += [str(trace), str(num_steps), str(script), *arguments]
+        place = _copied(Path.cwd(), watchdog.folder / "scratch") if scratch else Path.cwd()
+        own = script
+        if scratch and script.resolve().is_relative_to(Path.cwd().resolve()):
+            own = script.resolve().relative_to(Path.cwd().resolve())
+        words += [str(trace), str(num_steps), str(own), *arguments]
+        where = (
+            "a copy of this folder"
+            if scratch
+            else f"{place}; it may overwrite files there, such as checkpoints"
+        )
+        advice = "" if scratch else ". --scratch runs it in a copy"
+        print(
+            f"paceline plan: running {script} for {num_steps + NUM_WARM_UP} steps in {where}{advice}.",
+            file=sys.stderr,
+            flush=True,
+        )
         with _one_rank() as environment:
             code = subprocess.run(
-                words, env=environment | {MARK: launch_id}, stdout=sys.stderr, check=False
+                words, env=environment | {MARK: launch_id}, stdout=sys.stderr, check=False, cwd=place
             ).returncode
         seen = _seen(trace)
         if code != 0:
@@ -72,16 +93,48 @@ def record_script(script: Path, arguments: Sequence[str], num_steps: int) -> Rec
         return RecordedWorkload.load(trace)
 
 
-def record_into(out: Path, script: Path, arguments: Sequence[str], num_steps: int) -> RecordedWorkload:
+def record_into(
+    out: Path, script: Path, arguments: Sequence[str], num_steps: int, *, scratch: bool = False
+) -> RecordedWorkload:
     """Record a script and save its workload, which is returned; as `record_script`.
 
     Raises:
         ConfigurationError: `out` cannot be written, which is found before the script runs.
     """
     check_output(out, "--out")
-    found = record_script(script, arguments, num_steps)
+    found = record_script(script, arguments, num_steps, scratch=scratch)
     found.save(out)
     return found
+
+
+def _copied(folder: Path, into: Path) -> Path:
+    """Copy a folder: files as they are, links to folders as links, without hidden ones. Returns the copy.
+
+    Raises:
+        ConfigurationError: It is too large.
+    """
+    files: list[Path] = []
+    links: list[Path] = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        links += [path for name in folders if (path := Path(root, name)).is_symlink()]
+        files += [path for name in names if (path := Path(root, name)).is_file()]
+        size_bytes = sum(path.stat().st_size for path in files)
+        if size_bytes > _MOST_SCRATCH_BYTES:
+            raise ConfigurationError(
+                f"--scratch copies at most {_MOST_SCRATCH_BYTES / 2**30:g} GiB, and {folder} holds more. Run in a "
+                "folder with the script alone, and give it its data by absolute path or by a link to their folder."
+            )
+    into.mkdir()
+    for path in links:
+        place = into / path.relative_to(folder)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(path.resolve())
+    for path in files:
+        place = into / path.relative_to(folder)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, place)
+    return into
 
 
 def _seen(trace: Path) -> dict[str, int]:

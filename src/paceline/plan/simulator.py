@@ -49,8 +49,8 @@ class Simulation:
         exposed_s: Median over steps of the communication that backward does not hide.
         wire_s: What the collectives of a step would take one after another.
         num_buckets: How many.
-        num_micro_steps: Of a step.
-        costs: Of each bucket's collective; empty for one rank and for parameter servers.
+        num_micro_steps: Micro-steps per step.
+        costs: What each bucket's collective costs; empty for one rank and for parameter servers.
     """
 
     steps_s: tuple[float, ...]
@@ -86,7 +86,7 @@ def simulate(
         cluster: Where.
         plan: How gradients are reduced; None: torch's default buckets, the fastest algorithm for each.
         num_steps: More than 1 only matters where something is drawn: computing that varies, loss.
-        seed: Of the draws; the same seed draws the same.
+        seed: Random seed; the same seed draws the same.
 
     Raises:
         ConfigurationError: The plan does not fit the cluster.

@@ -29,7 +29,7 @@ class LayerTimes:
     """One layer; its gradients become ready together.
 
     Attributes:
-        name: Of the module.
+        name: The module's.
         forward_s: Of its forward.
         backward_s: From the layer before it in backward to its own last gradient.
         gradient_bytes: One a parameter.
@@ -50,7 +50,7 @@ class RecordedWorkload:
     """One training step of one device, without communication.
 
     Attributes:
-        name: Of the model or script.
+        name: The model's or script's.
         source: Where the times are from, in words for a report.
         layers: In the order of forward.
         optimizer_s: After the last backward: clipping, the optimizer.

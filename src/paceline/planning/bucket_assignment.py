@@ -79,23 +79,17 @@ class BucketCaps:
 
         That 48th is at least 1 MiB (with more than 4 ranks half a MiB for each, up to 25), and at most 5 MiB or that.
 
-        Nothing hides the last bucket, and the wire idles until the first two are full. With n equal buckets that
-        costs an nth of the overlap, so n should be large; what bounds it is the size at which a reduction is
-        efficient. NCCL's keeps growing; Gloo is saturated at 2 MB (section 2.3, figure 2), and section 5.2
-        (figures 7 and 8) finds 5 MB best for Gloo and 25 MB for NCCL. On one host there is no wire: Gloo takes
-        the cores that compute, overlap gains nothing, and many reductions cost some (lab/LOG.md).
+        Nothing hides the last bucket, and the wire idles until the first two are full. With n equal buckets that costs
+        an nth of the overlap, so n should be large; what bounds it is the size at which a reduction is efficient.
+        NCCL's keeps growing; Gloo is saturated at 2 MB (section 2.3, figure 2), and section 5.2 (figures 7 and 8) finds
+        5 MB best for Gloo and 25 MB for NCCL. On one host there is no wire: Gloo takes the cores that compute, overlap
+        gains nothing, and many reductions cost some (lab/LOG.md).
 
         Between hosts every reduction costs rounds of messages, however small it is, twice as many for twice the ranks.
         So the more ranks cut it into messages, the larger is a bucket. Backward hides rounds, but not those of what is
         ready last. So buckets are cut from the end: what remains, which may be next to nothing, is the first one and
-        not the last.
-
-        Args:
-            size_bytes: Of all gradients.
-            any_on_cpu: Whether any rank's are on a CPU. Ranks have to agree on that (`replicas.verify`): by its own
-                device each would cut other buckets.
-            on_one_host: Whether all ranks are.
-            num_ranks: How many there are.
+        not the last. `any_on_cpu` is agreed on (`replicas.verify`): by its own device each rank would cut other
+        buckets.
         """
         if on_one_host or not any_on_cpu:
             return cls((DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_BUCKET_CAP_MB * MEBIBYTE))
@@ -112,8 +106,8 @@ class BucketCaps:
 def _cap_bytes(cap_mb: float | str, argument: str) -> int:
     if not 0 <= number(cap_mb) < math.inf:
         raise ConfigurationError(
-            f"{argument}: {cap_mb!r} cannot be a cap. It is a number of MiB, 0 or more, that make a bucket full (25 is "
-            'the default), or for bucket_cap_mb "auto": what makes the shortest steps.'
+            f"{argument}: {cap_mb!r} is not a cap. Give the MiB that make a bucket full, 0 or more; the default is 25. "
+            'bucket_cap_mb also takes "auto", which finds the shortest steps.'
         )
     return int(float(cap_mb) * MEBIBYTE)
 
@@ -128,13 +122,8 @@ class _OpenBucket:
 def assign_buckets(specs: Sequence[GradientSpec], order: Sequence[int], caps: BucketCaps) -> list[list[int]]:
     """Cut gradients of any keys into buckets, numbered as they become full (rules 1 to 4).
 
-    Args:
-        specs: One entry a parameter.
-        order: Indices into `specs`, in the order in which the gradients are expected to become ready.
-        caps: When to close a bucket, counted separately for each key.
-
-    Returns:
-        For each bucket, in launch order, the indices of its parameters, in ready order.
+    `order` holds indices into `specs` as gradients become ready. Returns the buckets in launch order: indices, in ready
+    order.
     """
     closed: list[list[int]] = []
     open_by_key: dict[Hashable, _OpenBucket] = {}

@@ -17,6 +17,8 @@ from paceline.planning.step_time import (
 )
 from paceline.quantities import ms, show_rate
 
+_WORTH_SAYING = 0.05  # of a step: what a codec that is not among the candidates has to save to be named
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -34,8 +36,7 @@ class Rules:
     def __post_init__(self) -> None:
         if not 0 <= number(self.off_ratio) <= number(self.on_ratio) < 1:
             raise ConfigurationError(
-                f"a codec is turned on where it saves {self.on_ratio!r} of a step and off below {self.off_ratio!r}: "
-                "the first is at least the second, and both are from 0 to below 1."
+                f"on_ratio={self.on_ratio!r} must be at least off_ratio={self.off_ratio!r}; both must be in [0, 1)."
             )
 
 
@@ -63,6 +64,9 @@ class Decision:
         options: The predictions for all codecs, the shortest step first.
         link_bytes_per_s: The rate at which a rank sends during an uncompressed all-reduce.
         latency_s: The fixed time of an all-reduce.
+        runner_up: The codec to try besides: the best other one that is predicted to save enough; or None.
+        computed_s: The time at which backward ends in a step.
+        further: Predictions for codecs that are not among the candidates, as if coding took no time.
     """
 
     chosen: str | None
@@ -71,6 +75,9 @@ class Decision:
     options: tuple[Option, ...]
     link_bytes_per_s: float
     latency_s: float
+    runner_up: str | None = None
+    computed_s: float = 0.0
+    further: tuple[Option, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -97,6 +104,19 @@ class Decision:
             )
         return f"{first}. Without, {exposed}; {_crossover_words(option)}."
 
+    def words_on_the_rest(self, step_s: float) -> str:
+        """What is still exposed of a step that takes `step_s`, and what would save more; empty if nothing would."""
+        better = [option for option in self.further if 1 - option.step_s / step_s > _WORTH_SAYING]
+        if not better:
+            return ""
+        named = ", ".join(
+            f"{option.name} would save up to {ms(step_s - option.step_s)} of them" for option in better
+        )
+        return (
+            f"{ms(max(step_s - self.computed_s, 0.0))} of communication are still exposed; {named}. That loses more of "
+            f'the gradients, so ask for it: compression="{better[0].name}", or name it in Auto(candidates=...).'
+        )
+
 
 def decide(
     profile: StepProfile,
@@ -108,6 +128,7 @@ def decide(
     in_use: str | None = None,
     barred: Collection[str] = (),
     step_s: float | None = None,
+    further: Sequence[ReductionCost] = (),
 ) -> Decision:
     """Choose the codec with the shortest predicted step, if it saves enough.
 
@@ -115,12 +136,13 @@ def decide(
         profile: The step without its communication.
         plain: The cost of the uncompressed mean.
         codecs: The costs of the candidates.
-        num_ranks: Of the group.
+        num_ranks: The group's.
         rules: How much is enough.
-        in_use: The codec that is on now: it stays on for less than would turn it on, and is replaced only by one that
+        in_use: The codec that is on now. It stays on for less than would turn it on. It is replaced only by one that
             saves `rules.on_ratio` more.
         barred: Codecs that are not chosen, whatever is predicted for them.
         step_s: The measured duration of recent steps with what is in use, in seconds: corrects the link's rate.
+        further: The costs of codecs that are predicted, but not chosen from.
 
     Contract:
         Local. The same arguments give the same decision on every rank.
@@ -129,11 +151,12 @@ def decide(
         used = next((codec for codec in codecs if codec.name == in_use), plain)
         slowdown = calibration_slowdown(profile, used, step_s)
         plain, codecs = plain.on_link(slowdown), [codec.on_link(slowdown) for codec in codecs]
+        further = [codec.on_link(slowdown) for codec in further]
     without = predict(profile, plain)
     sent_ratio = 2 * (num_ranks - 1) / num_ranks  # of a message, by each rank of a ring
     rate = sent_ratio / plain.link_s_per_byte if plain.link_s_per_byte else math.inf
     options = []
-    for codec in codecs:
+    for codec in (*codecs, *further):
         step_s = predict(profile, codec).step_s
         slowdown = crossover_slowdown(profile, plain, codec)
         options.append(
@@ -145,14 +168,24 @@ def decide(
             )
         )
     options.sort(key=lambda option: option.step_s)
-    allowed = [option for option in options if option.name not in barred]
+    candidates = tuple(option for option in options if option.name in {codec.name for codec in codecs})
+    allowed = [option for option in candidates if option.name not in barred]
+    chosen = _choose(allowed, rules, in_use)
+    others = [
+        option.name
+        for option in allowed
+        if option.name not in (chosen, in_use) and option.saved_ratio > rules.on_ratio
+    ]
     return Decision(
-        _choose(allowed, rules, in_use),
+        chosen,
         without.step_s,
         without.exposed_s,
-        tuple(options),
+        candidates,
         rate,
         plain.wire.fixed_s,
+        others[0] if others else None,
+        profile.backward_end_s,
+        tuple(option for option in options if option not in candidates),
     )
 
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigurationError
+from paceline.quantities import ms
 
 PIECE_BYTES = 4 * 2**20  # a larger bucket is cut; Gloo's rate is saturated at 2 MiB
 ASSUMED_RATE_RATIO = 1.2
@@ -39,12 +40,7 @@ class Piece:
 
 
 def cut(num_elements: Sequence[int], element_bytes: Sequence[int]) -> list[Piece]:
-    """Cut buckets into equal pieces of at most PIECE_BYTES; a small bucket is one piece.
-
-    Args:
-        num_elements: Of each bucket.
-        element_bytes: What one takes.
-    """
+    """Cut buckets into equal pieces of at most PIECE_BYTES; a small bucket is one piece."""
     pieces = []
     for bucket, (size, width) in enumerate(zip(num_elements, element_bytes, strict=True)):
         num_pieces = max(1, -(-size * width // PIECE_BYTES))
@@ -73,8 +69,8 @@ class MeasuredStep:
         times = [*self.ready_s, *self.needed_s, self.backward_s, self.forward_s, self.reduced_s]
         if len(self.ready_s) != len(self.needed_s) or not self.ready_s or min(times) < 0:
             raise ConfigurationError(
-                f"a measured step has {len(self.ready_s)} ready times and {len(self.needed_s)} times of need, the "
-                f"least time is {min(times, default=0.0)} s; it needs as many of both, at least one, none below 0."
+                f"a measured step has {len(self.ready_s)} ready times and {len(self.needed_s)} times of need; the "
+                f"least time is {min(times, default=0.0)} s. It needs as many of both, at least one, none below 0."
             )
         if not 0 < self.rate_bytes_per_s < float("inf"):
             raise ConfigurationError(
@@ -83,13 +79,7 @@ class MeasuredStep:
 
 
 def plan(pieces: Sequence[Piece], step: MeasuredStep, rate_ratio: float = ASSUMED_RATE_RATIO) -> list[int]:
-    """Return the order in which to send the pieces, as indices (rules 1 and 2).
-
-    Args:
-        pieces: Those of a bucket in a row.
-        step: As measured.
-        rate_ratio: The assumed rate over the measured one.
-    """
+    """Return the order in which to send the pieces, as indices (rules 1 and 2)."""
     return [place for place, _ in _sent(pieces, step, step.rate_bytes_per_s * rate_ratio)]
 
 
@@ -138,6 +128,14 @@ class Gain:
     def pays(self) -> bool:
         """Whether it is large enough to be believed."""
         return self.with_s < self.without_s * (1 - LEAST_GAIN_RATIO)
+
+    @property
+    def saved_ratio(self) -> float:
+        """Of a step without it; below 0 if it is longer."""
+        return 1 - self.with_s / self.without_s if self.without_s else 0.0
+
+    def __str__(self) -> str:
+        return f"{ms(self.with_s)} with it, {ms(self.without_s)} without"
 
 
 def predict(pieces: Sequence[Piece], order: Sequence[int], step: MeasuredStep) -> Gain:

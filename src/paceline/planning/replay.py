@@ -105,25 +105,15 @@ def in_one_lane(starts_s: Sequence[float], wires: Sequence[Wire]) -> list[float]
 
 
 def replay(
-    ready_s: Sequence[float],
-    wires: Sequence[Wire],
-    computed_s: float,
-    launch_s: Sequence[float] = (),
-    finish_s: Sequence[float] = (),
-    closing_s: float = 0.0,
-    arrive: Arrive = in_one_lane,
+    ready_s: Sequence[float],  # when each would be ready if launching took no time, in launch order
+    wires: Sequence[Wire],  # its collective
+    computed_s: float,  # when backward would end if launching took no time
+    launch_s: Sequence[float] = (),  # what launching each takes; empty: nothing
+    finish_s: Sequence[float] = (),  # what finishing each takes; empty: nothing
+    closing_s: float = 0.0,  # once, at the end
+    arrive: Arrive = in_one_lane,  # when collectives that start at these times end
 ) -> Replay:
-    """Replay the buckets of one step.
-
-    Args:
-        ready_s: When each would be ready if launching took no time, in launch order.
-        wires: Its collective.
-        computed_s: When backward would end if launching took no time.
-        launch_s: What launching each takes; empty: nothing.
-        finish_s: What finishing each takes; empty: nothing.
-        closing_s: Once, at the end.
-        arrive: When collectives that start at these times end.
-    """
+    """Replay the buckets of one step."""
     late_s, starts_s = 0.0, []
     for i, when_s in enumerate(ready_s):
         if launch_s:

@@ -53,11 +53,11 @@ class Speed:
 class SpeedEstimate:
     """Learns a rank's `Speed` from its steps.
 
-    Fixed and per-sample time can be told apart once steps of different size were seen; until then all is taken to be
-    per sample, and then as much of it as the noise of the steps allows: a fixed time that is not there would promise
-    shares far from any that was seen. What counts most is the time at the present size: the line goes through its
-    median. A speed that changes suddenly is noticed by the fourth step in a row that is far off, and then earlier steps
-    are forgotten.
+    Fixed and per-sample time can be told apart once steps of different size were seen. Until then all time is taken to
+    be per sample. Afterwards as much of it is as the noise of the steps allows. A fixed time that does not exist would
+    promise shares far from any that was seen. What counts most is the time at the present size: the line goes through
+    its median. A speed that changes suddenly is noticed by the fourth step in a row that is far off, and then earlier
+    steps are forgotten.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class SpeedEstimate:
     def error_ratio(self) -> float:
         """By how much the median step at the present size may be wrong, relative to it.
 
-        Twice its standard error, and more while few steps were seen, of which all may have been disturbed.
+        Twice its standard error, and more while few steps were seen, because all of them may have been disturbed.
         """
         now = self._seen[-1][0]
         num_steps = sum(n == now for n, _ in self._seen)
@@ -170,7 +170,7 @@ def best_shares(
     """The samples of each rank, `total` together, with which the last rank finishes soonest.
 
     Args:
-        speeds: Of each rank.
+        speeds: Each rank's.
         total: Samples to divide; a multiple of `unit`.
         most: What each rank can hold; None: no limits.
         least: What each rank gets at least.
@@ -246,12 +246,12 @@ class Proposal:
     """Other shares, and what they are worth.
 
     Attributes:
-        samples: Of each rank in a step.
+        samples: Each rank's in a step.
         now_s: Predicted seconds until the last rank has its gradients, with the present shares.
         then_s: The same with these.
         lower_bound_s: The same if samples could be divided.
-        error_ratio: How far `now_s`, the time of the last rank, may be wrong; not less than for a typical rank, as the
-            last one may be last by error.
+        error_ratio: How far `now_s`, the time of the last rank, may be wrong. It is at least that of a typical rank,
+            because the last one may be last by error.
     """
 
     samples: tuple[int, ...]
@@ -276,11 +276,11 @@ def propose(
     """The best shares by what is known of each rank; the present ones where not even the lower bound would pay.
 
     Args:
-        estimates: Of each rank.
+        estimates: Each rank's.
         samples: What each has now.
         most: As of `best_shares`, and what follows.
-        least: Likewise.
-        unit: Likewise.
+        least: As of `best_shares`.
+        unit: As of `best_shares`.
         gain_ratio: The fraction of a step that other shares have to save.
     """
     speeds = [estimate.speed for estimate in estimates]

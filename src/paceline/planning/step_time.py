@@ -50,7 +50,7 @@ class ReductionCost:
     """The times of one bucket's reduction, by its size in bytes of gradients.
 
     Attributes:
-        name: Of the reduction.
+        name: The reduction's.
         launch: On the thread that computes gradients.
         wire: From there until the result has arrived.
         finish: Afterwards, on the thread that waits.
@@ -77,19 +77,25 @@ class ReductionCost:
         name: str,
         plain: ReductionCost,
         measured: Sequence[AlphaBetaCost],
-        payload_ratio: float,
+        payload_ratio: float | None,
+        probed_ratio: float,
         busy_ratio: float,
+        is_on_host: bool = True,
     ) -> ReductionCost:
         """The cost of a codec during backward, from measurements while nothing was computed.
 
         Args:
-            name: Of the codec.
+            name: The codec's.
             plain: The cost of the reduction that was used when the step was profiled.
             measured: Launch, wire, finish and processor time. A codec shortens only the wire's time for each byte; if
                 another one seems shorter, that is noise.
-            payload_ratio: The bytes that the codec sends, over those that `plain` sends.
+            payload_ratio: The bytes that the codec sends for all gradients, over those that `plain` sends; None: not
+                known, so what was measured counts.
+            probed_ratio: The same for the gradients of the measurement, whose shapes need not be those of the model.
             busy_ratio: The fraction of the processors that computing keeps busy, hence of the codec's processor time
                 that delays it.
+            is_on_host: Whether processors compress: then coding takes at most the processor time beyond `plain`'s, and
+                what the wire took besides is noise.
         """
         launch, wire, finish, cpu = measured
         extra, launch = cpu.at_least(plain.cpu), launch.at_least(plain.launch)
@@ -97,9 +103,23 @@ class ReductionCost:
             launch.fixed_s + busy_ratio * (extra.fixed_s - plain.cpu.fixed_s),
             launch.s_per_byte + busy_ratio * (extra.s_per_byte - plain.cpu.s_per_byte),
         )
-        wire = AlphaBetaCost(max(wire.fixed_s, plain.wire.fixed_s), wire.s_per_byte)
-        link_s_per_byte = min(payload_ratio * plain.link_s_per_byte, wire.s_per_byte)
+        slope = wire.s_per_byte
+        link_s_per_byte = min(plain.link_s_per_byte, slope)
+        if payload_ratio is not None:
+            coding_s_per_byte = max(slope - probed_ratio * plain.link_s_per_byte, 0.0)
+            if is_on_host:
+                coding_s_per_byte = min(coding_s_per_byte, extra.s_per_byte - plain.cpu.s_per_byte)
+            link_s_per_byte = payload_ratio * plain.link_s_per_byte
+            slope = coding_s_per_byte + link_s_per_byte
+        wire = AlphaBetaCost(max(wire.fixed_s, plain.wire.fixed_s), slope)
         return cls(name, delayed, wire, finish.at_least(plain.finish), cpu, link_s_per_byte)
+
+    def sending(self, name: str, payload_ratio: float) -> ReductionCost:
+        """The cost of a codec that sends this fraction of the bytes, as if coding took no time."""
+        coding_s_per_byte = self.wire.s_per_byte - self.link_s_per_byte
+        link_s_per_byte = payload_ratio * self.link_s_per_byte
+        wire = AlphaBetaCost(self.wire.fixed_s, coding_s_per_byte + link_s_per_byte)
+        return replace(self, name=name, wire=wire, link_s_per_byte=link_s_per_byte)
 
     def on_link(self, slowdown: float) -> ReductionCost:
         """The cost on a link whose rate is divided by `slowdown`."""
@@ -164,8 +184,8 @@ def calibration_slowdown(profile: StepProfile, cost: ReductionCost, step_s: floa
     to 1 is taken. It is 1 where prediction and measurement agree within a tenth.
 
     Args:
-        profile: Of the step.
-        cost: Of the reduction that was used.
+        profile: The step's.
+        cost: What the reduction that was used costs.
         step_s: The measured duration, in seconds.
 
     Returns:

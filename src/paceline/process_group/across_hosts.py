@@ -34,25 +34,16 @@ CHOICE = "PACELINE_ALLREDUCE"  # environment variable: the name of a schedule, t
 
 
 class AcrossHosts:
-    """All-reduces with the ranks of other hosts; broadcasts and gathers, too, where the path is not Gloo's own.
-
-    Args:
-        inner: A Gloo group over all ranks, used by nobody else at the same time.
-        store: For the path's connections alone.
-        hosts: The ranks of every host.
-        index: This rank's place on its host.
-        timeout: For one collective.
-        wanted: The path, by `wanted_path`.
-    """
+    """All-reduces with the ranks of other hosts; broadcasts and gathers, too, where the path is not Gloo's own."""
 
     def __init__(
         self,
-        inner: Gloo,
-        store: dist.Store,
-        hosts: tuple[tuple[int, ...], ...],
-        index: int,
-        timeout: timedelta,
-        wanted: str,
+        inner: Gloo,  # a Gloo group over all ranks, used by nobody else at the same time
+        store: dist.Store,  # for the path's connections alone
+        hosts: tuple[tuple[int, ...], ...],  # the ranks of every host
+        index: int,  # this rank's place on its host
+        timeout: timedelta,  # for one collective
+        wanted: str,  # the path, by `wanted_path`
     ) -> None:
         self._inner, self._store, self._timeout = inner, store, timeout
         self._path: Transport | None = None
@@ -72,8 +63,7 @@ class AcrossHosts:
     def use(self, name: str | None, set_by: str = "use_schedule") -> None:
         """Take this schedule whatever it costs; None for the cheapest.
 
-        Raises:
-            ConfigurationError: There is none of this name for an all-reduce; nothing was changed.
+        Raises ConfigurationError, changing nothing, for an unknown.
         """
         usable = [
             known

@@ -4,8 +4,11 @@ Rules
 1. Collectives are performed in the order of their launch, the same on every rank, by the group's lane.
 2. Reductions, gathers and broadcasts between ranks of one host go through shared memory; what leaves the host, and
    messages between two ranks, through an inner Gloo group.
-3. A tensor of a GPU is staged through pinned memory, on the stream that was current at the launch.
-4. After an error the group is broken: every further call says so. Destroy it and make a new one.
+3. A tensor of an accelerator is staged through pinned memory, on a stream of the lane's, behind what the stream that
+   was current at the launch had been told. The lane's thread waits for the copy to the host, and whoever waits for the
+   collective waits, on the host, until the copy back has been told; that copy the current stream waits for.
+4. After an error the group is broken: every further call says so. Destroy it and make a new one, or give it other
+   members by `reconfigure`.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm import BACKEND_NAME
+from paceline.comm.device import accelerator_type
 from paceline.comm.lane import Lane, LaneWork
-from paceline.errors import PacelineError, PeerLostError, ProtocolError
+from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError, forget_frames
 from paceline.host.exit import end_before_exit
 from paceline.process_group.across_hosts import AcrossHosts
 from paceline.process_group.blocking_collectives import BlockingCollectives, check_reducible
@@ -29,6 +33,7 @@ from paceline.process_group.connections import INTERFACE, address_towards, make_
 from paceline.process_group.host_collectives import HostCollectives
 from paceline.process_group.options import Options
 from paceline.process_group.path_between_hosts import wanted_path
+from paceline.process_group.reconfiguring import Handle, in_order, store_of
 from paceline.process_group.rows import Rows, only
 from paceline.process_group.shared_vectors import SharedVectors
 from paceline.transports.shared_memory import Host, HostBarrier, join_host
@@ -43,22 +48,44 @@ class ProcessGroup(dist.ProcessGroup):
         size: Of the group.
         timeout: How long a rank waits for the others in one collective.
         options: What the caller wants; rank 0's counts.
+        waits: Connect to nobody before `reconfigure`.
 
     Contract:
         Collective: making one, and every method but `send`, `recv`, `allocate_tensor` and the queries.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, options: Options | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        options: Options | None = None,
+        waits: bool = False,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # as a group in Python is made
-        wanted = wanted_path((options or Options()).between_hosts)  # refused before anything is connected
+        self._wanted = wanted_path(
+            (options or Options()).between_hosts
+        )  # refused before anything is connected
         self._rank, self._size = rank, size
-        self._rows = Rows(rank, size)
-        self._timeout = timeout
+        self._store, self._timeout = store, timeout
+        self._handle = Handle.of(store, rank)
+        self._used: set[int] = set()  # the uuids of earlier changes
+        self._lane = Lane(f"paceline lane of rank {rank}")
+        self._names = {"name": "", "description": ""}  # which c10d gives it
+        self._error: BaseException | None = None
+        if waits:
+            return
         known = None
         if dist.is_initialized() and size == dist.get_world_size():  # then ranks have the numbers of the job
             known = dist.PrefixStore("paceline", dist.distributed_c10d._get_default_store())
+        self._connect(store, rank, size, timeout, known)
+
+    def _connect(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, known: dist.Store | None = None
+    ) -> None:
+        """Meet the other members in a store of this group alone. Collective; blocks."""
+        self._rows = Rows(rank, size)
         self.host: Host = join_host(dist.PrefixStore("memory", store), rank, size, timeout, known)
         self._barrier = HostBarrier(self.host, timeout.total_seconds())
         num_shares = min(len(ranks) for ranks in self.host.hosts)
@@ -67,12 +94,12 @@ class ProcessGroup(dist.ProcessGroup):
         self._inner = make_gloo(dist.PrefixStore("collectives", store), rank, size, timeout, self.address)
         self._messages = make_gloo(dist.PrefixStore("messages", store), rank, size, timeout, self.address)
         paths = dist.PrefixStore("between hosts", store)
-        self._across = AcrossHosts(self._inner, paths, self.host.hosts, self.host.index, timeout, wanted)
+        self._across = AcrossHosts(
+            self._inner, paths, self.host.hosts, self.host.index, timeout, self._wanted
+        )
         self._collectives = BlockingCollectives(self.host, self._here, self._across, self._inner)
-        self._lane = Lane(f"paceline lane of rank {rank}")
+        self._rank, self._size = rank, size
         end_before_exit(self, ProcessGroup._leave)
-        self._names = {"name": "", "description": ""}  # which c10d gives it
-        self._error: BaseException | None = None
 
     # Queries of c10d
 
@@ -106,12 +133,15 @@ class ProcessGroup(dist.ProcessGroup):
         # which takes a group's name from a backend of C++, and this group has none.
         if self not in dist.distributed_c10d._world.pg_map:
             return []
-        return [torch.device("cpu"), torch.device("cuda")]
+        accelerator = accelerator_type()
+        return [torch.device(kind) for kind in ("cpu", accelerator) if kind is not None]
 
     def _get_backend(self, device: torch.device) -> ProcessGroup:
         """Return itself: torch asks a group for its backend by device, which C++ would look for in vain."""
-        if torch.device(device).type not in ("cpu", "cuda"):
-            raise RuntimeError(f"the backend {BACKEND_NAME} has nothing for {device}")
+        if torch.device(device).type == "meta":
+            raise RuntimeError(
+                f"the backend {BACKEND_NAME!r} takes tensors of the CPU and of accelerators, not of {device}"
+            )
         return self
 
     @property
@@ -297,16 +327,19 @@ class ProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
         self._check_usable()
+        _check_on_host(tensors)
         work: dist.Work = self._messages.send(tensors, destination, tag)
         return work
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         self._check_usable()
+        _check_on_host(tensors)
         work: dist.Work = self._messages.recv(tensors, source, tag)
         return work
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
         self._check_usable()
+        _check_on_host(tensors)
         work: dist.Work = self._messages.recv_anysource(tensors, tag)
         return work
 
@@ -321,6 +354,51 @@ class ProcessGroup(dist.ProcessGroup):
         """
         work = self._launch(self._collectives.barrier, [], dist.BarrierOptions(), "monitored barrier")
         work.wait(*([] if timeout is None else [timeout]))
+
+    # Other members, as c10d asks for from torch 2.14 on
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        return True
+
+    def get_reconfigure_handle(self) -> str:
+        """Return what names this rank to others, until its group is given other members. Local."""
+        return str(self._handle)
+
+    def reconfigure(self, opts: Any) -> dist.Work:
+        """Give this group other members: what is under way is given up, and the same object goes on with them.
+
+        Args:
+            opts: c10d's `ReconfigureOptions`: `uuid`, a number that no earlier change had; `handles` of the members, a
+                list in the order of their new ranks, or a set, in which old ranks decide; `timeout`, or None for the
+                group's.
+
+        Contract:
+            Collective over the new members: same uuid, same handles.  Blocks: no; the work is done when all have come.
+            Tensors of `allocate_tensor` stay valid, and are copied in and out from then on.
+
+        Raises:
+            ConfigurationError: A handle is none, this rank's is not among them, or the uuid was used. Nothing changed.
+        """
+        if opts.uuid in self._used:
+            raise ConfigurationError(
+                f"reconfigure: the uuid {opts.uuid} was used before. Every change needs another."
+            )
+        handles = in_order(opts.handles, self._handle)
+        self._used.add(opts.uuid)
+        rank, size, timeout = handles.index(self._handle), len(handles), opts.timeout or self._timeout
+        self._give_up("it is given other members.")
+
+        def perform() -> None:
+            self._let_go()
+            store = store_of(handles, self._handle, self._store, opts.uuid, timeout)
+            self._connect(store, rank, size, timeout)
+            self._handle = self._handle.after(rank)
+            self._error = None
+
+        work = LaneWork(perform, [], "reconfigure")
+        self._lane.launch(work, at_once=False)
+        return work
 
     # Launching, failing, ending
 
@@ -351,6 +429,11 @@ class ProcessGroup(dist.ProcessGroup):
         return work
 
     def _check_usable(self) -> None:
+        if not self._has_members:
+            raise ProtocolError(
+                "this process group has no members before reconfigure() was called, because it was made with "
+                "enable_reconfigure=True."
+            )
         if self._error is not None:
             raise ProtocolError(
                 "this process group can no longer be used, because an earlier collective failed: "
@@ -362,14 +445,39 @@ class ProcessGroup(dist.ProcessGroup):
 
         An exchange with other hosts that is under way ends at the group's timeout.
         """
-        self._error = self._error or RuntimeError("it was aborted.")
-        self._barrier.give_up(self._rank)
+        self._give_up("it was aborted.")
+
+    def _give_up(self, why: str) -> None:
+        self._error = self._error or RuntimeError(why)
+        if self._has_members:
+            self._barrier.give_up(self._rank)
+
+    @property
+    def _has_members(self) -> bool:
+        """Whether it was ever connected."""
+        return hasattr(self, "host")
+
+    def _let_go(self) -> None:
+        """Close what connects it with its members; nothing is under way."""
+        if self._has_members:
+            self._across.close()
+            self.host.me.status.leave()
 
     def _leave(self, patience_s: float) -> None:
         if self._lane.close(patience_s):  # else what is under way may still want the others
-            self._across.close()
-            self.host.me.status.leave()
+            self._let_go()
 
     def shutdown(self) -> None:
         """Let go of threads and mapped memory, after what is under way; tensors of `allocate_tensor` stay valid."""
         self._leave(self._timeout.total_seconds())
+        forget_frames(self._error)  # they refer to this group, which would never end
+
+
+def _check_on_host(tensors: list[Tensor]) -> None:
+    """Refuse to send or receive what the host cannot reach."""
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            raise ConfigurationError(
+                f"the backend {BACKEND_NAME!r} sends and receives tensors of the CPU, not of {tensor.device}. Copy it "
+                "to the host first, or use a collective."
+            )

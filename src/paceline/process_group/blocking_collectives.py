@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -31,11 +32,7 @@ from paceline.transports.shared_memory import Host
 class BlockingCollectives:
     """Performs collectives on the calling thread. Called in one order on every rank.
 
-    Args:
-        host: The ranks of this host, and which others there are.
-        here: Collectives between the ranks of this host.
-        across: Reductions with the ranks of other hosts.
-        inner: A Gloo group over all ranks, used by nobody else at the same time.
+    Nobody else uses `inner`, a Gloo group over all ranks, at the same time.
     """
 
     def __init__(self, host: Host, here: HostCollectives, across: AcrossHosts, inner: Gloo) -> None:
@@ -67,7 +64,8 @@ class BlockingCollectives:
 
     def broadcast(self, tensor: Tensor, options: dist.BroadcastOptions) -> None:
         if not self._alone and not self._across.is_by_datagrams():
-            self.inner("broadcast", lambda: self._inner.broadcast([tensor], options))
+            with nullcontext(tensor) if tensor.is_cpu else flat_view(tensor, is_output=True) as sent:
+                self.inner("broadcast", lambda: self._inner.broadcast([sent], options))
             return
         what = Descriptor.of(self._next(), "broadcast", tensor, root=options.rootRank)
         with flat_view(tensor, is_output=True) as flat:
@@ -79,7 +77,12 @@ class BlockingCollectives:
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         if not self._alone and not self._across.is_by_datagrams():
             options = AllgatherOptions()
-            self.inner("all-gather", lambda: self._inner.allgather([list(outputs)], [tensor], options))
+            with ExitStack() as stack:
+                rows, sent = list(outputs), tensor
+                if not tensor.is_cpu:
+                    sent = stack.enter_context(flat_view(tensor, is_output=False))
+                    rows = stack.enter_context(flat_views(outputs, are_outputs=True))
+                self.inner("all-gather", lambda: self._inner.allgather([rows], [sent], options))
             return
         what = Descriptor.of(self._next(), "all-gather", tensor)
         with flat_view(tensor, is_output=False) as flat, flat_views(outputs, are_outputs=True) as rows:
@@ -176,11 +179,7 @@ def _fold(op: Any, tensor: Tensor) -> Fold:
 
 
 def check_reducible(op: Any, tensor: Tensor) -> None:
-    """Refuse, before anything is launched, what cannot be reduced.
-
-    Raises:
-        ConfigurationError: The operation does not exist for the dtype.
-    """
+    """Raise ConfigurationError, before anything is launched, for an operation that does not exist for the dtype."""
     if not tensor.is_sparse:
         _fold(op, tensor)
 

@@ -22,7 +22,6 @@ from paceline.transports.shared_memory import SharedMemoryTransport, join_host
 Gloo = Any  # a ProcessGroupGloo; torch's stubs know none of its methods
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # Gloo's variable: the network interface to use
-_DEFAULT_TIMEOUT = timedelta(minutes=30)
 _DISCARD_PORT = 9  # nothing is sent: connecting a datagram socket only asks the kernel for the route
 
 
@@ -62,11 +61,7 @@ def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, addre
 def open_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> Transport:
     """Connect the ranks for messages of their own, beside any process group: through shared memory on one host.
 
-    Args:
-        store: Used for this alone.
-        rank: Of this process.
-        num_ranks: How many take part.
-        timeout: How long a rank waits for another to connect.
+    Nothing else uses `store`.
 
     Contract:
         Collective over these ranks.  Blocks: until every rank has come.
@@ -81,14 +76,13 @@ def open_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timede
 def bounded_loss(module: str) -> Any:
     """A module of the transport with bounded loss, loaded when it is used: numba takes half a second to import. Local.
 
-    Raises:
-        ConfigurationError: numba is not installed.
+    Raises ConfigurationError if numba is not installed.
     """
     try:
         return importlib.import_module(f"paceline.transports.bounded_loss.{module}")
     except ImportError as error:
         raise ConfigurationError(
-            f"a transport over UDP needs the package numba: pip install 'paceline[lossy]'. ({error})"
+            f"a transport over UDP needs the package numba: pip install numba. ({error})"
         ) from error
 
 
@@ -143,9 +137,7 @@ def _meet(rendezvous: Rendezvous, num_ranks: int, num_ports: int = 1) -> Any:
 def check_datagrams(num_ranks: int) -> None:
     """Make sure that this rank could open such a transport, and compile it. Local; takes seconds only once.
 
-    Raises:
-        ConfigurationError: numba is not installed, or there is no such interface.
-        Exception: numba cannot compile it here.
+    Raises ConfigurationError without numba or such an interface, and what numba raises if it cannot compile.
     """
     bounded_loss("datagram_loop").compile_all()
     bounded_loss("udp_socket").check_address(datagram_address(num_ranks))
@@ -159,24 +151,8 @@ def datagram_address(num_ranks: int) -> str:
     return str(bounded_loss("udp_socket").address_of(interface))
 
 
-def timeout_of(process_group: dist.ProcessGroup) -> timedelta:
-    """The timeout of the group's collectives; 30 minutes where it cannot be found."""
-    ours: Any = process_group
-    found = getattr(ours, "_timeout", None)
-    if not isinstance(found, timedelta):
-        try:
-            found = ours._get_backend(ours._device_types[0]).options._timeout
-        except (AttributeError, IndexError, RuntimeError):
-            found = None
-    return found if isinstance(found, timedelta) else _DEFAULT_TIMEOUT
-
-
 def store_of_job(who: str) -> dist.Store:
-    """The job's store, for connections that `who` makes.
-
-    Raises:
-        ConfigurationError: There is none.
-    """
+    """The job's store, for connections that `who` makes; raises ConfigurationError if there is none."""
     try:
         return dist.distributed_c10d._get_default_store()
     except (RuntimeError, TypeError, ValueError) as error:

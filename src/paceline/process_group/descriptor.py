@@ -138,13 +138,7 @@ NUM_INTEGERS = len(Descriptor(0, KINDS[0]).to_integers())
 def check_agreement(
     mine: Descriptor, index: int, ranks: Sequence[int], announced: Sequence[Sequence[int]]
 ) -> None:
-    """Compare what all ranks of a host are about to do.
-
-    Args:
-        mine: What this rank is about to do.
-        index: Of this rank among those of the host.
-        ranks: Of the host; their numbers in the group.
-        announced: What each of them has announced; begins with the integers of its descriptor.
+    """Compare what all ranks of a host have `announced`, descriptors first; `mine` is number `index`.
 
     Raises:
         CollectiveMismatchError: Two differ; names both. Raised on every rank of the host.

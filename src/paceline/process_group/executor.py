@@ -39,12 +39,7 @@ _Reaction = Callable[[], None]
 
 
 class Executor:
-    """Performs collectives over one transport, one after another.
-
-    Args:
-        transport: Moves the messages; nothing else may use it meanwhile.
-        piece_bytes: Longer messages that are to be folded are cut into pieces of this size.
-    """
+    """Performs collectives over one transport, which nothing else may use, one after another."""
 
     def __init__(self, transport: Transport, *, piece_bytes: int = PIECE_BYTES) -> None:
         self.transport = transport
@@ -54,21 +49,14 @@ class Executor:
 
     def run(
         self,
-        schedule: Schedule,
-        flat: Tensor,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType | None,
-        timeout_s: float,
+        schedule: Schedule,  # for as many ranks as the transport has; equal on every rank
+        flat: Tensor,  # this rank's message, shape (N,), contiguous, on the CPU, N and dtype as on every rank
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType | None,  # how to fold; None where nothing is folded
+        timeout_s: float,  # for the whole collective
         *,
-        operation: str = "all_reduce",
+        operation: str = "all_reduce",  # what the user called, for messages
     ) -> None:
         """Perform `schedule` on `flat`.
-
-        Args:
-            schedule: For as many ranks as the transport has; equal on every rank.
-            flat: This rank's message, shape (N,), contiguous, on the CPU, N and dtype as on every rank.
-            op: How to fold; None where nothing is folded.
-            timeout_s: For the whole collective.
-            operation: What the user called, for messages.
 
         Contract:
             Collective: every rank, same order.  Blocks: yes.  Mutates: `flat`; after an error it is undefined,
@@ -215,7 +203,7 @@ class _Call:
             f"{self.transport.names[peer]} is in "
             f"{theirs or 'something that is not a collective of this version'}. Every rank calls the same "
             "collectives in the same order, with tensors of the same size and dtype. The tensors of both are "
-            "undefined. See docs/troubleshooting.md#collective-mismatch."
+            "undefined. `paceline explain collective mismatch` says more."
         )
 
     def _of(self, tensor: Tensor, first: int, last: int) -> Tensor:
@@ -264,9 +252,7 @@ class KeptMemory:
     """One piece of memory, used by one call after another.
 
     Grows when a call needs more, and shrinks to what the last `LOOKS_AFTER` calls have used, if that is less than half.
-
-    Args:
-        allocate: Returns so many uninitialized bytes, shape (N,), uint8.
+    `allocate` returns so many uninitialized bytes.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.device import to_device, to_host
 from paceline.errors import ConfigurationError
 
 PREMULTIPLIED = "PREMUL_SUM"
@@ -58,10 +59,7 @@ class Fold:
     def all_into(self, target: Tensor, others: Sequence[Tensor], num_averaged: int) -> None:
         """Fold `others` into `target`, shape (n,) each, in one go: rounded once.
 
-        Args:
-            target: As the message is stored; seen as `view_as`.
-            others: Likewise; unchanged.
-            num_averaged: Over how many ranks the result is averaged, if this is an average; 0: it is not complete yet.
+        The target is seen as `view_as`. An average is taken over `num_averaged` ranks; 0: it is not complete yet.
         """
         accumulated = target.to(self.accumulate_in)  # the same tensor, unless it widens
         for other in others:
@@ -94,11 +92,7 @@ class Fold:
 
 @lru_cache(maxsize=256)
 def fold_of(op_name: str, dtype: torch.dtype) -> Fold:
-    """The fold for an operation, by its name in `torch.distributed.ReduceOp`.
-
-    Raises:
-        ConfigurationError: there is no such operation for this dtype.
-    """
+    """The fold for one of torch's reduce operations, by name; raises ConfigurationError if the dtype has none such."""
     function = _FUNCTIONS.get(op_name)
     floating, is_complex = dtype.is_floating_point, dtype.is_complex
     ordered = op_name in {"MIN", "MAX"}
@@ -150,7 +144,7 @@ def factor_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> float | None:
 def flat_view(tensor: Tensor, is_output: bool) -> AbstractContextManager[Tensor]:
     """Yield the values as a contiguous 1-D CPU tensor; afterwards they are in `tensor`, if it is an output.
 
-    It is the tensor's own memory where that is contiguous and on the host; else a copy, pinned for a GPU.
+    It is the tensor's own memory where that is contiguous and on the host; else a copy, pinned for an accelerator.
     """
     if tensor.is_cpu and tensor.is_contiguous():
         is_flat = tensor.dim() == 1 and not tensor.requires_grad
@@ -160,11 +154,10 @@ def flat_view(tensor: Tensor, is_output: bool) -> AbstractContextManager[Tensor]
 
 @contextmanager
 def _flat_copy(tensor: Tensor, is_output: bool) -> Iterator[Tensor]:
-    flat = _to_host(tensor).view(-1)
+    flat = (tensor.detach().contiguous() if tensor.is_cpu else to_host(tensor)).view(-1)
     yield flat
     if is_output:
-        with torch.no_grad():
-            tensor.copy_(flat.view(tensor.shape), non_blocking=tensor.is_cuda)
+        to_device(tensor, flat)
 
 
 def flat_views(tensors: Sequence[Tensor], are_outputs: bool) -> AbstractContextManager[list[Tensor]]:
@@ -181,11 +174,3 @@ def flat_views(tensors: Sequence[Tensor], are_outputs: bool) -> AbstractContextM
 def _flat_copies(tensors: Sequence[Tensor], are_outputs: bool) -> Iterator[list[Tensor]]:
     with ExitStack() as stack:
         yield [stack.enter_context(flat_view(tensor, are_outputs)) for tensor in tensors]
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor.detach().contiguous()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    host.copy_(tensor.detach())  # waits for the current stream
-    return host

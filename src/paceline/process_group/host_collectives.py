@@ -39,11 +39,8 @@ Across = Callable[[Tensor], None]  # reduces one share over the hosts, in place
 class HostCollectives:
     """What the ranks of one host do together. Every method is collective over them and blocks.
 
-    Args:
-        host: The ranks.
-        barrier: Of these ranks.
-        num_shares: How many of them fold; the first ones. Fewer than all where another host has fewer ranks.
-        num_averaged: Over how many ranks an average is taken: all of the group.
+    The first `num_shares` of them fold: as many as the smallest host has. Averages are over `num_averaged` ranks: all
+    of the group.
     """
 
     def __init__(self, host: Host, barrier: HostBarrier, num_shares: int, num_averaged: int) -> None:
@@ -190,10 +187,7 @@ class HostCollectives:
     def all_to_all(self, what: Descriptor, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Fill `outputs`, one a rank, with what each of them has for this one; `inputs` is for them.
 
-        Args:
-            what: The collective.
-            outputs: Contiguous, 1-D, of one dtype on all ranks.
-            inputs: Likewise.
+        Contiguous, 1-D, of one dtype on all ranks.
 
         Raises:
             CollectiveMismatchError: A rank has a row of another length for this one.
@@ -223,7 +217,7 @@ class HostCollectives:
     def _unequal(self, what: Descriptor, index: int, sent: int, expected: int) -> CollectiveMismatchError:
         return CollectiveMismatchError(
             f"rank {self._ranks[self._me]} launched {what} and expects {expected} bytes of rank {self._ranks[index]}, "
-            f"which has {sent} for it. What a rank sends to another is as long as the other's place for it: compare "
+            f"which has {sent} for it. A rank's message to another is as long as the other's place for it. Compare "
             "the input sizes of the one with the output sizes of the other. The output is undefined, and the group "
             "can no longer be used."
         )

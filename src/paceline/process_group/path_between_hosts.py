@@ -31,11 +31,7 @@ _TROUBLE_BYTES = 600
 
 
 def wanted_path(option: str = "") -> str:
-    """What this group's options ask for, or else this process's environment.
-
-    Raises:
-        ConfigurationError: The environment asks for something else.
-    """
+    """What this group's options ask for, or else the environment; raises ConfigurationError if that is neither path."""
     wanted = option or os.environ.get(PATH, TCP) or TCP
     if wanted not in (TCP, UDP):
         raise ConfigurationError(f'{PATH}={wanted!r}: say "udp", or "tcp", which is the default.')
@@ -45,11 +41,7 @@ def wanted_path(option: str = "") -> str:
 def open_path(inner: Gloo, store: dist.Store, timeout: timedelta, wanted: str) -> Transport:
     """Open the path that rank 0 wants, or TCP if datagrams do not get through.
 
-    Args:
-        inner: A Gloo group over all ranks, used by nobody else at the same time.
-        store: Used for this alone.
-        timeout: How long a rank waits for another.
-        wanted: By this rank; rank 0's counts.
+    Nothing else uses `inner` and `store` meanwhile.
 
     Contract:
         Collective over the ranks of `inner`.  Blocks: yes.

@@ -39,4 +39,5 @@ def _make(what: Any, pg_options: object) -> dist.ProcessGroup:
     announce(dist.PrefixStore("memory", what.store), what.group_rank)  # what is imported now may take seconds
     from paceline.process_group.backend import ProcessGroup  # noqa: PLC0415
 
-    return ProcessGroup(what.store, what.group_rank, what.group_size, what.timeout, options)
+    waits = getattr(what, "enable_reconfigure", False)  # from torch 2.14 on
+    return ProcessGroup(what.store, what.group_rank, what.group_size, what.timeout, options, waits)

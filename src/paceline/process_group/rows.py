@@ -16,12 +16,7 @@ from paceline.errors import ConfigurationError
 class Rows:
     """Cuts and checks the tensors of one rank's collectives.
 
-    Args:
-        rank: Which, for messages.
-        num_ranks: Of the group.
-
-    Raises:
-        ConfigurationError: What every method says of tensors that do not fit. Local.
+    Every method raises ConfigurationError for tensors that do not fit. Local.
     """
 
     def __init__(self, rank: int, num_ranks: int) -> None:
@@ -29,13 +24,7 @@ class Rows:
         self._num_ranks = num_ranks
 
     def cut(self, kind: str, tensor: Tensor, num_elements: int) -> list[Tensor]:
-        """Return a row of `num_elements` for each rank: 1-D views of `tensor`, which has to be contiguous.
-
-        Args:
-            kind: Of collective, for messages.
-            tensor: Any shape.
-            num_elements: Of each row.
-        """
+        """Return a row of `num_elements` for each rank: 1-D views of `tensor`, which has to be contiguous."""
         if tensor.numel() != num_elements * self._num_ranks:
             raise ConfigurationError(
                 f"{kind} on rank {self._rank}: the large tensor has {tensor.numel()} elements, which is not "
@@ -84,8 +73,7 @@ class Rows:
 def only(tensors: list[Tensor]) -> Tensor:
     """The tensor of a collective that takes one a rank; c10d passes lists.
 
-    Raises:
-        ConfigurationError: There are several, or none.
+    Raises ConfigurationError if it has not one.
     """
     if len(tensors) != 1:
         raise ConfigurationError(f"this collective takes one tensor a rank, not {len(tensors)}.")

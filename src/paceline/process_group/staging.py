@@ -37,16 +37,7 @@ Copy = Callable[[Tensor, Tensor], int]  # between a piece of a message and its s
 
 
 class Staging:
-    """This rank's part of what the ranks of a host do together, one collective after another.
-
-    Args:
-        host: The ranks.
-        barrier: Of these ranks.
-
-    Attributes:
-        copied_bytes: Into and out of staging so far; a bucket that lives in the arena adds nothing.
-        lane_bytes: Of a slot that has a lane for each rank.
-    """
+    """This rank's part of what the ranks of a host do together, one collective after another."""
 
     def __init__(self, host: Host, barrier: HostBarrier) -> None:
         self._me = host.index
@@ -61,16 +52,14 @@ class Staging:
         self._turn = 0  # which slot the next piece takes
         self._known_slots: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         self._known_lanes: dict[tuple[object, ...], list[Tensor]] = {}
+        # Of a slot that has a lane for each rank
         self.lane_bytes = PIECE_BYTES // len(self._ranks) // _ALIGNMENT * _ALIGNMENT
-        self.copied_bytes = 0
+        self.copied_bytes = 0  # into and out of staging so far; a bucket that lives in the arena adds nothing
 
     def gather(self, what: Descriptor, flat: Tensor, enters: bool = True) -> list[Tensor]:
         """Return views of every rank's `flat`, one that fits a slot, until the next collective.
 
-        Args:
-            what: The collective.
-            flat: This rank's tensor.
-            enters: Whether others read this rank's; else its view shows anything.
+        Unless this rank's `enters`, its own shows anything.
         """
         slots = self.slots(self._turn, flat.dtype, flat.numel())
         self._turn ^= 1
@@ -102,20 +91,14 @@ class Staging:
     def stream(
         self,
         what: Descriptor,
-        flat: Tensor,
+        flat: Tensor,  # this rank's tensor
+        # Called for each piece with its place in `flat` and all ranks' views of it.
         work: Callable[[Span, Sequence[Tensor]], None],
+        # Copies of a piece of `flat` into its slot what others need; None: they need nothing.
         enter: Copy | None,
-        leave: Copy | None = None,
+        leave: Copy | None = None,  # copies of a slot to its piece what others have changed; None: nothing
     ) -> None:
-        """Perform a collective of tensors of one length, some of which may be staged.
-
-        Args:
-            what: The collective.
-            flat: This rank's tensor.
-            work: Called for each piece with its place in `flat` and all ranks' views of it.
-            enter: Copies of a piece of `flat` into its slot what others need; None: they need nothing.
-            leave: Copies of a slot to its piece what others have changed; None: nothing.
-        """
+        """Perform a collective of tensors of one length, some of which may be staged."""
         place = self._areas[self._me].place_of(flat)
         start = _GIVES_NOTHING if enter is None else _STAGED if place is None else place.start
         spans = spans_of(flat.numel(), flat.element_size())
@@ -162,20 +145,15 @@ class Staging:
     def exchange(
         self,
         what: Descriptor,
+        # First how many pieces this rank has; up to MOST_NUMBERS in all, on all ranks as many.
         numbers: Sequence[int],
+        # Copies a piece, by its number, into the slot of a turn; returns how many bytes.
         enter: Callable[[int, int], int],
-        work: Callable[[int, int], None],
+        work: Callable[[int, int], None],  # takes a piece, by its number, from the slots of a turn
+        # Is given every rank's `numbers` before anything is taken; may raise
         check: Callable[[Sequence[Sequence[int]]], None] | None = None,
     ) -> None:
-        """Perform a collective in which all stage their inputs, in as many pieces as the rank with the most has.
-
-        Args:
-            what: The collective.
-            numbers: First how many pieces this rank has; up to MOST_NUMBERS in all, on all ranks as many.
-            enter: Copies a piece, by its number, into the slot of a turn; returns how many bytes.
-            work: Takes a piece, by its number, from the slots of a turn.
-            check: Is given every rank's `numbers` before anything is taken; may raise.
-        """
+        """Perform a collective in which all stage their inputs, in as many pieces as the rank with the most has."""
         if numbers[0]:
             self.copied_bytes += enter(0, self._turn)
         announced = self._open(what, numbers)
@@ -202,12 +180,9 @@ class Staging:
         return found
 
     def lanes(self, turn: int, rows: Sequence[Tensor], are_mine: bool) -> list[Tensor]:
-        """Where rows, one for each other rank, lie in slots, which have a lane of `lane_bytes` for each rank.
+        """Where rows lie in the slots of a turn, which have a lane of `lane_bytes` for each rank.
 
-        Args:
-            turn: Of the slots.
-            rows: Contiguous, 1-D, of one dtype; the views are as long as they are.
-            are_mine: Of this rank's slot the lanes for the others; else of theirs those for this rank.
+        `are_mine`: of this rank's slot the lanes for the others; otherwise of theirs those for this rank.
         """
         if not rows:
             return []
@@ -245,11 +220,6 @@ class Staging:
 
 
 def spans_of(num_elements: int, bytes_each: int) -> list[Span]:
-    """Cut a message into pieces that fit a slot.
-
-    Args:
-        num_elements: Of the message.
-        bytes_each: That an element takes in a slot.
-    """
+    """Cut a message into pieces that fit a slot, in which an element takes `bytes_each`."""
     step = max(PIECE_BYTES // bytes_each, 1)
     return [(first, min(first + step, num_elements)) for first in range(0, num_elements, step)]

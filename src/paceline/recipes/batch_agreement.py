@@ -41,11 +41,6 @@ class OwnPart:
 def agree_on_batch(mine: OwnPart, process_group: ProcessGroup | None, device: torch.device) -> GlobalBatch:
     """Learn how many samples every rank trains, and make sure that all follow one recipe.
 
-    Args:
-        mine: This rank's part.
-        process_group: Over whom.
-        device: Of the model.
-
     Contract:
         Collective: every rank.  Blocks: yes.
 

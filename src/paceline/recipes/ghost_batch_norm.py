@@ -19,9 +19,8 @@ from paceline.numbers_given import number
 class GhostBatchNorm(_BatchNorm):
     """Batch normalisation of each group of `num_samples` consecutive samples by itself.
 
-    The running statistics move once a step, by the mean over the groups; so they, too, do not depend on how many
-    groups a rank has. In evaluation it is ordinary batch normalisation. Same parameters, buffers and `state_dict` as
-    torch's.
+    The running statistics move once per step, by the mean over the groups. So they do not depend on the number of
+    groups. In evaluation it is ordinary batch normalisation. Same parameters, buffers and `state_dict` as torch's.
 
     Args:
         num_features: Channels.

@@ -117,7 +117,8 @@ class LargeMinibatch(LRScheduler):
             return error
         if isinstance(batch, GlobalBatch) and accumulation != 1:
             return ConfigurationError(
-                f"accumulation={accumulation} beside a GlobalBatch, which has its own ({batch.accumulation}). Leave it "
+                f"accumulation={accumulation} was given with a GlobalBatch, which has its own "
+                f"({batch.accumulation}). Leave it "
                 "out."
             )
         if not isinstance(accumulation, int) or isinstance(accumulation, bool):
@@ -183,7 +184,7 @@ class LargeMinibatch(LRScheduler):
     # ---- another batch
 
     def update(self, batch: int | GlobalBatch | None = None, accumulation: int | None = None) -> None:
-        """The ranks, their local batches or the accumulation have changed: derive the rate anew, from now on.
+        """The ranks, their local batches or the accumulation have changed: derive the rate again, from now on.
 
         Args:
             batch: As the constructor's; None: this rank's as before.
@@ -254,7 +255,7 @@ class LargeMinibatch(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there, with the batch of *this* world: the rate is derived anew if that is another one.
+        """Go on from there, with the batch of *this* world: the rate is derived again if that is another one.
 
         Contract:
             Local.  Mutates: the groups' `lr`. Load the optimizer's state before.
@@ -308,5 +309,5 @@ def _check_rates(optimizer: Optimizer) -> None:
         if not 0 < rate < float("inf"):
             raise ConfigurationError(
                 f"parameter group {index} has lr={rate}: a reference rate must be positive. Give the optimizer the "
-                "rate that is right for reference_batch samples a step."
+                "rate that is right for reference_batch samples per step."
             )

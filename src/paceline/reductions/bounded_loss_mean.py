@@ -25,12 +25,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import C10dWork, Done, Work, launch_session_name
+from paceline.comm.collectives import C10dWork, Done, Work, launch_session_name, timeout_of
+from paceline.comm.device import to_device, to_host
 from paceline.comm.lane import Lane, LaneWork
 from paceline.compression import Layout
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
-from paceline.process_group.connections import bounded_loss, open_lossy_transport, store_of_job, timeout_of
+from paceline.process_group.connections import bounded_loss, open_lossy_transport, store_of_job
 from paceline.reductions.error_feedback import RESIDUAL, Memory, Slot
 from paceline.reductions.kept_state import Keeper, check_one_model
 from paceline.reductions.loss_report import LossReport
@@ -50,26 +51,25 @@ COMPENSATIONS = (SURVIVORS, NONE, FEEDBACK)
 class BoundedLoss(Reduction):
     """The mean of the ranks' gradients, where the network may lose a bounded part of what they send each other.
 
-    Limits first: it helps where the network loses or drops packets; on a clean network it gains nothing over Gloo, and
-    costs more of the processor. Linux, IPv4. Gradients that are not float32 or float64 travel as float32; those of an
-    accelerator are staged through host memory (written for it, tested on CPUs only). Sparse gradients go over the
-    process group.
+    Limits first: it helps if the network loses packets. On a clean network it gains nothing over Gloo, and costs more
+    of the processor. Linux, IPv4. Gradients that are not float32 or float64 are sent as float32. Those of an
+    accelerator are staged through host memory, which was tested on CPUs only. Sparse gradients go over the process
+    group.
 
     Args:
         bound: The largest part of what a rank sends another that may be lost of a bucket; 0 repeats every loss.
-        protected_ratio: The part of a shard's datagrams, those of the largest mean magnitude, of which nothing may be
-            lost.
+        protected_ratio: The part of a shard's datagrams, those of the largest mean magnitude; none of them may be lost.
         compensation: "survivors" puts the mean of those ranks whose contribution arrived in place of a lost one, so
             that the expectation over losses is the mean. "none" takes it for zero: gradients shrink by what is lost.
             "feedback" does, too, and its sender adds it to the same gradient of the next step.
-        priorities: Whether switches are to know what matters: datagrams of the model's front layers, which the next
-            forward needs first, are of a higher class (DSCP CS5 down to CS1 for the last ones), and leave first; those
-            that may be lost are not ECN-capable, so that a port drops them where it marks the others.
+        priorities: Whether datagrams tell switches how urgent they are. Those of the model's front layers are sent
+            first, because the next forward needs them first. They have a higher class: DSCP CS5, down to CS1 for the
+            last layers. Datagrams that may be lost are not ECN-capable, so a port drops them when it marks the others.
         connect: Makes this rank's transport for a process group; by default one over UDP. Collective.
         servers: Who sums: `ParameterServers()`, those of the launcher, or `ParameterServers([...])`. Ranks then push to
             them, which may lose gradients, and pull the sums from them, without loss. None: each rank sums a part.
-        paths: By how many ports each rank sends. Where a network chooses among several paths by ports (ECMP), datagrams
-            to one rank then take all of them, each as fast as it is; 8 for two paths. With one path it gains nothing.
+        paths: Number of UDP ports that each rank sends from. If a network chooses among several paths by ports (ECMP),
+            datagrams to one rank then take all of them. Use 8 for two paths. With one path it gains nothing.
 
     Attributes:
         losses: What was lost in the last step; the same on every rank.
@@ -108,17 +108,17 @@ class BoundedLoss(Reduction):
             )
         if not _is_whole(paths) or not 1 <= paths <= _MOST_PATHS or (paths > 1 and connect is not None):
             raise ConfigurationError(
-                f"paths={paths!r} cannot be: a rank sends by 1 to {_MOST_PATHS} ports, and a transport from `connect=` "
+                f"paths={paths!r} must be from 1 to {_MOST_PATHS} ports, and a transport from `connect=` "
                 "has its own. For two paths 8 are enough."
             )
         if servers is not None and (connect is not None or not isinstance(servers, ParameterServers)):
             raise ConfigurationError(
-                f"servers={servers!r} cannot be: give ParameterServers(), or ParameterServers(addresses), and no "
-                "`connect=` beside it."
+                f"servers={servers!r} is not possible. Give ParameterServers(), or ParameterServers(addresses), and no "
+                "`connect=` with it."
             )
         if connect is not None and not callable(connect):
             raise ConfigurationError(
-                f"connect={connect!r} cannot be: it is a function that makes this rank's transport for a process "
+                f"connect={connect!r} must be a function that makes this rank's transport for a process "
                 "group. Leave it out for one over UDP."
             )
         if not isinstance(priorities, bool):
@@ -173,7 +173,7 @@ class BoundedLoss(Reduction):
     def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
         check_one_model(self, self._names, named_parameters)
         if self._connect is None and process_group.size() > 1:
-            bounded_loss("lossy_link")
+            bounded_loss("datagram_loop").compile_all()  # before any rank waits for this one
         if process_group is not self._prepared_for:
             self._connection = None  # the other group may have been destroyed
         self._prepared_for = process_group
@@ -265,18 +265,12 @@ class BoundedLoss(Reduction):
 
 
 class _Reduced:
-    """The handle of a bucket: first it is handed to the link, on a lane; then summed.
-
-    Attributes:
-        sizes: Numbers of elements of its parameters, by name.
-        sum: Of the link, once it was launched there.
-        is_finite: Whether the result is, where residuals depend on it; once it is done.
-    """
+    """The handle of a bucket: first it is handed to the link, on a lane; then summed."""
 
     def __init__(self, body: Tensor, sizes: Mapping[str, int], residual: Slot | None, rank: int) -> None:
-        self.sizes = sizes
-        self.sum: Sum | None = None
-        self.is_finite = True
+        self.sizes = sizes  # numbers of elements of its parameters, by name
+        self.sum: Sum | None = None  # of the link, once it was launched there
+        self.is_finite = True  # whether the result is, where residuals depend on it; once it is done
         self._body = body
         self._staged = body
         self._residual = residual
@@ -289,7 +283,8 @@ class _Reduced:
         def perform() -> None:
             if self._body.device.type != "cpu" or self._body.dtype not in _NATIVE:
                 dtype = self._body.dtype if self._body.dtype in _NATIVE else torch.float32
-                self._staged = self._body.detach().to("cpu", dtype)
+                native = self._body.detach().to(dtype)
+                self._staged = native if native.is_cpu else to_host(native)
             if self._residual is not None:
                 self._staged.add_(self._residual.kept.to(self._staged.device, self._staged.dtype))
                 self._residual.proposed.copy_(self._staged)
@@ -320,7 +315,7 @@ class _Reduced:
             self.is_finite = bool(torch.isfinite(low) & torch.isfinite(high))
             _keep_lost(self._residual.proposed, done.losses.ranges, self._rank)
         if self._staged is not self._body:
-            self._body.copy_(self._staged)
+            to_device(self._body, self._staged)
 
     def on_done(self, callback: Callable[[], None]) -> None:
         def when_launched() -> None:

@@ -62,7 +62,7 @@ def choose_reduction(
     if reduction not in (None, "mean"):
         raise ConfigurationError(
             f"reduction={reduction!r} and compression={compression!r}: compression takes the mean of compressed "
-            "gradients, so each says how gradients are combined. Leave out either."
+            "gradients, so each says how gradients are combined. Leave out one of them."
         )
     if isinstance(compression, Compressor):
         return _compress_by(compression)

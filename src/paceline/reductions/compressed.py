@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import all_gather
+from paceline.comm.device import keep_for_current_streams
 from paceline.comm.traffic import gathered
 from paceline.compression import Compressor, Layout, Seeds, accumulation_dtype
 from paceline.errors import ConfigurationError
@@ -21,22 +22,22 @@ from paceline.reductions.reduction import Message
 
 
 class Compressed(Lossy):
-    """The mean of compressed gradients: payloads are all-reduced if the compressor is additive, else all-gathered.
+    """The mean of compressed gradients: payloads are all-reduced if the compressor is additive, otherwise all-gathered.
 
     Args:
         compressor: Compresses one rank's gradients.
         error_feedback: Add the residual, which is the gradient minus its payload, to the next step's gradient; None: if
             the compressor needs it.
-        momentum: Apply momentum here, before compression, instead of in the optimizer, whose momentum must then be 0:
-            the velocity of an element that is not sent accumulates (momentum correction), that of one that was sent is
-            set to 0 (momentum factor masking). For sparse compressors with error feedback.
+        momentum: Apply momentum here, before compression; the optimizer's must then be 0. The velocity of an element
+            that is not sent accumulates (momentum correction). The velocity of a sent element is set to 0 (momentum
+            factor masking). For sparse compressors with error feedback.
         seed: Of random numbers; the same on every rank.
 
     Cost:
-        On P ranks each sends 2 (P-1)/P of its payload if the compressor is additive, else P-1 times its payload, and
-        decompresses P payloads. So a payload that is gathered has to be shorter than 2/P of the gradients to save
-        anything: int8 does so up to 7 ranks, onebit up to 63. Error feedback keeps two numbers an element, momentum two
-        more.
+        On P ranks each sends 2 (P-1)/P of its payload if the compressor is additive, otherwise P-1 times its payload,
+        and decompresses P payloads. So a payload that is gathered has to be shorter than 2/P of the gradients to save
+        anything: int8 does so up to 7 ranks, onebit up to 63. Error feedback keeps two numbers per element, momentum
+        two more.
 
     Source:
         Error feedback: Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019, Algorithm 2. Momentum correction
@@ -61,7 +62,7 @@ class Compressed(Lossy):
             raise ConfigurationError(f"Compressed: momentum={momentum!r} must be at least 0 and less than 1.")
         if momentum and not (compressor.is_sparse and feeds_back):
             raise ConfigurationError(
-                f"Compressed: momentum={momentum} corrects the momentum of elements that wait for their turn, and with "
+                f"Compressed: momentum={momentum} accumulates the momentum of elements that are not sent yet, and with "
                 f"{compressor!r}{'' if feeds_back else ' without error feedback'} none does. Leave the momentum to the "
                 "optimizer, or take TopK or RandomK."
             )
@@ -86,13 +87,15 @@ class Compressed(Lossy):
         payload = self.compressor.compress(pending, layout, seeds)
         if self.compressor.additive:
             mean = launch_mean(payload.clone() if self._memories else payload, group)
-            self._count(layout, sent_for_mean(payload.nbytes, group.size()))
             self._keep_residual(payload, names, layout, seeds)
             return lambda: self._write(message.body, [mean()], group.size(), layout, seeds)
-        rows = self._launch_gather(payload, group)
-        self._count(layout, gathered(payload.nbytes, group.size()))
+        rows = self._all_gather(payload, group)
         self._keep_residual(payload, names, layout, seeds)
         return lambda: self._write(message.body, rows(), 1, layout, seeds)
+
+    def _sent_bytes(self, names: tuple[str, ...], layout: Layout) -> int:
+        sent = sent_for_mean if self.compressor.additive else gathered
+        return sent(self.compressor.payload_bytes(layout), self._place[1])
 
     def _seeds(self) -> Seeds:
         return Seeds(
@@ -123,7 +126,7 @@ class Compressed(Lossy):
             sent = self.compressor.decompress(payload, layout, seeds.common)
             self._memories[VELOCITY].slot(names, layout).proposed.masked_fill_(sent != 0, 0.0)
 
-    def _launch_gather(self, payload: Tensor, group: ProcessGroup) -> Callable[[], list[Tensor]]:
+    def _all_gather(self, payload: Tensor, group: ProcessGroup) -> Callable[[], list[Tensor]]:
         if group.size() == 1:
             return lambda: [payload]
         rows = [torch.empty_like(payload) for _ in range(group.size())]
@@ -131,6 +134,8 @@ class Compressed(Lossy):
 
         def finish() -> list[Tensor]:
             pending.wait()
+            if not payload.is_cpu:
+                keep_for_current_streams([payload, *rows])
             return rows
 
         return finish
@@ -138,14 +143,9 @@ class Compressed(Lossy):
     def _write(
         self, body: Tensor, payloads: list[Tensor], num_ranks_each: int, layout: Layout, seeds: Seeds
     ) -> None:
-        """Decompress payloads and replace `body` by their mean, summed in their order.
+        """Replace `body` by the mean of all ranks' payloads, decompressed and summed in their order.
 
-        Args:
-            body: The bucket's gradients; overwritten.
-            payloads: All ranks' payloads, or one, their mean.
-            num_ranks_each: 1 for all ranks' payloads; the number of ranks for their mean.
-            layout: Of the bucket.
-            seeds: Of this step.
+        A single payload is already the mean of `num_ranks_each` ranks.
         """
         is_wide = body.dtype == accumulation_dtype(layout.dtype)
         total = body.zero_() if is_wide else torch.zeros_like(body, dtype=accumulation_dtype(layout.dtype))

@@ -13,21 +13,13 @@ from paceline.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Keeper:
-    """Who keeps state.
+    """Who keeps state."""
 
-    Attributes:
-        kind: The reduction, with those settings alone that its state depends on.
-        sizes: Numbers of real elements, by parameter.
-        rank: Of this process.
-        num_ranks: How many there are.
-        kept: What the state is, for messages: "what compression had left out of earlier gradients".
-    """
-
-    kind: str
-    kept: str
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    kind: str  # the reduction, with those settings alone that its state depends on
+    kept: str  # what the state is, for messages: "what compression had left out of earlier gradients"
+    sizes: Mapping[str, int] = field(default_factory=dict)  # numbers of real elements, by parameter
     rank: int = 0
-    num_ranks: int = 1
+    num_ranks: int = 1  # how many there are
 
     def words(self) -> dict[str, Any]:
         """What a checkpoint says of it."""
@@ -41,8 +33,7 @@ class Keeper:
     def has_saved(self, state: Mapping[str, Any], strict: bool) -> bool:
         """Whether `state` was saved by this rank of as many ranks.
 
-        Raises:
-            ConfigurationError: It is the state of another reduction or model; or, if `strict`, of another rank.
+        Raises ConfigurationError if it is another reduction's or model's; or, if `strict`, another rank's.
         """
         advice = f"Nothing was loaded. Training may go on without: {self.kept} is then lost, once."
         if state.get("kind") != self.kind:
@@ -68,18 +59,12 @@ class Keeper:
 def check_one_model(
     reduction: object, known: Mapping[int, str], named_parameters: Mapping[str, Parameter]
 ) -> None:
-    """Make sure that a reduction which keeps state by parameter is not prepared for a second model.
+    """Raise ConfigurationError if a reduction that keeps state by parameter is prepared for a second model.
 
-    Args:
-        reduction: For messages.
-        known: Names by the ids of the parameters it was prepared for before; empty at first.
-        named_parameters: Those it is prepared for now; unfrozen ones may have come.
-
-    Raises:
-        ConfigurationError: They are another model's.
+    It was prepared for the parameters in `known`, by id; unfrozen ones may have come.
     """
     if known and not known.keys() & {id(parameter) for parameter in named_parameters.values()}:
         raise ConfigurationError(
-            f"{reduction!r} reduces another model's gradients already, of which it keeps what was left out. "
+            f"{reduction!r} already reduces another model's gradients and keeps their residuals. "
             "Make one for each model."
         )

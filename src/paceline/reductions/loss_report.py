@@ -16,12 +16,12 @@ class LossReport:
 
     Attributes:
         lost: Contributions that did not arrive, over all ranks and buckets.
-        sent: Contributions that were sent for the first time, likewise.
-        by_rank: Of the lost ones, those for the shard of each rank; where servers sum, of each server.
-        by_sender: Of the lost ones, those that each rank sent: one whose link is bad stands out here, and the others
+        sent: Contributions that were sent for the first time.
+        by_rank: Lost contributions for the shard of each rank; if servers sum, of each server.
+        by_sender: Lost contributions that each rank sent. A rank whose link is bad stands out here, and the others
             share its losses in `by_rank`.
-        by_bucket: Of the lost ones, those of each bucket, in launch order.
-        by_parameter: Of each parameter's elements, over all ranks' contributions to others, the part that was lost.
+        by_bucket: Lost contributions of each bucket, in launch order.
+        by_parameter: The lost part of each parameter's elements, over all ranks' contributions to others.
     """
 
     lost: int = 0

@@ -7,11 +7,14 @@ Rules
 3. At most two buckets are sent and not yet decompressed: the payloads of all ranks take memory until then.
 4. State for the next step (residuals, factors) takes effect in `end_step` only, so not if the step failed; and not if
    its gradients were not finite, on which ranks agree without asking, because the reduced gradients are the same.
+5. An accelerator says later whether they were. So a step's end and the next one's begin wait (`_settle`) until
+   somebody needs the state: the first thread, before the next bucket, or whoever reads it.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from abc import abstractmethod
 from collections import deque
@@ -25,6 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm.collectives import C10dWork, Work
+from paceline.comm.device import Later, keep_for_current_streams
 from paceline.comm.lane import Lane, LaneWork
 from paceline.comm.traffic import Traffic, all_reduced
 from paceline.compression import Layout
@@ -45,14 +49,12 @@ class Lossy(Reduction):
         loss_scale: Returns the factor of the loss; called before each step. Set it to your `GradScaler.get_scale`:
             residuals are then rescaled when it changes. Not part of the settings that ranks compare.
         last_step: The bytes that this rank sent in the last step.
-        overflowed: Whether the last step's reduced gradients contain an infinity or a NaN. The same on every rank. Such
-            a step must be skipped, as `GradScaler.step` does; its residuals are dropped.
     """
 
     def __init__(self) -> None:
         self.loss_scale: Callable[[], float] = _one
         self.last_step = Traffic()
-        self.overflowed = False
+        self._overflowed = False
         self._total = Traffic()
         self._num_steps = 0
         self._memories: dict[str, Memory] = {}
@@ -66,6 +68,10 @@ class Lossy(Reduction):
         self._traffic = Traffic()  # of the step under way
         # Of the step under way: one scalar for each bucket, 0, or NaN if its result is not finite.
         self._finite_checks: list[Tensor] = []
+        # What is left to do between two steps (rule 5)
+        self._settling = threading.Lock()
+        self._ended: Later | None = None  # NaN if the last step's gradients were not finite
+        self._begins: float | None = None  # with this loss scale
 
     # ---- before training
 
@@ -85,6 +91,7 @@ class Lossy(Reduction):
     def follow(
         self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup, are_alike: bool
     ) -> None:
+        self._settle()
         self._pipeline = None  # its threads may still be in a collective with a rank that is gone
         self.prepare(named_parameters, process_group)
         for memory in self._memories.values():
@@ -100,18 +107,75 @@ class Lossy(Reduction):
         """Raise ConfigurationError if a gradient of this dtype cannot be compressed."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pipeline": None, "_names": {}}
+        self._settle()
+        return {**self.__dict__, "_pipeline": None, "_names": {}, "_settling": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._settling = threading.Lock()
 
     # ---- a step
 
     def begin_step(self) -> None:
         self._traffic, self._finite_checks = Traffic(), []
         scale = float(self.loss_scale())
+        if self._ended is None:
+            self._begin(scale)
+        else:
+            self._begins = scale
+
+    def _begin(self, loss_scale: float) -> None:
+        """State that a step writes beside the old is written anew, in units of this loss scale."""
         for memory in self._memories.values():
             memory.begin()
-            if scale != self._scale_of_memories:
-                memory.multiply(scale / self._scale_of_memories)
-        self._scale_of_memories = scale
+            if loss_scale != self._scale_of_memories:
+                memory.multiply(loss_scale / self._scale_of_memories)
+        self._scale_of_memories = loss_scale
+
+    def _settle(self) -> None:
+        """Do what is left of the last step's end and this one's begin. Waits for a device, if it has to (rule 5)."""
+        with self._settling:
+            ended, self._ended = self._ended, None
+            if ended is not None:
+                self._conclude(bool(ended.read().isnan()))
+            begins, self._begins = self._begins, None
+            if begins is not None:
+                self._begin(begins)
+
+    def _conclude(self, overflowed: bool) -> None:
+        """The last step's gradients were finite, or not."""
+        self._overflowed = overflowed
+        if not overflowed:
+            self._commit()
+
+    def _conclude_later(self, checks: Sequence[Tensor]) -> None:
+        """As `_conclude`, when the device has said so."""
+        if not self._keeps_state:
+            self._ended = None  # nobody has asked
+        self._settle()  # of a step without buckets
+        keep_for_current_streams(checks)
+        self._ended = Later(torch.stack([check.double() for check in checks]).sum())
+
+    @property
+    def _keeps_state(self) -> bool:
+        """Whether a step's end changes what the next one reads."""
+        return bool(self._memories)
+
+    def _commit(self) -> None:
+        """Make what the last step wrote the state."""
+        for memory in self._memories.values():
+            memory.commit()
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the last step's reduced gradients contain an infinity or a NaN. The same on every rank.
+
+        Such a step must be skipped, as `GradScaler.step` does; its residuals are dropped. On an accelerator this waits
+        for the device.
+        """
+        if self._ended is not None:
+            self._settle()
+        return self._overflowed
 
     def input_scale(self, num_ranks: int) -> float:
         self._num_averaged = num_ranks
@@ -119,10 +183,13 @@ class Lossy(Reduction):
 
     def launch(self, message: Message) -> Work:
         assert self._pipeline is not None, "prepared before the first step"
-        names = tuple(self._names[id(parameter)] for parameter in message.parameters)
-        layout, checks = self._layout(message, names), self._finite_checks
+        names, layout = self._described(message)
+        self._traffic += self._traffic_of(names, layout)
+        checks = self._finite_checks
 
         def start() -> Finish:
+            if self._ended is not None and self._keeps_state:
+                self._settle()
             finish = self._start(message, names, layout)
 
             def finish_and_check() -> None:
@@ -153,8 +220,13 @@ class Lossy(Reduction):
 
         return self._pipeline.launch(start, gradient, "a sparse gradient")
 
-    def _layout(self, message: Message, names: tuple[str, ...]) -> Layout:
-        return Layout(
+    def traffic_of(self, message: Message) -> Traffic:
+        """What each rank sends for this bucket, by the shapes of its gradients. Local."""
+        return self._traffic_of(*self._described(message))
+
+    def _described(self, message: Message) -> tuple[tuple[str, ...], Layout]:
+        names = tuple(self._names[id(parameter)] for parameter in message.parameters)
+        return names, Layout(
             sizes=tuple(self._sizes[name] for name in names),
             positions=tuple(self._positions[name] for name in names),
             dtype=message.body.dtype,
@@ -165,32 +237,31 @@ class Lossy(Reduction):
     def _start(self, message: Message, names: tuple[str, ...], layout: Layout) -> Finish:
         """Compress `message.body` and launch its exchange.
 
-        Args:
-            message: The bucket.
-            names: Of its parameters.
-            layout: Of the bucket.
-
-        Returns:
-            A function that waits for the exchange and writes the result into `message.body`; it launches no collective.
+        The returned function waits for the exchange and writes the result into `message.body`; it launches no
+        collective.
 
         Contract:
             Collective: every rank, same order.  Blocks: perhaps.  Runs on the pipeline's first thread, and the returned
             function on its second.
         """
 
-    def _count(self, layout: Layout, sent_bytes: int) -> None:
-        plain_bytes = all_reduced(layout.num_bytes, self._place[1])
-        self._traffic += Traffic(sent_bytes, plain_bytes)
+    @abstractmethod
+    def _sent_bytes(self, names: tuple[str, ...], layout: Layout) -> int:
+        """What `_start` sends for a bucket of these gradients. Local; by shapes alone."""
+
+    def _traffic_of(self, names: tuple[str, ...], layout: Layout) -> Traffic:
+        return Traffic(self._sent_bytes(names, layout), all_reduced(layout.num_bytes, self._place[1]))
 
     def withdraw(self, parameters: Sequence[Parameter]) -> None:
         for memory in self._memories.values():
             memory.restore(self._names[id(parameter)] for parameter in parameters)
 
     def end_step(self, timing: StepTiming) -> None:
-        self.overflowed = any(bool(check.isnan()) for check in self._finite_checks)
-        if not self.overflowed:
-            for memory in self._memories.values():
-                memory.commit()
+        checks = self._finite_checks
+        if checks and not checks[0].is_cpu:
+            self._conclude_later(checks)
+        else:
+            self._conclude(any(bool(check.isnan()) for check in checks))
         self.last_step = self._traffic
         self._total += self._traffic
         self._num_steps += 1
@@ -211,6 +282,7 @@ class Lossy(Reduction):
 
     def reset(self) -> None:
         """Drop residuals and velocities. Local; all ranks must do it before the same step."""
+        self._settle()
         for memory in self._memories.values():
             memory.load({})
         self._num_steps = 0
@@ -222,6 +294,7 @@ class Lossy(Reduction):
         )
 
     def state_dict(self) -> dict[str, Any]:
+        self._settle()
         return {
             **self._keeper.words(),
             "num_steps": self._num_steps,
@@ -244,6 +317,7 @@ class Lossy(Reduction):
             ConfigurationError: It is the state of another reduction, rank or model; nothing was changed.
         """
         is_own = self._keeper.has_saved(state, strict)
+        self._settle()
         self._load_shared(state)
         for kind, memory in self._memories.items():
             memory.load(state["memories"][kind] if is_own else {})
@@ -266,11 +340,7 @@ def _one() -> float:
 
 
 class Pipeline:
-    """Two threads for the buckets of one reduction: the first compresses and sends, the second decompresses.
-
-    Args:
-        name: Of the threads.
-    """
+    """Two threads for the buckets of one reduction: the first compresses and sends, the second decompresses."""
 
     def __init__(self, name: str) -> None:
         self._sending, self._decoding = Lane(f"{name} sends"), Lane(f"{name} decodes")
@@ -281,10 +351,7 @@ class Pipeline:
     def launch(self, start: Callable[[], Finish], tensor: Tensor, what: str) -> C10dWork:
         """Run `start` on the first thread, and then the function it returns on the second. Does not block.
 
-        Args:
-            start: May block and launch collectives; the function it returns may block, but launches none.
-            tensor: What is reduced: its device's current stream is used.
-            what: A label for the profiler and errors.
+        `start` may block and launch collectives; the function it returns may block, but launches none.
         """
         finish: list[Finish] = []
 

@@ -38,9 +38,9 @@ _HALVES = (torch.float16, torch.bfloat16)
 class GradientNoiseScale(Reduction):
     """Measures the gradient noise scale while another reduction reduces.
 
-    It needs at least two ranks, and a reduction whose result is the ranks' mean up to rounding: not Adasum; with
-    compression its error counts as noise as well. Gradients that bypass reductions (sparse and late ones) are left out;
-    if the last bucket does so, steps are not measured. It measures one step's gradients, so clear them before each.
+    It needs at least two ranks, and a reduction whose result is the ranks' mean up to rounding: not Adasum. With
+    compression its error counts as noise. Gradients that bypass reductions (sparse and late ones) are left out; if the
+    last bucket does so, steps are not measured. It measures one step's gradients, so clear them before each.
 
     Args:
         inner: The reduction that is measured: "mean" or a `Reduction`.
@@ -50,8 +50,8 @@ class GradientNoiseScale(Reduction):
         every: Measure one step in `every`; the others cost nothing.
 
     Cost:
-        In a measured step two passes over the gradients, one before and one after they are reduced, and an all-reduce
-        of 16 bytes after the last bucket.
+        In a measured step: one pass over the gradients before and one after they are reduced. Then an all-reduce of 16
+        bytes follows the last bucket.
 
     Source:
         McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1.

@@ -17,6 +17,7 @@ from paceline.comm.collectives import (
     can_all_to_all,
     shares_memory,
 )
+from paceline.comm.device import keep_for_current_streams
 from paceline.comm.traffic import all_reduced
 from paceline.compression import accumulation_dtype
 
@@ -26,12 +27,8 @@ _NARROW = (torch.float16, torch.bfloat16)
 def launch_mean(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     """Start taking the mean over the ranks: summed in rank order, 16-bit elements in float32 and rounded once.
 
-    Args:
-        tensor: Floating, contiguous, shape (n,); may be overwritten.
-        group: The ranks.
-
-    Returns:
-        A function that waits and returns the mean, in the tensor's dtype; it starts no collective.
+    The returned function waits and returns the mean, in the tensor's dtype; it starts no collective. It may run on
+    another stream than this one.
 
     Contract:
         Collective: every rank, same order.  Blocks: until the all-to-all is done, where there is one.  Mutates:
@@ -65,8 +62,11 @@ def sent_for_mean(num_bytes: int, num_ranks: int) -> int:
     return all_reduced(num_bytes, num_ranks)
 
 
-def _waited(pending: C10dWork, tensor: Tensor) -> Tensor:
+def _waited(pending: C10dWork, tensor: Tensor, *others: Tensor) -> Tensor:
+    """Wait; whatever the collective used stays until this thread's stream is done with it."""
     pending.wait()
+    if not tensor.is_cpu:
+        keep_for_current_streams([tensor, *others])
     return tensor
 
 
@@ -75,7 +75,7 @@ def _gather_and_fold(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor
     pending = all_gather(rows, tensor, group)
 
     def finish() -> Tensor:
-        pending.wait()
+        _waited(pending, tensor, *rows)
         return _folded(rows).to(tensor.dtype)
 
     return finish
@@ -92,7 +92,7 @@ def _fold_shares(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     all_to_all(received.view(byte), padded.view(byte), group).wait()
     mine = _folded(list(received.split(share))).to(tensor.dtype)
     gathering = all_gather(list(padded.split(share)), mine, group)
-    return lambda: _waited(gathering, padded[:num_elements])
+    return lambda: _waited(gathering, padded[:num_elements], mine)
 
 
 def _folded(rows: list[Tensor]) -> Tensor:

@@ -39,10 +39,7 @@ def _gather_quantized(
 ) -> torch.futures.Future[torch.Tensor]:
     """All-gather a payload of scales, zero points and integers of all channels; then dequantize and average.
 
-    Args:
-        process_group: None for the default one.
-        flat: The bucket, shape (N,).
-        channels: The same values, padded, shape (number of channels, channel length).
+    `channels` are the bucket's values, padded, shape (channels, channel length).
     """
     group = process_group if process_group is not None else dist.distributed_c10d._get_default_group()
     scales, zero_points = _affine_8bit(channels)
@@ -73,10 +70,6 @@ def _affine_8bit(channels: Tensor) -> tuple[Tensor, Tensor]:
 
 def batched_power_sgd(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """PowerSGD of a whole bucket seen as one square matrix M, padded with zeros: P = MQ, Q = MᵀP̂, M ≈ P̂Qᵀ.
-
-    Args:
-        state: Torch's `PowerSGDState`; its error feedback and warm start are kept in it, per bucket.
-        bucket: The gradients.
 
     Source:
         Vogels et al., "PowerSGD", NeurIPS 2019, Algorithm 1, on one matrix a bucket.

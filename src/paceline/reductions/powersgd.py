@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from paceline.comm.device import keep_for_current_streams
 from paceline.compression import Layout, accumulation_dtype
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
-from paceline.observe import StepTiming
 from paceline.reductions.error_feedback import RESIDUAL, Memory
 from paceline.reductions.lossy import Finish, Lossy
 from paceline.reductions.ordered_mean import launch_mean, sent_for_mean
@@ -41,25 +41,25 @@ class _Matrix:
 class PowerSGD(Lossy):
     """The mean over ranks of a low-rank approximation, with error feedback.
 
-    Of each gradient M, seen as a matrix, the ranks average P = MQ and, with its columns made orthonormal, Q = M'P; the
+    A gradient is seen as a matrix M. The ranks average P = MQ, make its columns orthonormal, and average Q = M'P. The
     result is PQ'. Two all-reduces for each bucket: all P and the uncompressed gradients, then all Q.
 
-    Limits first: QR factorisations and matrix products, unlike sums, need not have the same bits on processors of
-    different kinds or with different numbers of threads; ranks must be alike in both to stay bitwise equal.
+    Limits first: ranks need processors of one kind and equal numbers of threads to stay bitwise equal. Otherwise QR
+    factorisations and matrix products may differ in their last bits.
 
     Args:
         rank: Columns of P and Q; 1 to 4 are usual.
         min_compression_rate: Gradients that would not become smaller by more than this factor are sent uncompressed; so
             are vectors.
         start_step: The number of first steps that take the plain mean.
-        warm_start: Begin with the last step's Q, so that successive steps are a power iteration; else with random
+        warm_start: Begin with the last step's Q, so that successive steps are a power iteration; otherwise with random
             numbers.
         error_feedback: Add the residual, which is the gradient minus its approximation, to the next step's gradient.
-        seed: Of the first Q; the same on every rank.
+        seed: Random seed of the first Q; the same on every rank.
 
     Cost:
         2 (P-1)/P x 4 rank (rows + columns) bytes for each matrix, on P ranks; three products and a QR factorisation
-        of the thin factor. Error feedback keeps two numbers an element.
+        of the thin factor. Error feedback keeps two numbers per element.
 
     Source:
         Vogels et al., "PowerSGD", NeurIPS 2019, Algorithms 1 and 2. As there, and unlike in torch's hook, the
@@ -79,7 +79,7 @@ class PowerSGD(Lossy):
         super().__init__()
         if not (number(rank) >= 1 and number(rank) % 1 == 0):
             raise ConfigurationError(
-                f"PowerSGD: rank={rank!r} must be a whole number of at least 1; 1 to 4 are usual."
+                f"PowerSGD: rank={rank!r} must be a whole number of at least 1. Most use up to 4."
             )
         if not number(min_compression_rate) > 0:
             raise ConfigurationError(
@@ -118,14 +118,14 @@ class PowerSGD(Lossy):
                 "float32 and float64. Cast the parameter."
             )
 
-    def begin_step(self) -> None:
-        super().begin_step()
+    def _begin(self, loss_scale: float) -> None:
+        super()._begin(loss_scale)
         self._next_factors = {}
 
     def _start(self, message: Message, names: tuple[str, ...], layout: Layout) -> Finish:
-        matrices = self._matrices(names, layout) if self._num_steps >= self.start_step else []
+        matrices = self._matrices(names, layout)
         if not matrices:
-            return self._start_mean(message, layout)
+            return self._start_mean(message)
         group, wide = message.process_group, accumulation_dtype(layout.dtype)
         body = message.body
         pending = self._pending(body, names, layout)
@@ -140,14 +140,11 @@ class PowerSGD(Lossy):
         local = [m.of(pending).t() @ basis for m, basis in zip(matrices, bases, strict=True)]
         finish = launch_mean(torch.cat([q.reshape(-1) for q in local]), group)
         self._keep_residual(pending, matrices, bases, local)
-        second_bytes = sum(q.nbytes for q in local)
-        self._count(layout, sent_for_mean(first.nbytes + second_bytes, group.size()))
         return lambda: self._write(body, matrices, bases, finish(), list(zip(others, means, strict=True)))
 
-    def _start_mean(self, message: Message, layout: Layout) -> Finish:
+    def _start_mean(self, message: Message) -> Finish:
         body, group = message.body, message.process_group
         mean = launch_mean(body, group)
-        self._count(layout, sent_for_mean(layout.num_bytes, group.size()))
 
         def finish() -> None:
             result = mean()
@@ -158,8 +155,18 @@ class PowerSGD(Lossy):
 
         return finish
 
+    def _sent_bytes(self, names: tuple[str, ...], layout: Layout) -> int:
+        matrices = self._matrices(names, layout)
+        if not matrices:
+            return sent_for_mean(layout.num_bytes, self._place[1])
+        factors = sum((m.num_rows + m.num_columns) * m.rank for m in matrices)
+        others = layout.num_elements - sum(m.num_rows * m.num_columns for m in matrices)
+        return sent_for_mean((factors + others) * accumulation_dtype(layout.dtype).itemsize, self._place[1])
+
     def _matrices(self, names: tuple[str, ...], layout: Layout) -> list[_Matrix]:
-        """The gradients of a bucket that are compressed."""
+        """The gradients of a bucket that this step compresses."""
+        if self._num_steps < self.start_step:
+            return []
         matrices, start = [], 0
         for name, size in zip(names, layout.sizes, strict=True):
             num_rows, num_columns = self._shapes[name]
@@ -206,6 +213,8 @@ class PowerSGD(Lossy):
         others: list[tuple[tuple[int, int], Tensor]],
     ) -> None:
         """Replace `body` by the mean of the approximations, and of what was sent uncompressed."""
+        if not body.is_cpu:  # another stream has made them
+            keep_for_current_streams([*bases, *(mean for _, mean in others)])
         factor = self._place[1] / self._num_averaged
         sizes = [matrix.num_columns * matrix.rank for matrix in matrices]
         for matrix, basis, flat in zip(matrices, bases, mean_qs.split(sizes), strict=True):
@@ -220,10 +229,13 @@ class PowerSGD(Lossy):
         for parameter in parameters:
             self._next_factors.pop(self._names[id(parameter)], None)
 
-    def end_step(self, timing: StepTiming) -> None:
-        super().end_step(timing)
-        if not self.overflowed:
-            self._factors.update(self._next_factors)
+    @property
+    def _keeps_state(self) -> bool:
+        return True
+
+    def _commit(self) -> None:
+        super()._commit()
+        self._factors.update(self._next_factors)
 
     def reset(self) -> None:
         super().reset()
@@ -234,7 +246,8 @@ class PowerSGD(Lossy):
         self._factors = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "factors": {name: q.clone() for name, q in self._factors.items()}}
+        own = super().state_dict()  # which settles
+        return {**own, "factors": {name: q.clone() for name, q in self._factors.items()}}
 
     def _load_shared(self, state: Mapping[str, Any]) -> None:
         self._factors = {name: q.clone() for name, q in state["factors"].items()}

@@ -21,7 +21,7 @@ class Message:
     """One bucket, passed to a reduction, which owns its tensors until it is done.
 
     Attributes:
-        index: Of the bucket in launch order; the same on every rank.
+        index: The bucket's place in launch order; the same on every rank.
         is_last: Whether it is the last one of this backward.
         flat: Real, contiguous, shape (N,): the gradients and, if the reduction `carries_words`, a trailer of control
             words that are summed with them.
@@ -63,6 +63,9 @@ class Reduction(ABC):
     needs_all_buckets: bool = False
     """Whether every step has to launch every bucket, on every rank; else those that no rank needs may be left out."""
 
+    times_steps: bool = False
+    """Whether it needs a step's true times in `end_step`, for which the host then waits where a device computes."""
+
     def __repr__(self) -> str:
         """Class and settings, equal on all ranks: `ddp` compares them, so that ranks with different ones raise."""
         return type(self).__name__
@@ -97,8 +100,8 @@ class Reduction(ABC):
         Args:
             named_parameters: As of `prepare`.
             process_group: The ranks that there are now, which `check_group` has let pass.
-            are_alike: All of them have made the same steps with this model; else some are new, or behind, so what has
-                to be equal on all ranks begins anew on all.
+            are_alike: All of them have made the same steps with this model. If not, some are new or behind, so state
+                that must be equal begins again on all ranks.
 
         Contract:
             Local; on every rank between the same steps. Collectives over the old group may still be under way.
@@ -107,7 +110,7 @@ class Reduction(ABC):
 
     @property
     def carries_words(self) -> bool:
-        """Whether `launch` returns exact sums of the status words behind the gradients; else `ddp` sends them apart.
+        """Whether `launch` returns exact sums of the status words, too; otherwise `ddp` sends them separately.
 
         Constant from `begin_step` to the end of the step.
         """

@@ -11,9 +11,7 @@ Blocks stay where they are in the message, so a range that passes the end travel
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-from paceline.schedules.schedule import Rounds, Schedule, Transfer, mirror
+from paceline.schedules.schedule import Rounds, Transfer, from_gather
 
 
 def _gather(num_ranks: int) -> Rounds:
@@ -41,20 +39,4 @@ def _around(first: int, count: int, size: int) -> list[tuple[int, int]]:
     return [(first, size), (0, last - size)]
 
 
-@lru_cache(maxsize=32)
-def all_gather(num_ranks: int) -> Schedule:
-    """Rank r's block r reaches every rank."""
-    return Schedule("all_gather_circulant", num_ranks, num_ranks, _gather(num_ranks))
-
-
-@lru_cache(maxsize=32)
-def reduce_scatter(num_ranks: int) -> Schedule:
-    """Rank r ends with block r of the reduction; its other blocks are undefined."""
-    return Schedule("reduce_scatter_circulant", num_ranks, num_ranks, mirror(_gather(num_ranks)))
-
-
-@lru_cache(maxsize=32)
-def all_reduce(num_ranks: int) -> Schedule:
-    """Reduce-scatter, then all-gather."""
-    gather = _gather(num_ranks)
-    return Schedule("circulant", num_ranks, num_ranks, mirror(gather) + gather)
+all_gather, reduce_scatter, all_reduce = from_gather("circulant", _gather)

@@ -35,7 +35,7 @@ class Price:
 
     @property
     def bytes_per_rank(self) -> int:
-        """Of the rank that sends most."""
+        """Bytes of the rank that sends most."""
         return max(self.bytes_sent)
 
 

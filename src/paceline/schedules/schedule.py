@@ -14,9 +14,9 @@ Rules
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import zip_longest
 
 from paceline.errors import ConfigurationError
@@ -184,6 +184,31 @@ def mirror(rounds: Iterable[Round]) -> Rounds:
         tuple(replace(t, source=t.target, target=t.source, fold=not t.fold) for t in transfers)
         for transfers in reversed(tuple(rounds))
     )
+
+
+def from_gather(
+    name: str, gather: Callable[[int], Rounds]
+) -> tuple[Callable[[int], Schedule], Callable[[int], Schedule], Callable[[int], Schedule]]:
+    """The collectives of an all-gather's rounds, for a number of ranks: all-gather, reduce-scatter, all-reduce.
+
+    Rank r's block r reaches every rank; the mirror image leaves block r of the reduction on rank r, and its other
+    blocks undefined; an all-reduce is both.
+    """
+
+    @lru_cache(maxsize=32)
+    def all_gather(num_ranks: int) -> Schedule:
+        return Schedule(f"all_gather_{name}", num_ranks, num_ranks, gather(num_ranks))
+
+    @lru_cache(maxsize=32)
+    def reduce_scatter(num_ranks: int) -> Schedule:
+        return Schedule(f"reduce_scatter_{name}", num_ranks, num_ranks, mirror(gather(num_ranks)))
+
+    @lru_cache(maxsize=32)
+    def all_reduce(num_ranks: int) -> Schedule:
+        rounds = gather(num_ranks)
+        return Schedule(name, num_ranks, num_ranks, mirror(rounds) + rounds)
+
+    return all_gather, reduce_scatter, all_reduce
 
 
 def place(rounds: Iterable[Round], ranks: Sequence[int], first_block: int) -> Rounds:

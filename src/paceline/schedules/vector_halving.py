@@ -84,9 +84,7 @@ class VectorHalving:
 def bounds(num_leaves: int, num_nodes: int) -> tuple[int, ...]:
     """Where the nodes of one depth of the tree begin and end: node k has leaves [bounds[k], bounds[k + 1]).
 
-    Args:
-        num_leaves: Of the whole tree.
-        num_nodes: A power of two, at most `num_leaves`.
+    `num_nodes` is a power of two, at most `num_leaves`.
     """
     sizes = [num_leaves]
     while len(sizes) < num_nodes:

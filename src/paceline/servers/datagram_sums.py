@@ -23,6 +23,7 @@ from paceline.transports.bounded_loss.lossy_link import LossyLink
 from paceline.transports.bounded_loss.udp_socket import Introduction
 
 _DTYPES = ("float32", "float64")
+_MOST_SERVERS, _MOST_PORTS = 1024, 16
 _LINGER_S = (
     0.0  # whoever closes it does not wait; the link's thread goes on for a moment, as its peers may need it
 )
@@ -65,6 +66,12 @@ class DatagramSums:
                     f"rank {rank} sums by datagrams with {what}={words[what]!r}, and another rank with "
                     f"{what}={first[what]!r}. Pass the same servers and paths on all."
                 )
+        number, servers, ports = int(words["number"]), int(words["servers"]), int(words["ports"])
+        if not 0 <= number < servers <= _MOST_SERVERS or not 1 <= ports <= _MOST_PORTS:
+            raise ConfigurationError(
+                f"rank {rank} says that this is parameter server {number} of {servers}, and sends by {ports} ports. "
+                f"There are at most {_MOST_SERVERS} servers, and {_MOST_PORTS} ports."
+            )
         self._cards[rank] = words
         if len(self._cards) < self._num_ranks:
             return None

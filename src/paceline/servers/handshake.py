@@ -1,12 +1,15 @@
 """Who connects knows the job's token, and so does the server: each proves it to the other before anything is said.
 
-    server  greeting (with the protocol's version), 32 random bytes
-    rank    32 random bytes, code of "rank" and both
+    rank    knock: greeting (with the protocol's version), 32 random bytes, code of "knock" and these
+    server  greeting, 32 random bytes; zeros instead of them if it refuses the knock
+    rank    code of "rank" and both random numbers
     server  code of "server" and both
 
-Codes are HMAC-SHA256 by the token, so the token never crosses the network, and a recorded handshake is of no use again.
-A stranger can make a server hold these few bytes, for `PATIENCE_S`. What follows is not encrypted, nor is each frame
-signed: whoever can change TCP connections on their way can change gradients, as with Gloo.
+Codes are HMAC-SHA256 by the token, so the token never crosses the network. The knock lets a server tell ranks from
+strangers by the first bytes that arrive: it sheds strangers, however many come, and keeps whoever knocked. A recorded
+knock is of no other use, as the second code depends on the server's random number. A stranger can make a server hold
+these few bytes, for `PATIENCE_S`. What follows is not encrypted, nor is each frame signed: whoever can change TCP
+connections on their way can change gradients, as with Gloo.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ import socket
 
 from paceline.errors import ConfigurationError
 
-GREETING = b"paceline servers 1\n"
+GREETING = b"paceline servers 2\n"
 NONCE_BYTES = CODE_BYTES = 32
 PATIENCE_S = 10.0
 FROM_SERVER = len(GREETING) + NONCE_BYTES
-FROM_RANK = NONCE_BYTES + CODE_BYTES
+KNOCK_BYTES = len(GREETING) + NONCE_BYTES + CODE_BYTES
+_NO = bytes(NONCE_BYTES)  # in place of a server's random bytes
+REFUSAL = GREETING + _NO
 
 
 class RefusedError(ConfigurationError):
@@ -30,26 +35,48 @@ class RefusedError(ConfigurationError):
 
 
 class ServerSide:
-    """A server's part; bytes in, bytes out."""
+    """A server's part; bytes in, bytes out.
+
+    Attributes:
+        has_knocked: Whether who connected has shown, by a code that may be a recorded one, that it is a rank.
+        has_entered: Whether it has proved it; nothing else follows then.
+    """
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
         self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._theirs = b""
+        self._received = b""
+        self.has_knocked = self.has_entered = False
 
     @property
-    def first_words(self) -> bytes:
-        return GREETING + self._nonce
+    def num_missing(self) -> int:
+        """How many bytes it has to say next."""
+        return (CODE_BYTES if self.has_knocked else KNOCK_BYTES) - len(self._received)
 
-    def answer(self, received: bytes) -> bytes:
-        """The last words to a rank that knows the token.
+    def take(self, part: bytes) -> bytes:
+        """Take up to `num_missing` bytes; returns what is to be said.
 
         Raises:
-            RefusedError: It does not.
+            RefusedError: It does not know the token.
         """
-        theirs, code = received[:NONCE_BYTES], received[NONCE_BYTES:]
-        if not hmac.compare_digest(code, _code(self._token, b"rank", self._nonce, theirs)):
+        self._received += part
+        if self.num_missing:
+            return b""
+        said, self._received = self._received, b""
+        if self.has_knocked:
+            self._check(said, b"rank", self._nonce, self._theirs)
+            self.has_entered = True
+            return _code(self._token, b"server", self._nonce, self._theirs)
+        greeting, rest = said[: len(GREETING)], said[len(GREETING) :]
+        self._theirs = rest[:NONCE_BYTES]
+        self._check(rest[NONCE_BYTES:] if greeting == GREETING else b"", b"knock", self._theirs)
+        self.has_knocked = True
+        return GREETING + self._nonce
+
+    def _check(self, code: bytes, who: bytes, *nonces: bytes) -> None:
+        if not hmac.compare_digest(code, _code(self._token, who, *nonces)):
             raise RefusedError("whoever connected does not know the job's token")
-        return _code(self._token, b"server", self._nonce, theirs)
 
 
 def enter(connected: socket.socket, token: str, where: str) -> None:
@@ -59,6 +86,8 @@ def enter(connected: socket.socket, token: str, where: str) -> None:
         RefusedError: This is no server of this job; says why.
         OSError: The connection failed.
     """
+    mine, key = secrets.token_bytes(NONCE_BYTES), token.encode()
+    connected.sendall(GREETING + mine + _code(key, b"knock", mine))
     received = _receive(connected, FROM_SERVER)
     greeting, nonce = received[: len(GREETING)], received[len(GREETING) :]
     if greeting != GREETING:
@@ -66,16 +95,13 @@ def enter(connected: socket.socket, token: str, where: str) -> None:
             f"{where} greets with {greeting!r}, not {GREETING!r}: it is no parameter server, or one of another version "
             "of Paceline. Start servers and ranks from the same installation."
         )
-    mine, key = secrets.token_bytes(NONCE_BYTES), token.encode()
-    connected.sendall(mine + _code(key, b"rank", nonce, mine))
-    try:
-        answer = _receive(connected, CODE_BYTES)
-    except ConnectionError as error:
+    if nonce == _NO:
         raise RefusedError(
-            f"the parameter server at {where} refused this rank: it was started with another PACELINE_TOKEN. Give "
+            f"{where} refused this rank: it was started with another PACELINE_TOKEN. Give "
             "servers and ranks the same."
-        ) from error
-    if not hmac.compare_digest(answer, _code(key, b"server", nonce, mine)):
+        )
+    connected.sendall(_code(key, b"rank", nonce, mine))
+    if not hmac.compare_digest(_receive(connected, CODE_BYTES), _code(key, b"server", nonce, mine)):
         raise RefusedError(
             f"what listens at {where} does not know the job's token: it is no server of this job. Look at --servers "
             "and PACELINE_TOKEN, of the servers and of the ranks."

@@ -7,6 +7,9 @@ Rules
    they would blame the rank, which leaves.
 4. A rank that has waited for a server for half of its timeout says so to the other servers: what it does not do
    meanwhile is that server's fault, not its own.
+5. Read before judging: whether a server is late is judged by the time of before the last read, as this process may have
+   stood still while the answer lay unread.
+6. A message says what was seen. That a connection was closed does not say why.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from paceline.servers.wire import Frame, Kind, pack, unpack
 _TICK_S = 0.25
 GRACE_S = 2.0  # a server that misses a rank says so by itself, a little later than a rank's timeout
 _FAREWELL_S = 0.5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0  # before it connects again
 PATIENCE_S = 60.0  # for connecting and setting up, at least: a server that is to step imports torch
 
 
@@ -155,7 +159,7 @@ class Link:
 
         Args:
             server: Its number.
-            frame: Its body stays as it is until the answer is there (where there is none: for good).
+            frame: Its body stays as it is until the answer has arrived, or for good without one.
             answers: Whom to tell of the answer; None: there is none.
             place: Where the answer's body goes; None: into `answers.bodies`.
             patience_s: The server may take so long, if that is longer than the rank's timeout.
@@ -194,7 +198,7 @@ class Link:
         self._wake_up()
 
     def address_of(self, server: int) -> str:
-        """Of this host, as it reaches a server."""
+        """Address of this host, as it reaches a server."""
         return str(self._servers[server].connection.socket.getsockname()[0])
 
     def _wake_up(self) -> None:
@@ -208,13 +212,14 @@ class Link:
     def _run(self) -> None:
         try:
             while not self._is_over():
+                looked_s = time.monotonic()
                 for key, events in self._selector.select(_TICK_S):
                     if key.data is None:
                         self._woken.recv(4096)
                     else:
                         self._serve(key.data, events)
                 self._queue()
-                self._look_at_the_time()
+                self._judge(looked_s)
         except PacelineError as error:
             self._end(error)
             if isinstance(error, PeerLostError):
@@ -249,7 +254,11 @@ class Link:
         except PacelineError:  # some of them are also an OSError
             raise
         except OSError as error:
-            raise self._lost(server, f"has closed the connection: its process has ended ({error})") from error
+            raise self._lost(
+                server,
+                f"has closed the connection ({error}): its process has ended, or it has dropped this rank. Its own "
+                "output says which",
+            ) from error
         self._want(server)
 
     def _want(self, server: _Server) -> None:
@@ -275,18 +284,17 @@ class Link:
             asked.answers.bodies += frame.body
         asked.answers.note()
 
-    def _look_at_the_time(self) -> None:
+    def _judge(self, now_s: float) -> None:
+        """See which server is late, once all that had come by then is read."""
         if self._given_up is not None:
             raise self._given_up
-        now_s = time.monotonic()
         awaited = []
         for server in self._servers:
             with self._lock:
                 first = next(iter(server.asked.values()), None)
             if first is not None and first.until_s < now_s:
-                raise self._lost(
-                    server, f"has not answered for {self._who.timeout_s:g} s: its process may be stopped"
-                )
+                waited_s = first.until_s - first.since_s
+                raise self._lost(server, f"has not answered for {waited_s:g} s: its process may be stopped")
             if first is not None and now_s - first.since_s > self._who.timeout_s / 2:
                 awaited.append(server)
         for server in self._servers:
@@ -335,27 +343,39 @@ class Link:
 
 
 def _connect(number: int, address: str, who: Rank) -> socket.socket:
-    host, _, port = address.rpartition(":")
+    """Connect, and show that this is a rank; again, if a server that has to shed strangers closed the connection."""
     where = f"parameter server {number} at {address}"
-    try:
-        connected = socket.create_connection((host.strip("[]"), int(port)), PATIENCE_S)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"{address!r} is no address of a parameter server. Name host and port: 10.0.0.5:7000"
-        ) from error
-    except OSError as error:
-        raise ServerLostError(
-            f"{where} cannot be reached ({error.strerror or error}): nothing that ranks can reach listens there"
-        ) from error
-    try:
-        enter(connected, who.token, where)
-    except OSError as error:
-        connected.close()
-        raise ServerLostError(f"{where} did not say who it is ({error})") from error
-    except BaseException:
-        connected.close()
-        raise
-    return connected
+    host, _, port = address.rpartition(":")
+    until_s, pause_s = time.monotonic() + PATIENCE_S, _FIRST_PAUSE_S
+    while True:
+        try:
+            connected = socket.create_connection((host.strip("[]"), int(port)), PATIENCE_S)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"{address!r} is no address of a parameter server. Name host and port: 10.0.0.5:7000"
+            ) from error
+        except OSError as error:
+            raise ServerLostError(
+                f"{where} cannot be reached ({error.strerror or error}): nothing that ranks can reach listens there"
+            ) from error
+        try:
+            enter(connected, who.token, where)
+        except ConnectionError as error:
+            connected.close()
+            if time.monotonic() + pause_s > until_s:
+                raise ServerLostError(
+                    f"{where} accepts connections and closes them without a word, for {PATIENCE_S:g} s ({error})"
+                ) from error
+        except OSError as error:
+            connected.close()
+            raise ServerLostError(f"{where} did not say who it is ({error})") from error
+        except BaseException:
+            connected.close()
+            raise
+        else:
+            return connected
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def _error_of(words: dict[str, Any], who: str) -> PacelineError:

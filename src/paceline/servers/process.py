@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -15,7 +16,7 @@ from types import FrameType
 
 from paceline.comm import TOKEN
 from paceline.errors import ConfigurationError
-from paceline.host.addresses import LOOPBACK, is_loopback
+from paceline.host.addresses import LOOPBACK
 from paceline.servers.server import Server
 
 _BACKLOG = 1024
@@ -29,23 +30,16 @@ def main() -> None:
     parser.add_argument("--until-closed", action="store_true")
     options = parser.parse_args()
     try:
-        serve(options.address, options.port, until_closed=options.until_closed)
+        serve(listen(options.address, options.port), until_closed=options.until_closed)
     except ConfigurationError as error:
         sys.exit(str(error))
 
 
-def serve(address: str, port: int, *, until_closed: bool = False) -> None:
-    """Listen, write where to standard output, serve. Blocks until it is stopped.
-
-    Raises:
-        ConfigurationError: It cannot listen there.
-    """
+def serve(listener: socket.socket, *, until_closed: bool = False) -> None:
+    """Write where it listens to standard output, serve. Blocks until it is stopped."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
-    listener = listen(address, port)
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    sys.stdout.write(f"{shown}:{port}\n")
+    sys.stdout.write(f"{_shown(listener)}\n")
     sys.stdout.flush()
     server = Server(listener, os.environ.get(TOKEN, ""))
     if until_closed:
@@ -54,10 +48,10 @@ def serve(address: str, port: int, *, until_closed: bool = False) -> None:
 
 
 def serve_on(place: str) -> None:
-    """As `serve`, for an address as a user types it, `10.0.0.5:7000`.
+    """As `serve`, for an address as a user types it, `10.0.0.5:7000`; makes a token where there is none.
 
     Raises:
-        ConfigurationError: It is none; or others reach it, and there is no token that they would have to know.
+        ConfigurationError: It is none.
     """
     host, colon, port = place.rpartition(":")
     host = host.strip("[]")
@@ -65,12 +59,19 @@ def serve_on(place: str) -> None:
         raise ConfigurationError(
             f"--listen {place} is no address. Name an address of this machine and a port: --listen 10.0.0.5:7000"
         )
-    if not is_loopback(host) and not os.environ.get(TOKEN):
-        raise ConfigurationError(
-            f"--listen {place} can be reached from other machines, and there is no token by which to tell the job's "
-            f"ranks from strangers. Give servers and ranks the same: {TOKEN}=$(openssl rand -hex 16)"
+    listener = listen(host, int(port))
+    if not os.environ.get(TOKEN):
+        os.environ[TOKEN] = secrets.token_hex(16)
+        sys.stderr.write(
+            "paceline serve: only ranks that know this token are let in. Give it to them, and to the job's other "
+            f"servers:\n  {TOKEN}={os.environ[TOKEN]} paceline run --servers {_shown(listener)} train.py\n"
         )
-    serve(host, int(port))
+    serve(listener)
+
+
+def _shown(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -27,6 +27,7 @@ from paceline.servers.ordered_sum import Bytes, OrderedSum
 from paceline.servers.wire import KEY, WIDTHS, Frame, Kind, pack, pack_state, unpack, unpack_state
 
 MOST_HELD_BYTES = 1 << 30
+_MOST_NAMED = 16  # ranks, of those that are late
 DOUBT_S = 1.0  # shorter than what ranks give servers beyond their timeout (`link.GRACE_S`)
 
 _BEGINS = {"account of the last step": ("used", "unused"), "settings of the optimizer": ("groups",)}
@@ -314,7 +315,7 @@ class Session:
             return outgoing
         blamed = [rank for rank in late if not self._awaited.get(rank)]
         if blamed:
-            return outgoing + self._fail("lost", blamed[0], "; ".join(late[rank] for rank in blamed))
+            return outgoing + self._fail("lost", blamed[0], _listed([late[rank] for rank in blamed]))
         self._in_doubt_s = now_s if self._in_doubt_s is None else self._in_doubt_s
         if now_s - self._in_doubt_s < DOUBT_S:
             return outgoing
@@ -351,7 +352,12 @@ class Session:
         self._pushes.clear()
         self._announced.clear()
         self._held_bytes = 0
-        return [(each, self.failure) for each in range(self.num_ranks) if each not in self._left]
+        return [(each, self.failure) for each in self.names if each not in self._left]
+
+
+def _listed(stories: list[str]) -> str:
+    more = len(stories) - _MOST_NAMED
+    return "; ".join(stories[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _keys_and_rest(frame: Frame) -> tuple[bytes, Bytes]:

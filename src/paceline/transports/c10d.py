@@ -25,11 +25,7 @@ _MAX_TAG = 2**31 - 1
 
 
 class C10dTransport(Transport):
-    """Uses `backend`, which nothing else may use meanwhile.
-
-    Args:
-        backend: A c10d backend for CPU tensors with send and recv, such as a `ProcessGroupGloo`.
-    """
+    """Uses a c10d backend for CPU tensors, such as a `ProcessGroupGloo`, which nothing else may use meanwhile."""
 
     def __init__(self, backend: Any) -> None:
         super().__init__(backend.rank(), backend.size())

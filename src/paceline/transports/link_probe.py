@@ -58,11 +58,7 @@ def probe(
 ) -> Links:
     """Measure; contract as of `find_links`.
 
-    Args:
-        transport: Between all ranks.
-        topology: Where they are.
-        timeout_s: For one exchange.
-        long_enough_s: No larger message is tried than the first that takes so long, or 4 MiB.
+    No larger message is tried than the first that takes `long_enough_s`, or 4 MiB.
     """
     hosts = topology.ranks_of_host
     host = topology.host_of_rank[transport.rank]

@@ -53,11 +53,7 @@ def add_survivors(
 def lost_ranges(missing: Any, owner_first: int, owner_stop: int, per_chunk: int) -> Any:
     """Return what of a shard is missing: a row a lost chunk, shape (L, 3): source rank, first element, end.
 
-    Args:
-        missing: Shape (P, chunks): of whom which chunk is missing.
-        owner_first: The shard's first element in the vector.
-        owner_stop: Its end.
-        per_chunk: Elements of a chunk.
+    `missing` has shape (P, chunks); the shard is elements `owner_first` to `owner_stop` of the vector.
     """
     sources, chunks = np.nonzero(missing)
     first = owner_first + chunks * per_chunk

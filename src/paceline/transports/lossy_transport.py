@@ -24,12 +24,12 @@ class Bound:
     """What may be lost of a vector in its reduce-scatter.
 
     Attributes:
-        ratio: Of the droppable bytes of each transfer, at least 0 and less than 1.
-        protected_ratio: Of the chunks, those of the largest mean magnitude, of which nothing may be lost.
-        is_scaled: Whether the sum of what arrived is scaled up to estimate the sum of all; else what is lost counts
+        ratio: The largest part of the droppable bytes of each transfer that may be lost, at least 0 and less than 1.
+        protected_ratio: The part of the chunks, those of the largest mean magnitude, that may not be lost.
+        is_scaled: Whether the sum of what arrived is scaled up to estimate the sum of all; otherwise lost chunks count
             as zero.
-        priority: 1 to 5: the class selector (DSCP) of its datagrams, of which larger ones are sent first, too; those
-            that may be lost are then not ECN-capable. With 0 all are ECN-capable, of the default class.
+        priority: 1 to 5: the class selector (DSCP) of its datagrams. Larger ones are also sent first. Those that may be
+            lost are then not ECN-capable. With 0 all are ECN-capable, of the default class.
     """
 
     ratio: float
@@ -40,17 +40,17 @@ class Bound:
     def __post_init__(self) -> None:
         if not 0 <= number(self.ratio) < 1:
             raise ConfigurationError(
-                f"a bound of {self.ratio!r} cannot be: it is the part of a transfer that may be lost, at least 0 and "
+                f"a bound of {self.ratio!r} is not possible: the part of a transfer that may be lost is at least 0 and "
                 "less than 1. Give 0.01 for one percent."
             )
         if not 0 <= number(self.protected_ratio) <= 1:
             raise ConfigurationError(
-                f"protected_ratio={self.protected_ratio!r} cannot be: it is a part of the chunks, from 0 to 1."
+                f"protected_ratio={self.protected_ratio!r} must be from 0 to 1, a part of the chunks."
             )
         if self.priority not in range(6):
             raise ConfigurationError(
-                f"a priority of {self.priority} cannot be: 1 to 5 are class selectors that networks leave to users, "
-                "and 0 is none."
+                f"a priority of {self.priority} is not possible. Networks leave the class selectors 1 to 5 to users. "
+                "Give one of them, or 0 for none."
             )
 
 
@@ -124,7 +124,7 @@ class Sum:
 
 
 class LossyTransport(ABC):
-    """Sums vectors over `num_ranks` ranks, of which this is `rank`."""
+    """Sums vectors over `num_ranks` ranks; this one is `rank`."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank = rank

@@ -14,7 +14,7 @@ Message = tuple[int, Tensor]
 
 
 class Transport(ABC):
-    """Moves messages between `num_ranks` ranks, of which this is `rank`.
+    """Moves messages between `num_ranks` ranks; this one is `rank`.
 
     Messages are bytes: a receive takes the oldest message from its peer that has its number of bytes. A message of
     any other size is never delivered into it, so ranks that disagree on sizes run into the timeout instead of
@@ -45,9 +45,9 @@ class Transport(ABC):
             sends: To whom, what; unchanged until this returns.
             receives: From whom, into what.
             timeout_s: For the whole round.
-            on_received: Called with 0, 1, ... in the order of `receives`, each as soon as that tensor and those
-                before it are filled, while others are still under way. What it raises ends the exchange; what was
-                to be sent still leaves if its receiver takes it within a second.
+            on_received: Called with 0, 1, ... in the order of `receives`. Each call comes as soon as that tensor and
+                those before it are filled. What it raises ends the exchange; what was to be sent still leaves if its
+                receiver takes it within a second.
 
         Contract:
             Collective: every message has a counterpart, in the same order between two ranks.  Blocks: until

@@ -32,22 +32,21 @@ class SVC(PairwiseVotes, KernelMachine):
         degree: Of `poly`.
         gamma: Of `rbf`, `poly` and `sigmoid`; `scale` is 1 / (features * variance), `auto` is 1 / features.
         coef0: Of `poly` and `sigmoid`.
-        shrinking: Whether samples that can no longer be in a violating pair take no part for a while: True is
-            `adaptive`, False `none`; or a heuristic's name, such as `multi-5%` or `single-500`.
+        shrinking: Whether samples that can no longer be in a violating pair are left out for a while. True is
+            `auto`, False `none`; or a heuristic's name, such as `adaptive`, `multi-5%` or `single-500`.
         tol: Largest violation of optimality, over all samples.
-        cache_size: Megabytes for kernel rows on each rank; at least one working set's rows are kept. `auto` is 500;
-            where no sample may be shrunk, also as many rows more as would else be computed again, within half of
-            the memory that is there.
+        cache_size: Megabytes for kernel rows on each rank; at least one working set's rows are kept. `auto` is 500. If
+            no sample may be shrunk, it grows by the rows that would be computed again, up to half of the free memory.
         class_weight: Factors of C by class, or `balanced`.
         verbose: Print a line a working set to stderr on rank 0; or a function that takes a `Progress`.
         max_iter: Limit of pair updates (LIBSVM's iterations) for each pair of classes; -1 for none.
         decision_function_shape: `ovr` or `ovo`.
         break_ties: Break ties of the votes by the decision function (with `ovr`).
-        probability: Whether `predict_proba` is wanted; costs five more fits, on parts of the training set.
+        probability: Make `predict_proba` available; costs five more fits, on parts of the training set.
         random_state: Seed of those parts.
         warm_start: Whether to start from the last fit's coefficients, if it was of as many rows and the same classes.
-        rows: In a process group: `own` rows are passed by each rank, `all` rows are passed by every rank and dealt
-            out, or the process trains `alone`.
+        rows: In a process group. `own`: each rank passes its own rows. `all`: every rank passes all rows, which are
+            dealt out. `alone`: the process trains without the others.
 
     Attributes:
         classes_: Labels, shape (K,).
@@ -57,11 +56,11 @@ class SVC(PairwiseVotes, KernelMachine):
         n_support_: How many each class has, shape (K,).
         dual_coef_: Their coefficients, shape (K - 1, support vectors), as in scikit-learn.
         intercept_: Shape (K * (K - 1) / 2,).
-        n_iter_: Pair updates, likewise.
-        gap_: Largest violation over all samples, computed in double precision, likewise.
-        objective_: Dual objective (to be minimised), likewise.
+        n_iter_: Pair updates, for each pair of classes.
+        gap_: Largest violation over all samples, computed in double precision, for each pair.
+        objective_: Dual objective (to be minimised), for each pair.
         counters_: What each pair of classes took, a tuple of `Counters`.
-        fit_status_: 0 if every pair converged, else 1.
+        fit_status_: 0 if every pair converged, otherwise 1.
         shape_fit_: Rows and features of the training set of all ranks.
         probA_: Slope of each pair's sigmoid, with `probability`.
         probB_: Its shift.

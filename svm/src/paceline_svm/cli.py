@@ -14,15 +14,26 @@ import typer
 app = typer.Typer(help="Kernel SVMs on files in LIBSVM's format or CSV (target in the last column).")
 
 _Data = Annotated[Path, typer.Argument(help="A .csv file, or one in LIBSVM's format.")]
-_Ranks = Annotated[int, typer.Option(min=1, help="Worker processes.")]
-_Task = Annotated[str, typer.Option(help="classify, regress or novelty.")]
-_Kernel = Annotated[str, typer.Option(help="rbf, linear, poly or sigmoid.")]
+_Ranks = Annotated[
+    int,
+    typer.Option(
+        "--ranks-per-host",
+        "--nproc-per-node",
+        min=1,
+        help="Number of worker processes, which this command starts.",
+    ),
+]
+_Task = Annotated[str, typer.Option(help="Kind of model: classify, regress or novelty.")]
+_Kernel = Annotated[str, typer.Option(help="Kernel: rbf, linear, poly or sigmoid.")]
 _Cost = Annotated[float, typer.Option("--C", help="Price of a violation (classify, regress).")]
-_Gamma = Annotated[str, typer.Option(help="scale, auto or a number.")]
+_Gamma = Annotated[str, typer.Option(help="Kernel coefficient: scale, auto or a number.")]
 _Tol = Annotated[float, typer.Option(help="Largest violation of optimality.")]
 _Epsilon = Annotated[float, typer.Option(help="Half width of the tube (regress).")]
 _Nu = Annotated[float, typer.Option(help="Bound of the outliers (novelty).")]
-_Shrinking = Annotated[str, typer.Option(help="adaptive, none, or such as multi-5% or single-500.")]
+_Shrinking = Annotated[
+    str,
+    typer.Option(help="Rule of elimination: auto, none, adaptive, or for example multi-5% or single-500."),
+]
 _CacheSize = Annotated[
     str,
     typer.Option(help="Megabytes for kernel rows on each rank, or auto: as many as pay, of what is there."),
@@ -40,7 +51,7 @@ def register(commands: typer.Typer) -> None:
 @app.command()
 def fit(
     data: _Data,
-    model: Annotated[Path, typer.Option(help="Where the model goes, in joblib's format.")] = Path(
+    model: Annotated[Path, typer.Option(help="File of the model, in joblib's format.")] = Path(
         "model.joblib"
     ),
     ranks: _Ranks = 1,
@@ -51,9 +62,11 @@ def fit(
     tol: _Tol = 1e-3,
     epsilon: _Epsilon = 0.1,
     nu: _Nu = 0.5,
-    shrinking: _Shrinking = "adaptive",
+    shrinking: _Shrinking = "auto",
     cache_size: _CacheSize = "auto",
-    figure: Annotated[Path | None, typer.Option(help="Draw the convergence here, say gap.png.")] = None,
+    figure: Annotated[
+        Path | None, typer.Option(help="File of a picture of the convergence, for example gap.png.")
+    ] = None,
     as_json: _AsJson = False,
 ) -> None:
     """Fit a model to a file with several processes, and write it to a file."""
@@ -83,7 +96,7 @@ def predict(
     model: Annotated[Path, typer.Option(help="A file that `fit` wrote; only open files you trust.")] = Path(
         "model.joblib"
     ),
-    output: Annotated[Path | None, typer.Option(help="Where the predictions go; stdout if left out.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File of the predictions.")] = None,
     as_json: _AsJson = False,
 ) -> None:
     """Predict the targets of a file's rows, one a line, and compare with those that the file has."""
@@ -116,8 +129,8 @@ def predict(
 @app.command("cross-validate")
 def cross_validate(
     data: _Data,
-    folds: Annotated[int, typer.Option(min=2, help="How many parts.")] = 5,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the parts.")] = 0,
+    folds: Annotated[int, typer.Option(min=2, help="Number of folds.")] = 5,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed for the folds.")] = 0,
     ranks: _Ranks = 1,
     task: _Task = "classify",
     kernel: _Kernel = "rbf",
@@ -126,7 +139,7 @@ def cross_validate(
     tol: _Tol = 1e-3,
     epsilon: _Epsilon = 0.1,
     nu: _Nu = 0.5,
-    shrinking: _Shrinking = "adaptive",
+    shrinking: _Shrinking = "auto",
     cache_size: _CacheSize = "auto",
     as_json: _AsJson = False,
 ) -> None:

@@ -135,7 +135,7 @@ def check(
     num_fitted = num_rows - -(-num_rows // num_folds) if num_folds else num_rows
     if num_ranks > num_fitted:
         raise ConfigurationError(
-            f"--ranks {num_ranks} for {num_fitted} rows to fit: a rank needs a row or more. Pass fewer."
+            f"--ranks-per-host {num_ranks} for {num_fitted} rows to fit: a rank needs a row or more. Pass fewer."
         )
     if task == "regress" and table.y.dtype.kind != "f":
         raise ConfigurationError(f"--task regress takes numbers as targets, and {str(table.y[0])!r} is none.")

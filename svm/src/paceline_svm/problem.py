@@ -164,7 +164,7 @@ class SolverSettings:
     max_steps: int = -1
     cache_bytes: float = 500e6
     most_cache_bytes: float = 0.0
-    shrinking: str = "adaptive"
+    shrinking: str = "auto"
     working_set: int | None = None
     report: Callable[[Progress], None] | None = None
 

@@ -9,7 +9,9 @@ Rules
    groups of different moments have different references.
 
 Heuristics say when samples are tested. Their names are those of the paper: single or multi (whether shrinking goes on
-after the first unshrinking), and a threshold in pair updates: a number, or per cent of the samples.
+after the first unshrinking), and a threshold in pair updates: a number, or per cent of the samples. With adaptive the
+next test comes after min(threshold, active samples) updates, so it comes earlier the more samples are shrunk; it is
+multi otherwise. The default, auto, is no rule of the paper: it tests only if kernel rows are computed again.
 
 Source:
     Narasimhan, Vishnu et al. 2014 (arXiv 1406.5161). Theirs reconstructs gradients from zero; here only the change
@@ -255,8 +257,8 @@ def balanced(communicator: Communicator, active: Active, counts: NDArray[np.int6
     return active.take(np.arange(stay)).joined(samples.take(mine), columns[mine])
 
 
-_NAME = re.compile(r"(single|multi)-(\d+)(%?)")
-_ADAPTIVE_RATIO = 0.05
+_NAME = re.compile(r"(single|multi|adaptive)-(\d+)(%?)")
+_USUAL_RATIO = 0.05  # the published code's threshold
 _LEAST_GAIN_RATIO = 0.1
 
 
@@ -268,6 +270,7 @@ class Heuristic:
         every: Pair updates between two tests, or the fraction of the samples if `is_ratio`; None: never.
         is_ratio: What `every` counts.
         again: Whether to go on shrinking after the first unshrinking.
+        at_most_active: Whether the active samples are the threshold once they are fewer.
         only_short_of_memory: Whether to test only when kernel rows are computed again for want of memory.
         least_gain_ratio: Shrink only if it drops at least this fraction of a rank's active samples.
     """
@@ -275,6 +278,7 @@ class Heuristic:
     every: float | None = None
     is_ratio: bool = False
     again: bool = True
+    at_most_active: bool = False
     only_short_of_memory: bool = False
     least_gain_ratio: float = 0.0
 
@@ -283,30 +287,35 @@ class Heuristic:
         """The heuristic of that name.
 
         Args:
-            name: `adaptive`, `none`, or such as `multi-5%`, `multi-500`, `single-50%`.
+            name: `auto`, `none`, `adaptive`, which is `adaptive-5%`, or such as `multi-5%`, `multi-500`, `single-50%`.
 
         Raises:
             ConfigurationError: There is none of that name.
         """
         if name == "none":
             return cls()
-        if name == "adaptive":
-            return cls(_ADAPTIVE_RATIO, True, True, True, _LEAST_GAIN_RATIO)
-        match = _NAME.fullmatch(name)
+        if name == "auto":
+            return cls(_USUAL_RATIO, True, only_short_of_memory=True, least_gain_ratio=_LEAST_GAIN_RATIO)
+        match = _NAME.fullmatch(f"adaptive-{_USUAL_RATIO:.0%}" if name == "adaptive" else name)
         if match is None or int(match[2]) == 0:
             raise ConfigurationError(
-                f"there is no shrinking heuristic {name!r}. Pass 'adaptive', 'none', or single or multi with a "
-                "threshold in pair updates or per cent of the samples: 'multi-5%', 'multi-500', 'single-50%'."
+                f"there is no shrinking heuristic {name!r}. Pass 'auto', 'none', 'adaptive', or single, multi or "
+                "adaptive with a threshold in pair updates or per cent of the samples: 'multi-5%', 'single-500'."
             )
         every = float(match[2])
-        return cls(every / 100 if match[3] else every, bool(match[3]), match[1] == "multi")
+        return cls(
+            every / 100 if match[3] else every, bool(match[3]), match[1] != "single", match[1] == "adaptive"
+        )
 
-    def is_due(self, steps_since: int, num_samples: int, num_unshrinks: int, short_of_memory: bool) -> bool:
+    def is_due(
+        self, steps_since: int, num_samples: int, num_active: int, num_unshrinks: int, short_of_memory: bool
+    ) -> bool:
         """Whether to test the samples now.
 
         Args:
             steps_since: Pair updates since the last test.
             num_samples: Of the whole problem.
+            num_active: Those that are not shrunk, of all ranks.
             num_unshrinks: So far.
             short_of_memory: Whether that is so, on any rank.
         """
@@ -314,4 +323,5 @@ class Heuristic:
             return False
         if self.only_short_of_memory and not short_of_memory:
             return False
-        return steps_since >= (self.every * num_samples if self.is_ratio else self.every)
+        threshold = self.every * num_samples if self.is_ratio else self.every
+        return steps_since >= (min(threshold, num_active) if self.at_most_active else threshold)

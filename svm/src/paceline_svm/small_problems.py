@@ -75,8 +75,8 @@ class Memory(NamedTuple):
     Attributes:
         rows: For kernel rows.
         slot_of: See `RowStore`; shape (at least P,).
-        owner: Likewise.
-        next_slot: Likewise; shape (1,).
+        owner: See `RowStore`.
+        next_slot: See `RowStore`; shape (1,).
         by_variable: Linear parts, lower and upper bounds, coefficients, gradients; shape (5, at least S * P).
         by_sample: Diagonal, weights, gradients, a spare row; shape (4, at least P).
         lanes: For at least S * P variables.

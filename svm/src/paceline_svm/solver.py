@@ -151,6 +151,7 @@ class Solver:
         return self._heuristic.is_due(
             self._tally.num_steps - self._steps_at_test,
             self._problem.num_samples,
+            nominations.num_active,
             self._tally.num_unshrinks,
             short_of_memory=nominations.is_short,
         )

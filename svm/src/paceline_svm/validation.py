@@ -59,7 +59,7 @@ class Validation(BaseEstimator):  # type: ignore[misc]
         """The name of the heuristic."""
         if isinstance(self.shrinking, str):
             return self.shrinking
-        return "adaptive" if self.shrinking else "none"
+        return "auto" if self.shrinking else "none"
 
     def _check_number(
         self, name: str, least: float, largest: float | None = None, *, is_open: bool = False

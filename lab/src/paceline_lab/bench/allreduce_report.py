@@ -34,7 +34,7 @@ COLUMNS = (
 
 def explain(config: ReduceConfig, ranks: Ranks) -> tuple[str, ...]:
     """Return, a sentence a size, which algorithm our backend takes on these ranks, and why."""
-    title = f"what our backend chooses on {ranks.num_ranks} ranks"
+    title = f"what the backend chooses on {ranks.num_ranks} ranks"
     return tuple(ranks.run(_choices, config, title)[0])
 
 
@@ -127,9 +127,9 @@ def _memory_notes(measured: Measured, ranks: Ranks) -> tuple[str, ...]:
         f"{show_size(size)}: {2 * size / rate / Summary.of(times).median:.0%}"
         for size, times in measured.times_s["paceline"].items()
     ]
-    note = f"memory: copying reads and writes {rate * 1e-9:.1f} GB/s a rank while all copy; "
+    note = f"memory: copying reads and writes {rate * 1e-9:.1f} GB/s per rank while all copy; "
     note += (
-        f"paceline reads and writes twice the message a rank, and reaches of that rate {', '.join(shares)}"
+        f"paceline reads and writes twice the message per rank, and reaches of that rate {', '.join(shares)}"
     )
     return (note,)
 

@@ -142,12 +142,12 @@ REDUCE_SIDES: dict[str, ReduceSide] = {
     "paceline": ReduceSide(
         "torchrun",
         lambda: ResidentExchange("paceline"),
-        note="paceline: buffers in memory that the ranks of a host share, as our DistributedDataParallel has them",
+        note="paceline: buffers in memory that the ranks of a host share, as those of Paceline's wrapper",
     ),
-    "paceline-staged": ReduceSide(
+    "paceline-copied": ReduceSide(
         "torchrun",
         lambda: GroupExchange("paceline"),
-        note="paceline-staged: buffers in ordinary memory, copied in and out",
+        note="paceline-copied: buffers in ordinary memory, copied in and out",
     ),
     **{
         f"paceline-{name}": ReduceSide(

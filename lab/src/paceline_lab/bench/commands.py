@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline import quantities
 from paceline.errors import ConfigurationError
 from paceline.files_given import check_output
 from paceline.host.memory import available_bytes
+from paceline.plan import RecordedWorkload
+from paceline.plan.script_recording import record_script
 from paceline_lab.bench import allreduce_report
 from paceline_lab.bench.allreduce import ReduceConfig, run_launches
 from paceline_lab.bench.allreduce_sides import parse_reduce_sides, parse_sizes
@@ -33,6 +36,8 @@ _WAITING = {"none": 0.0, "ours": 1.0, "torch": 1.0, "accelerate": 2.0, "deepspee
 _HOOK = {"powersgd": 2.0}
 _ACTIVE = 2.0
 _REAL = 2.0  # parameters and momentum
+DEFAULT_WORKLOAD = "resnet50"
+_RECORDED_STEPS = 20  # of a script
 _MARGIN_BYTES = 400e6  # a process with torch
 
 
@@ -40,14 +45,15 @@ _MARGIN_BYTES = 400e6  # a process with torch
 class StepOptions:
     """`paceline bench step`'s options, as typed."""
 
-    workload: str
+    workload: str | None
     vs: str
     rounds: int
     steps: int
     compute: str
-    compute_s: float | None
+    compute_s: str | None
     profile: Path | None
     scale: float
+    recording: Path | None = None
 
     def config(self) -> StepConfig:
         """Check and resolve.
@@ -59,6 +65,16 @@ class StepOptions:
             raise ConfigurationError(
                 f"--compute {self.compute!r} is neither timed nor real. Pass one of them."
             )
+        if self.recording is not None:
+            given = {"--workload": self.workload, "--profile": self.profile}
+            others = [f"{name} {value}" for name, value in given.items() if value is not None]
+            if self.compute == "real":
+                others.append("--compute real")
+            if others:
+                raise ConfigurationError(
+                    f"--recording {self.recording} says which model and how long it computes, and so does "
+                    f"{', '.join(others)}. Leave out one of them."
+                )
         if self.compute == "real" and (self.profile is not None or self.compute_s is not None):
             raise ConfigurationError(
                 "--profile and --compute-s say how long timed compute sleeps; with --compute real nothing does. "
@@ -67,19 +83,30 @@ class StepOptions:
         sides = ("ours", *parse_sides(self.vs, "--vs"))
         if "none" in sides:
             raise ConfigurationError(
-                "--vs none does not synchronize the ranks, so it is no rival; computing alone is always measured. "
-                "Leave it out."
+                "--vs none does not synchronize the ranks, so its steps cannot be compared. Computing "
+                "alone is always measured. Leave it out."
             )
+        if self.rounds < 2 or self.steps < 1:  # refused before a script is run
+            StepConfig("tiny", sides, self.rounds, self.steps, baseline=1)
         profile = self._profile() if self.compute == "timed" else None
-        return StepConfig(self.workload, sides, self.rounds, self.steps, profile, self.scale, baseline=1)
+        workload = (
+            profile.workload if self.recording is not None and profile else self.workload or DEFAULT_WORKLOAD
+        )
+        return StepConfig(workload, sides, self.rounds, self.steps, profile, self.scale, baseline=1)
 
     def _profile(self) -> Profile:
-        profile = (
-            default_profile(self.workload)
-            if self.profile is None
-            else Profile.load(self.profile, self.workload)
-        )
-        return profile if self.compute_s is None else profile.taking(self.compute_s)
+        workload = self.workload or DEFAULT_WORKLOAD
+        if self.recording is not None:
+            is_script = self.recording.suffix == ".py"
+            load = record_script(self.recording, (), _RECORDED_STEPS) if is_script else None
+            profile = Profile.of_recording(load or RecordedWorkload.load(self.recording))
+        elif self.profile is not None:
+            profile = Profile.load(self.profile, workload)
+        else:
+            profile = default_profile(workload)
+        if self.compute_s is None:
+            return profile
+        return profile.taking(quantities.seconds(self.compute_s, "--compute-s", is_bare_possible=True))
 
 
 def bench_step(options: StepOptions, place: Ranks, folder: Path, as_json: bool) -> Report:

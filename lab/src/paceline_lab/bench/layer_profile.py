@@ -119,7 +119,7 @@ PUBLISHED = {
     "resnet50": Published(0.105, "Li et al. 2020, figure 7, fitted: one V100"),
     "bert": Published(0.324, "Li et al. 2020, figure 9: one V100"),
     "mlstm-4k": Published(
-        0.94, "Puri et al. 2018: 40 GB in 20 h on 8 V100, 256 segments of 256 bytes a rank, mixed precision"
+        0.94, "Puri et al. 2018: 40 GB in 20 h on 8 V100, 256 segments of 256 bytes, mixed precision"
     ),
     "mlstm-8k": Published(3.71, "mlstm-4k's published time, times the operations' ratio of 3.95"),
 }
@@ -156,7 +156,7 @@ class Profile:
         if not self.layers or any(not 0 <= seconds < float("inf") for seconds in times):
             raise ConfigurationError(
                 f"the profile of {self.workload} has {len(self.layers)} layers and times from {min(times)} to "
-                f"{max(times)} s; it needs at least one layer and times of 0 or more."
+                f"{max(times)} s. It needs at least one layer, and no time below 0."
             )
 
     @property
@@ -191,6 +191,27 @@ class Profile:
         for layer, timed in zip(record["layers"], self.layers, strict=True):
             layer["shapes"] = timed.shapes
         path.write_text(json.dumps(record, indent=1) + "\n")
+
+    @classmethod
+    def of_recording(cls, recorded: RecordedWorkload) -> Profile:
+        """Return a recorded step as a chain of layers: its times, its bytes, its order of gradients.
+
+        The micro-steps before the one that synchronizes, and loading, pass before the first layer's forward.
+        """
+        chain = [recorded.layers[index] for index in reversed(recorded.order)]
+        layers = [
+            LayerTime(
+                x.name,
+                tuple((max(1, math.ceil(size / 4)),) for size in x.gradient_bytes),
+                x.forward_s,
+                x.backward_s,
+            )
+            for x in chain
+        ]
+        before_s = recorded.num_micro_steps * recorded.other_s
+        before_s += (recorded.num_micro_steps - 1) * (recorded.forward_s + recorded.backward_s)
+        layers[0] = dataclasses.replace(layers[0], forward_s=layers[0].forward_s + before_s)
+        return cls(recorded.name, recorded.source, tuple(layers), recorded.optimizer_s)
 
     @classmethod
     def load(cls, path: Path, workload: str) -> Profile:

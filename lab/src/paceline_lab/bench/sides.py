@@ -120,20 +120,36 @@ def parallelise(
 
 
 def parse_sides(text: str, option: str = "--sides") -> tuple[str, ...]:
-    """Turn "torch,ours" into names that can be measured here.
+    """Turn "torch,paceline" into names that can be measured here.
 
     Raises:
         ConfigurationError: A name is not in the table, or its package is not installed.
     """
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    names = tuple(_stored(name.strip()) for name in text.split(",") if name.strip())
     unknown = [name for name in names if name not in SIDES]
     if unknown or not names:
         raise ConfigurationError(
-            f"{option} {text!r} has no side called {unknown}. There are: {', '.join(SIDES)}."
+            f"{option} {text!r} has no side called {unknown}. There are: {', '.join(map(shown, SIDES))}."
         )
     for family in {SIDES[name].family for name in names}:
         require(family)
     return names
+
+
+_OVER_ITS_BACKEND = {"ours-paceline": "paceline-backend"}
+
+
+def shown(side_name: str) -> str:
+    """Return what a side is called for users: `paceline-bf16` for `ours-bf16`, as stored results call it."""
+    if side_name in _OVER_ITS_BACKEND:
+        return _OVER_ITS_BACKEND[side_name]
+    return re.sub("^ours", "paceline", side_name)
+
+
+def _stored(name: str) -> str:
+    """The other way round."""
+    found = {words: side for side, words in _OVER_ITS_BACKEND.items()}
+    return found.get(name) or re.sub(r"^paceline(?=$|-)", "ours", name)
 
 
 def labels(side_names: Sequence[str]) -> tuple[str, ...]:

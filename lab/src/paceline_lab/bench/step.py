@@ -23,7 +23,7 @@ from paceline_lab.bench.layer_profile import Profile
 from paceline_lab.bench.protocol import WrongAnswerError, turns
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import gather
-from paceline_lab.bench.sides import SIDES, StepTimes, Trainee, bucket_bytes, digest, labels
+from paceline_lab.bench.sides import SIDES, StepTimes, Trainee, bucket_bytes, digest, labels, shown
 from paceline_lab.bench.timed_model import TimedModel, TimedWorkload, gradient_bytes
 from paceline_lab.workloads import Workload, make_workload
 
@@ -37,7 +37,7 @@ class StepConfig:
     """What is measured.
 
     Attributes:
-        workload: Its name.
+        workload: Its name; with a profile, of whatever was recorded.
         side_names: In the order of the report.
         num_rounds: Every side runs twice in each.
         steps_per_turn: Timed steps at a turn.
@@ -69,8 +69,9 @@ class StepConfig:
             raise ConfigurationError(
                 "--scale divides the gradients of timed compute; with --compute real it cannot. Drop one of them."
             )
-        make_workload(self.workload)
-        if self.profile is not None:
+        if self.profile is None:
+            make_workload(self.workload)  # refuses an unknown name
+        else:
             gradient_bytes(self.profile, self.scale)  # refuses an impossible scale
 
     @property
@@ -205,7 +206,8 @@ def check(outcome: StepOutcome) -> None:
     Raises:
         WrongAnswerError: The ranks of a side disagree, or its mean is not the mean.
     """
-    for label, side in zip(labels([side.name for side in outcome.sides]), outcome.sides, strict=True):
+    names = map(shown, labels([side.name for side in outcome.sides]))
+    for label, side in zip(names, outcome.sides, strict=True):
         if not side.ranks_equal:
             raise WrongAnswerError(
                 f"the ranks of {label} ended with different numbers: it does not synchronize, so its times mean "
@@ -214,8 +216,8 @@ def check(outcome: StepOutcome) -> None:
         tolerance = SIDES[side.name].tolerance
         if side.error is not None and tolerance is not None and not side.error <= tolerance:
             raise WrongAnswerError(
-                f"the gradients of {label} are {side.error:.2g} away from the mean over the ranks, more than the "
-                f"{tolerance:g} that its number format explains, so its times mean nothing. Leave it out of --vs."
+                f"the gradients of {label} are {side.error:.2g} away from the mean over the ranks. Its number "
+                f"format explains {tolerance:g}, so its times mean nothing. Leave it out of --vs."
             )
 
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline_lab.bench.limit import StepLimit, backward_and_communication_s, ring_bytes_per_rank
 from paceline_lab.bench.provenance import collect
 from paceline_lab.bench.ranks import Ranks
-from paceline_lab.bench.sides import StepTimes, labels
+from paceline_lab.bench.sides import SIDES, StepTimes, labels, shown
 from paceline_lab.bench.step import StepConfig, StepOutcome, per_round
 from paceline_lab.bench.timed_model import scaled
 from paceline_lab.report.figures import draw_figure, show_ratio
 from paceline_lab.report.look import look_of, workload_name
-from paceline_lab.report.panels import Bars, bars_of
+from paceline_lab.report.panels import STEP_TIME, Bars, bars_of
 from paceline_lab.report.publication import Report
 from paceline_lab.report.summary import Summary, ratios, slowest_rank
 
+_NOISE = 0.1  # of a step without overlap
+_SLEEP_S = 0.02  # that a few hundred sleeps may take too long
 PHASES = ("forward_s", "backward_s", "optimizer_s")
 COLUMNS = ("side", "step ms", "ratio", "beyond computing ms", "of ideal overlap", "error of the mean")
 
@@ -55,6 +57,7 @@ class StepFindings:
         reachable_s: The least step of any implementation, since what is ready last cannot be hidden; None: not known.
         bytes_per_rank: What a ring sends.
         sides: By label.
+        disturbed: Why the parts cannot have been measured right; empty if they can.
     """
 
     limit: StepLimit
@@ -62,6 +65,7 @@ class StepFindings:
     reachable_s: float | None
     bytes_per_rank: float
     sides: Mapping[str, SideSummary]
+    disturbed: str = ""
 
     @property
     def link_ideal_s(self) -> float | None:
@@ -80,12 +84,12 @@ def findings(config: StepConfig, outcome: StepOutcome, ranks: Ranks) -> StepFind
         StepLimit(forward, backward, communicating, optimizer)
         for forward, backward, optimizer, communicating in zip(*alone, communication, strict=True)
     ]
-    names = labels([side.name for side in outcome.sides])
+    names = [shown(label) for label in labels([side.name for side in outcome.sides])]
     steps = {name: _rounds(side.per_rank, config) for name, side in zip(names, outcome.sides, strict=True)}
     base = steps[names[config.baseline]]
     num_bytes = ring_bytes_per_rank(ranks.num_ranks, config.gradient_bytes)
     limit = StepLimit(*(Summary.of(x).median for x in (alone[0], alone[1], communication, alone[2])))
-    return StepFindings(
+    found = StepFindings(
         limit=limit,
         reachable_s=_reachable_s(config, limit),
         link_s=num_bytes / ranks.rate_bytes_per_s if ranks.rate_bytes_per_s else None,
@@ -102,6 +106,32 @@ def findings(config: StepConfig, outcome: StepOutcome, ranks: Ranks) -> StepFind
             for name, side in zip(names, outcome.sides, strict=True)
         },
     )
+    return replace(found, disturbed=_disturbed(config, found))
+
+
+def _disturbed(config: StepConfig, found: StepFindings) -> str:
+    """Say which result cannot be true; empty if all can.
+
+    A step cannot be shorter than its computing. With the job's own group and all bytes, it cannot be shorter than ideal
+    overlap either. What is measured beyond a tenth of the step is no noise of an idle machine.
+    """
+    limit = found.limit
+    noise_s = _NOISE * limit.no_overlap_s
+    for name, side_name in zip(found.sides, config.side_names, strict=True):
+        step_s = found.sides[name].step_s.median
+        if step_s < limit.compute_s - noise_s:
+            return f"a step of {name} took {step_s * 1e3:.1f} ms, and computing alone {limit.compute_s * 1e3:.1f} ms"
+        side = SIDES[side_name]
+        sends_all = side.backend is None and not side.hook and "compression" not in side.arguments
+        if sends_all and step_s < limit.ideal_s - noise_s:
+            return (
+                f"a step of {name} took {step_s * 1e3:.1f} ms, and the ideal is {limit.ideal_s * 1e3:.1f} ms"
+            )
+    if config.profile is not None:
+        given_s = config.profile.forward_s + config.profile.backward_s + config.profile.optimizer_s
+        if limit.compute_s > given_s + max(_NOISE * limit.no_overlap_s, 0.25 * given_s, _SLEEP_S):
+            return f"layers that sleep for {given_s * 1e3:.1f} ms took {limit.compute_s * 1e3:.1f} ms"
+    return ""
 
 
 def _reachable_s(config: StepConfig, limit: StepLimit) -> float | None:
@@ -133,12 +163,15 @@ def report(config: StepConfig, outcome: StepOutcome, ranks: Ranks, load_before: 
         name=f"step-{config.workload}-{ranks.label}-{compute}",
         question=f"How long is a step of {config.workload} on {ranks.num_ranks} ranks ({compute} compute)?",
         columns=tuple(f"ratio to {base}" if column == "ratio" else column for column in COLUMNS),
-        rows=tuple(_row(name, side) for name, side in found.sides.items()),
+        rows=tuple(
+            _row(name, side, is_disturbed=bool(found.disturbed)) for name, side in found.sides.items()
+        ),
         verdicts=(),
         notes=(*_limit_notes(config, found, ranks), *_compute_notes(config), *outcome.notes),
         config=config,
         summaries={
             "compute": compute,
+            "disturbed": found.disturbed,
             "limit": {
                 **asdict(found.limit),
                 "no_overlap_s": found.limit.no_overlap_s,
@@ -163,8 +196,11 @@ def report(config: StepConfig, outcome: StepOutcome, ranks: Ranks, load_before: 
     )
 
 
-def _row(name: str, side: SideSummary) -> tuple[str, ...]:
+def _row(name: str, side: SideSummary, *, is_disturbed: bool) -> tuple[str, ...]:
+    """With disturbed parts, the ratio alone: both of its sides met the same in every round."""
     error = "" if side.error is None else ("0" if side.error == 0 else f"{side.error:.1e}")
+    if is_disturbed:
+        return (name, "", side.ratio.text(digits=3), "", "", error)
     return (
         name,
         side.step_s.text(1e3, 1),
@@ -177,6 +213,9 @@ def _row(name: str, side: SideSummary) -> tuple[str, ...]:
 
 def _limit_notes(config: StepConfig, found: StepFindings, ranks: Ranks) -> tuple[str, ...]:
     limit = found.limit
+    if found.disturbed:
+        words = f"only ratios are shown, because the machine was busy: {found.disturbed}, which cannot be. "
+        return (words + "Measure again while it does nothing else, or with more --rounds",)
     measured = (
         f"alone: forward {limit.forward_s * 1e3:.1f}, backward {limit.backward_s * 1e3:.1f}, optimizer "
         f"{limit.optimizer_s * 1e3:.1f}, communication {limit.communication_s * 1e3:.1f} ms; without overlap "
@@ -189,7 +228,7 @@ def _limit_notes(config: StepConfig, found: StepFindings, ranks: Ranks) -> tuple
         )
     size = (
         f"{config.gradient_bytes / 1e6:.1f} MB of float32 gradients; a flat ring sends 2(P-1)/P of them, "
-        f"{found.bytes_per_rank / 1e6:.1f} MB a rank"
+        f"{found.bytes_per_rank / 1e6:.1f} MB per rank"
     )
     if found.link_s is None or found.link_ideal_s is None:
         return measured, f"{size}; no link has a rate here, so the network's limit is not known"
@@ -219,17 +258,22 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
         path: Gets the picture.
     """
     limit, sides = record["summaries"]["limit"], record["summaries"]["sides"]
+    if record["summaries"].get("disturbed"):
+        panel = Bars(
+            "",
+            "step time, divided by the baseline's",
+            bars_of({name: side["ratio"] for name, side in sides.items()}, 1.0),
+        )
+        return draw_figure(path, _finding(record), [panel], _condition(record))
     compute_s = limit["forward_s"] + limit["backward_s"] + limit["optimizer_s"]
     marks = {"computing alone": compute_s}
-    if limit["reachable_s"] is None:
+    if limit["reachable_s"] is None or limit["reachable_s"] < 1.01 * limit["ideal_s"]:
         marks["ideal overlap"] = limit["ideal_s"]
-    elif limit["reachable_s"] < 1.01 * limit["ideal_s"]:
-        marks["ideal overlap, the least that can be reached"] = limit["ideal_s"]
     else:
-        marks |= {"ideal overlap": limit["ideal_s"], "least that can be reached": limit["reachable_s"]}
+        marks |= {"ideal overlap": limit["ideal_s"], "lower bound": limit["reachable_s"]}
     marks["no overlap"] = limit["no_overlap_s"]
     bars = bars_of({name: side["step_s"] for name, side in sides.items()}, 1e3)
-    panel = Bars("", "ms a step", bars, {name: 1e3 * mark for name, mark in marks.items()})
+    panel = Bars("", STEP_TIME, bars, {name: 1e3 * mark for name, mark in marks.items()})
     return draw_figure(path, _finding(record), [panel], _condition(record))
 
 
@@ -237,14 +281,13 @@ def _finding(record: Mapping[str, Any]) -> str:
     sides = record["summaries"]["sides"]
     names = list(sides)
     base, workload = names[record["config"]["baseline"]], workload_name(record["config"]["workload"])
-    ours = next((name for name in names if name.startswith("ours")), names[0])
+    ours = next((name for name in names if name.startswith(("paceline", "ours"))), names[0])
     ratio = sides[ours]["ratio"]["median"]
     whose = f"{look_of(base).name}'s"
-    words = f"{workload}: a step under {look_of(ours).name} is {show_ratio(ratio, whose)}"
+    words = f"A step of {workload} with {look_of(ours).name} is {show_ratio(ratio, whose)}"
     best = min(names, key=lambda name: sides[name]["ratio"]["median"])
     if best not in (ours, base, f"{ours} (again)"):
-        shorter = show_ratio(sides[best]["ratio"]["median"], "that")
-        words += f"; the shortest, {look_of(best).name}, is {shorter}"
+        words += f"; with {look_of(best).name} it is {show_ratio(sides[best]['ratio']['median'], whose)}"
     return words
 
 
@@ -253,7 +296,7 @@ def _condition(record: Mapping[str, Any]) -> str:
     if "hosts x ranks" in place:
         hosts, ranks = place["hosts x ranks"].split(" x ")
         rate = "no rate" if place["rate"].startswith("no") else place["rate"]
-        each = "a rank" if ranks == "1" else f"{ranks} ranks"
+        each = "one rank" if ranks == "1" else f"{ranks} ranks"
         where = f"{hosts} emulated hosts with {each} each, links: {rate}"
     else:
         where = f"{place['ranks']} ranks on one host"
@@ -264,5 +307,5 @@ def _condition(record: Mapping[str, Any]) -> str:
     megabytes = summaries["limit"]["bytes_per_rank"] / 1e6
     repeated = any("(again)" in name for name in summaries["sides"])
     twice = " (again): the same once more, to show the noise." if repeated else ""
-    size = f"A ring sends {megabytes:,.0f} MB a rank and step."
+    size = f"A ring sends {megabytes:,.0f} MB per rank and step."
     return f"{where}; {computing}. {size} Medians; whiskers: quartiles.{twice}"

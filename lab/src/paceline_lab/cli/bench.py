@@ -17,13 +17,16 @@ bench = typer.Typer(
 )
 
 Hosts = Annotated[
-    int | None, typer.Option(help="Hosts of an emulated cluster.", show_default="none: loopback")
+    int | None,
+    typer.Option(
+        "--hosts",
+        "--nnodes",
+        help="Number of hosts of an emulated cluster.",
+        show_default="none: this machine",
+    ),
 ]
-NumRanks = Annotated[
-    int | None, typer.Option("--ranks", help="Processes on loopback, without --hosts.", show_default="2")
-]
-Rounds = Annotated[int, typer.Option(help="Every side takes two turns in each.")]
-ReportFolder = Annotated[Path, typer.Option("--report", help="Folder for the JSON and the figure.")]
+Rounds = Annotated[int, typer.Option(help="Number of measuring rounds. Each side runs twice per round.")]
+ReportFolder = Annotated[Path, typer.Option("--report", help="Folder for the JSON file and the figure.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, progress to stderr.")]
 
 
@@ -31,19 +34,34 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, prog
 @cluster_options(*LINKS)
 def step(
     cluster: dict[str, Any],
-    workload: Annotated[str, typer.Option(help="`paceline bench workloads` lists them.")] = "resnet50",
-    vs: Annotated[str, typer.Option(help="Sides to measure ours against, comma-separated.")] = "torch",
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of a shipped model. `paceline bench workloads` lists them.", show_default="resnet50"
+        ),
+    ] = None,
+    recording: Annotated[
+        Path | None,
+        typer.Option(
+            help="Your model: a file that `paceline plan record` wrote, or a script, which is run and recorded."
+        ),
+    ] = None,
+    vs: Annotated[str, typer.Option(help="Sides to compare Paceline with, comma-separated.")] = "torch",
     hosts: Hosts = None,
-    ranks: NumRanks = None,
     rounds: Rounds = 5,
-    steps: Annotated[int, typer.Option(help="Timed steps at a turn.")] = 1,
+    steps: Annotated[int, typer.Option(help="Number of timed steps per turn.")] = 1,
     compute: Annotated[str, typer.Option(help="timed: layers sleep; real: they compute.")] = "timed",
     compute_s: Annotated[
-        float | None,
-        typer.Option(help="Forward and backward together.", show_default="published or recorded"),
+        str | None,
+        typer.Option(
+            help="Time of forward and backward together: 0.5, 0.5s or 500ms.",
+            show_default="published or recorded",
+        ),
     ] = None,
-    profile: Annotated[Path | None, typer.Option(help="From `paceline bench profile`.")] = None,
-    scale: Annotated[float, typer.Option(help="Divide the gradients' bytes, to fit memory.")] = 1.0,
+    profile: Annotated[Path | None, typer.Option(help="File that `paceline bench profile` wrote.")] = None,
+    scale: Annotated[
+        float, typer.Option(help="Divisor of the gradients' bytes, so that they fit into memory.")
+    ] = 1.0,
     report: ReportFolder = Path("paceline-report"),
     as_json: AsJson = False,
 ) -> None:
@@ -51,8 +69,8 @@ def step(
     from paceline_lab.bench.commands import StepOptions, bench_step
     from paceline_lab.bench.ranks import choose_place
 
-    place = choose_place(hosts, ranks, **cluster)
-    options = StepOptions(workload, vs, rounds, steps, compute, compute_s, profile, scale)
+    place = choose_place(hosts, **cluster)
+    options = StepOptions(workload, vs, rounds, steps, compute, compute_s, profile, scale, recording)
     bench_step(options, place, report, as_json)
 
 
@@ -60,14 +78,15 @@ def step(
 @cluster_options(*LINKS)
 def allreduce(
     cluster: dict[str, Any],
-    sizes: Annotated[str, typer.Option(help="Of the buffers, comma-separated.")] = "64KiB,1MiB,25MiB",
+    sizes: Annotated[str, typer.Option(help="Sizes of the buffers, comma-separated.")] = "64KiB,1MiB,25MiB",
     vs: Annotated[
-        str, typer.Option(help="Sides, comma-separated; the first is the baseline.")
+        str, typer.Option(help="Sides to compare, comma-separated. The first is the baseline.")
     ] = "gloo,paceline",
     hosts: Hosts = None,
-    ranks: NumRanks = None,
     rounds: Rounds = 6,
-    explain: Annotated[bool, typer.Option("--explain", help="Which algorithm ours took, and why.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print which algorithm Paceline chose, and why.")
+    ] = False,
     report: ReportFolder = Path("paceline-report"),
     as_json: AsJson = False,
 ) -> None:
@@ -75,7 +94,7 @@ def allreduce(
     from paceline_lab.bench.commands import bench_allreduce
     from paceline_lab.bench.ranks import choose_place
 
-    place = choose_place(hosts, ranks, **cluster)
+    place = choose_place(hosts, **cluster)
     bench_allreduce(sizes, vs, rounds, place, report, as_json, explain=explain)
 
 
@@ -84,7 +103,7 @@ def profile(
     workload: Annotated[str, typer.Option(help="`paceline bench workloads` lists them.")],
     out: Annotated[Path, typer.Option(help="The file to write.")],
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    steps: Annotated[int, typer.Option(help="Timed steps; the median counts.")] = 5,
+    steps: Annotated[int, typer.Option(help="Number of timed steps. The median counts.")] = 5,
 ) -> None:
     """Record how long each layer of a workload computes, for `bench step --profile`."""
     from paceline_lab.bench.commands import bench_profile

@@ -16,19 +16,49 @@ def _text(help_text: str, show_default: str | bool = True) -> Any:
 
 
 _TABLE: dict[str, tuple[Any, Any]] = {
-    "hosts": (Annotated[int, typer.Option(help="How many hosts.")], 2),
+    "hosts": (Annotated[int, typer.Option("--hosts", "--nnodes", help="Number of hosts.")], 2),
     "ranks_per_host": (
-        Annotated[str, typer.Option(help="Ranks on each host; or one number a host: 4,2,1.")],
-        "1",
+        Annotated[
+            str | None,
+            typer.Option(
+                "--ranks-per-host",
+                "--nproc-per-node",
+                help="Number of ranks on each host. One value, or one per host: 4,2,1.",
+                show_default="1; bench on this machine: 2",
+            ),
+        ],
+        None,
     ),
-    "rate": (_text("Of a host's link, for example 1Gbit; one, or one a host: 1Gbit,100Mbit."), None),
-    "port_rate": (_text("Of the switch's port towards a host, where it differs from --rate."), None),
-    "loss": (_text("Packets of a host that the switch loses, for example 0.1%; or one a host."), None),
-    "queue": (_text("What a switch port holds.", "256KiB"), None),
-    "cpu": (_text("Cores of a host; 50% is half of one. One, or one a host: 100%,50%."), None),
-    "delay": (_text("One way between two hosts, for example 1ms."), None),
-    "jitter": (_text("Largest deviation from --delay."), None),
-    "mtu": (Annotated[int, typer.Option(help="Largest IP packet in bytes.")], 1500),
+    "rate": (
+        _text("Rate of each host's link, for example 1Gbit. One value, or one per host: 1Gbit,100Mbit."),
+        None,
+    ),
+    "port_rate": (
+        _text(
+            "Rate of the switch's port towards a host, if it differs from --rate. One value, or one per host."
+        ),
+        None,
+    ),
+    "loss": (
+        _text(
+            "Share of a host's packets that the switch loses, for example 0.1%. One value, or one per host."
+        ),
+        None,
+    ),
+    "queue": (_text("Size of a switch port's queue.", "256KiB, of a small switch"), None),
+    "cpu": (
+        _text("Number of cores of a host: 0.5 or 50% is half a core. One value, or one per host: 100%,50%."),
+        None,
+    ),
+    "delay": (
+        _text("Delay of a packet between two hosts, one way, for example 1ms. The same for all hosts."),
+        None,
+    ),
+    "jitter": (_text("Largest deviation from --delay, for example 100us."), None),
+    "mtu": (
+        Annotated[int, typer.Option(help="Size of the largest IP packet, in bytes. The same for all hosts.")],
+        1500,
+    ),
     "offload": (
         Annotated[
             bool | None,
@@ -40,8 +70,8 @@ _TABLE: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
-    "congestion_control": (_text("TCP's.", "cubic"), None),
-    "min_rto": (_text("TCP's smallest retransmission timeout.", "the kernel's 200ms"), None),
+    "congestion_control": (_text("Congestion control of TCP.", "cubic, Linux's own"), None),
+    "min_rto": (_text("Smallest retransmission timeout of TCP.", "the kernel's 200ms"), None),
     "priority": (
         Annotated[
             bool, typer.Option("--priority", help="Switch ports serve by DSCP class selector, strictly.")
@@ -57,7 +87,7 @@ _TABLE: dict[str, tuple[Any, Any]] = {
     ),
     "racks": (Annotated[int, typer.Option(help="Divide the hosts into racks, joined by a spine.")], 1),
     "uplink": (_text("Rate between a rack and the spine."), None),
-    "links": (Annotated[int, typer.Option(help="Links per host; flows are spread over them.")], 1),
+    "links": (Annotated[int, typer.Option(help="Number of links per host. Flows are spread over them.")], 1),
 }
 ALL = tuple(_TABLE)
 LINKS = ("ranks_per_host", "rate", "loss", "queue", "delay", "jitter", "cpu", "congestion_control")

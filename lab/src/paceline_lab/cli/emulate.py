@@ -30,14 +30,20 @@ def emulate(
     cluster: dict[str, Any],
     script: Annotated[
         list[str] | None,
-        typer.Argument(help="The script and its arguments, or -m, a module and its own; after --."),
+        typer.Argument(help="The training script and its own arguments, as after torchrun."),
     ] = None,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="Run the script as a Python module, by its dotted name.")
+    ] = False,
     timeout: Annotated[
-        str | None, typer.Option(help="End the job after this long, for example 90s; exit code 124.")
+        str | None,
+        typer.Option(
+            help="Longest time of the job: 90, 90s or 5000ms. After it, the job is ended with exit code 124."
+        ),
     ] = None,
     scenario: Annotated[
         str | None,
-        typer.Option(help="A file of timed changes, a line each, such as: 20s host1 cores 25%."),
+        typer.Option(help="File of timed changes, one per line, for example: 20s host1 cores 25%."),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Measure what was set up, and print asked against measured.")
@@ -64,11 +70,12 @@ def emulate(
     changes = _changes(scenario, check=check)
     if changes is not None and changes.needs_packets:
         cluster.setdefault("offload", False)
-    timeout_s = None if timeout is None else quantities.seconds(timeout, "--timeout")
+    timeout_s = None if timeout is None else quantities.seconds(timeout, "--timeout", is_bare_possible=True)
     if timeout_s is not None and not 0 < timeout_s <= _LONGEST_S:
         raise ConfigurationError(f"--timeout {timeout} is no time for a job. Pass, for example, 90s.")
     spec = ClusterSpec.parse(**cluster)
-    _check_work(spec, script or [], changes, check=check)
+    script = [*(["-m"] if module else []), *(script or [])]
+    _check_work(spec, script, changes, check=check)
     console = Console(stderr=as_json)
     _end_on_signals()
     with EmulatedCluster(spec) as emulated:
@@ -76,7 +83,7 @@ def emulate(
         if check:
             return _check(emulated, console, as_json=as_json)
         console.print(f"{spec.hosts} host(s) are up; starting {spec.num_ranks} rank(s)...")
-        outcome = _run(emulated, script or [], console, timeout_s, changes)
+        outcome = _run(emulated, script, console, timeout_s, changes)
     return _show(outcome, console, as_json=as_json)
 
 
@@ -147,7 +154,7 @@ def _check(cluster: EmulatedCluster, console: Console, *, as_json: bool) -> int:
     if wrong:
         print(
             f"paceline: {len(wrong)} of {len(found)} measurements disagree with what was asked: {', '.join(wrong)}. "
-            "A busy machine is the usual reason. See docs/troubleshooting.md#disagree-with-what-was-asked.",
+            "A busy machine is the usual reason. `paceline explain disagree with what was asked` says more.",
             file=sys.stderr,
         )
     return 1 if wrong else 0

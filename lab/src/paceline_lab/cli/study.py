@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import typer.core
 from paceline_lab.checkout import repository
 from paceline_lab.experiments.registry import EXPERIMENTS, drawing_of
 
-Folder = Annotated[Path, typer.Option("--report", help="Folder for JSON and figures.")]
+Folder = Annotated[Path, typer.Option("--report", help="Folder for the JSON files and figures.")]
 
 
 class _Studies(typer.core.TyperGroup):
@@ -38,9 +39,7 @@ class _Studies(typer.core.TyperGroup):
         return command_of(made)
 
 
-app = typer.Typer(
-    name="study", cls=_Studies, help="Does it hold? Experiments by name; without a name: what there is."
-)
+app = typer.Typer(name="study", cls=_Studies, help="Run an experiment. Without a name: list them all.")
 
 
 @app.callback(invoke_without_command=True)
@@ -59,7 +58,7 @@ def _list(context: typer.Context) -> None:
 @app.command("all")
 def run_all(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Does everything still run? Its numbers mean nothing.")
+        bool, typer.Option("--quick", help="Quick smoke test. Its results are meaningless.")
     ] = False,
     report: Folder = Path("paceline-report"),
 ) -> None:
@@ -89,7 +88,6 @@ def redraw(
 ) -> None:
     """Draw every picture again from the stored reports. Nothing is measured."""
     from paceline.errors import ConfigurationError
-    from paceline_lab.report.publication import stored_report
 
     root = repository()
     if report is None and root is None:
@@ -97,10 +95,11 @@ def redraw(
             "there is no checkout whose lab/results could be drawn. Pass a folder: --report."
         )
     folder = report or Path(root or "", "lab/results")
-    files = sorted(folder.glob("*.json")) if folder.is_dir() else []
+    found = sorted(folder.glob("*.json")) if folder.is_dir() else []
+    files = [file for file in found if file.name != "figures.json"]  # says where figures of pages are
     if not files:
         raise ConfigurationError(f"there are no stored reports in {folder}. Pass another folder: --report.")
     for file in files:
         draw = drawing_of(file.stem)
-        if draw is not None and draw(stored_report(file), file.with_suffix(".png")):
-            print(file.with_suffix(".png"))
+        if draw is not None and draw(json.loads(file.read_text()), file.with_suffix(".png")):
+            print(file.with_suffix(".png"), flush=True)

@@ -47,7 +47,7 @@ class Counters:
         sent_packets: The same in packets.
         received_bytes: Bytes with Ethernet headers that the switch passed on to the host.
         received_packets: The same in packets.
-        lost_packets: Of those sent, lost at random.
+        lost_packets: Packets from the host that were lost at random.
         port_drops: Packets for the host that did not fit into its switch port's queue.
         host_drops: Packets that did not fit into the host's own queue.
         wire_drops: Packets that the emulation itself lost, because this machine was too slow for a user-space delay.
@@ -180,8 +180,8 @@ class EmulatedCluster:
 
         Args:
             argv: What follows torchrun's own flags: a script and its arguments, or `-m`, a module and its own.
-            on_line: Called with the host's index, the rank (None: the host's agent) and the text of every line of
-                output, from one thread at a time; None prints each with its prefix.
+            on_line: Called for every line of output, from one thread at a time: host's index, rank (None: the host's
+                agent), text. None prints each line with its prefix.
             timeout_s: The job is ended after this long.
             environment: Added to the ranks'.
             scenario: What changes meanwhile; told as lines of no host (-1).
@@ -250,7 +250,7 @@ class EmulatedCluster:
         if "failed" in answer:
             raise EmulationError(
                 f"the emulated cluster failed: {answer['failed']}. Nothing of it is left. "
-                "See docs/troubleshooting.md#the-emulated-cluster-failed."
+                "`paceline explain the emulated cluster failed` says more."
             )
         return answer
 

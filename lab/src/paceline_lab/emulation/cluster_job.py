@@ -49,11 +49,11 @@ class Outcome:
     """How a job on a cluster ended.
 
     Attributes:
-        exit_code: 0 if every host's agent ended well, else the code of the host that failed first; 124 if the
-            time was up.
+        exit_code: 0 if every host's agent ended well, otherwise the code of the host that failed first; 124 if the time
+            was up.
         exit_codes: One a host; None for one that had to be stopped.
         failed_host: The host that failed first; None if none did.
-        failed_s: Seconds from the start to that.
+        failed_s: Seconds from the start until it failed.
         wall_s: Seconds from the start of the agents to the end of the last.
         timed_out: Whether `timeout_s` ended it.
         busy_ratio: Share of this machine's processor time that was in use in the second half, by anyone.
@@ -89,7 +89,7 @@ class Outcome:
         return (
             f"host{self.failed_host} failed first (exit code {self.exit_codes[self.failed_host]}), "
             f"{self.failed_s:.1f} s after the start{also}. The ranks' own messages are above. "
-            "See docs/troubleshooting.md#failed-first."
+            "`paceline explain failed first` says more."
         )
 
     def remarks(self) -> list[str]:
@@ -160,6 +160,7 @@ class Job:
         self._spec = cluster.spec
         self._on_line = on_line
         self._printing = threading.Lock()
+        self._folder = cluster.folder
         self._logs = Path(tempfile.mkdtemp(prefix="logs-", dir=cluster.folder))
         self._readers: list[threading.Thread] = []
         self._agents: list[subprocess.Popen[str]] = []
@@ -255,6 +256,7 @@ class Job:
             "NCCL_SOCKET_IFNAME": interface,
             "TP_SOCKET_IFNAME": interface,
             "OMP_NUM_THREADS": "1",
+            "PACELINE_LAUNCH_FOLDERS": str(self._folder),  # watchdogs die with their host
             "PACELINE_TCP_ADVICE": "0",  # `remarks` names our options instead, if anything was lost
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"{_PREFIX}${{rank}}{_PREFIX}",
         }

@@ -143,7 +143,7 @@ class ClusterSpec:
             ),
             loss_ratio=tuple(q.percentage(value, "--loss") for value in each(loss, "--loss")),
             queue_bytes=DEFAULT_QUEUE_BYTES if queue is None else sizes.size(queue, "--queue"),
-            cores=tuple(q.percentage(value, "--cpu") for value in each(cpu, "--cpu")),
+            cores=tuple(q.cores(value, "--cpu") for value in each(cpu, "--cpu")),
             delay_s=0.0 if delay is None else q.seconds(delay, "--delay"),
             jitter_s=0.0 if jitter is None else q.seconds(jitter, "--jitter"),
             mtu=mtu,
@@ -259,18 +259,22 @@ class ClusterSpec:
         for ratio in self.loss_ratio:
             if not 0 <= ratio < 1:
                 raise ConfigurationError(
-                    f"--loss {ratio * 100:g}% cannot be: a link loses at least 0% and less than 100% of its packets."
+                    f"--loss {ratio * 100:g}% is not possible. It must be at least 0% and less than 100%."
                 )
         for cores in self.cores:
             if cores is not None and not 0.01 <= cores <= 1024:
                 raise ConfigurationError(
-                    f"--cpu {cores * 100:g}% cannot be: 100% is one core, and a host gets at least 1%."
+                    f"--cpu {cores * 100:g}% is not possible. 100% is one core; give at least 1%."
                 )
         for option, value in (("--delay", self.delay_s), ("--jitter", self.jitter_s)):
             if not 0 <= value <= 10:
-                raise ConfigurationError(f"{option} {value:g}s cannot be: it lies between 0s and 10s.")
+                raise ConfigurationError(
+                    f"{option} {value:g}s is not possible. It must be between 0s and 10s."
+                )
         if self.min_rto_s is not None and not 0.001 <= self.min_rto_s <= 10:
-            raise ConfigurationError(f"--min-rto {self.min_rto_s:g}s cannot be: it lies between 1ms and 10s.")
+            raise ConfigurationError(
+                f"--min-rto {self.min_rto_s:g}s is not possible. It must be between 1ms and 10s."
+            )
         _whole(self.mtu, "mtu", _SMALLEST_MTU, _LARGEST_MTU, "bytes of an IP packet")
         _whole(self.racks, "racks", 1, self.hosts, "every rack holds at least one host")
         _whole(self.links, "links", 1, MAX_LINKS, "links of a host")
@@ -313,7 +317,7 @@ class ClusterSpec:
             )
         if self.delay_s and any(rate is None for rate in self.rate_bits_per_s):
             raise ConfigurationError(
-                "--delay needs a rate: without one there is no end to what is under way. Pass --rate."
+                "--delay also needs --rate: without a rate limit, unlimited data would be in flight."
             )
         if self.jitter_s > self.delay_s:
             raise ConfigurationError(
@@ -329,7 +333,7 @@ class ClusterSpec:
 def _whole(value: int, name: str, low: int, high: int, rule: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ConfigurationError(
-            f"--{name} {value} cannot be: {rule}. Pass a whole number from {low} to {high}."
+            f"--{name} {value} is not possible: {rule}. Pass a whole number from {low} to {high}."
         )
 
 

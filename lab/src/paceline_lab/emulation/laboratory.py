@@ -156,7 +156,7 @@ def _isolate() -> None:
     except OSError as error:
         raise UnsupportedError(
             "emulating hosts needs root, or a kernel that lets users make namespaces, and here it does not "
-            f"({error.strerror}): run as root (in a container: with --privileged), or set "
+            f"({error.strerror}). Run as root; in a container: with --privileged. Or set "
             "kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0 where those exist. "
             "Nothing was created."
         ) from error

@@ -38,7 +38,7 @@ class Change:
 
     Attributes:
         kind: `cores`, `rate`, `loss`, `delay` or `link`.
-        host: Of which host; None: of all.
+        host: The host; None: all hosts.
         value: Cores, bits per second, fraction of the packets, seconds, or whether the link is up.
         link: Which of the host's links, for `rate`, `loss` and `link`; None: all, or of `link` the first.
     """
@@ -68,7 +68,7 @@ class Change:
         """The cluster after this change.
 
         Raises:
-            ConfigurationError: There can be no such cluster, or not without building it anew.
+            ConfigurationError: There can be no such cluster, or not without building it again.
         """
         if self.host is not None and not 0 <= self.host < spec.hosts:
             raise ConfigurationError(f"there is no host{self.host}: {_hosts_of(spec)}.")

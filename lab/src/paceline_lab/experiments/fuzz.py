@@ -79,10 +79,12 @@ class Found:
 
 
 def main(
-    programs: Annotated[int, typer.Option(min=1, help="How many.")] = 5000,
-    first_seed: Annotated[int, typer.Option(help="Of the first program; the others' follow.")] = 100_000,
-    program: Annotated[str | None, typer.Option(help="This one, as a failure prints it.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where the stored report ends.")] = False,
+    programs: Annotated[int, typer.Option(min=1, help="Number of programs.")] = 5000,
+    first_seed: Annotated[
+        int, typer.Option(help="Random seed of the first program. The others follow.")
+    ] = 100_000,
+    program: Annotated[str | None, typer.Option(help="A single program, as a failure prints it.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue where the stored report ends.")] = False,
     quick: Quick = False,
     report_folder: ReportFolder = REPORT_FOLDER,
 ) -> None:

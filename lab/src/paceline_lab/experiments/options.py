@@ -11,21 +11,33 @@ from paceline_lab.report.publication import ReportFolder as _Prepared
 REPORT_FOLDER = Path("paceline-report")
 
 Sides = Annotated[
-    str, typer.Option(help="Comma-separated names from paceline_lab.bench.sides; the first is the baseline.")
+    str,
+    typer.Option(help="Sides, comma-separated, as of `paceline bench step`. The first one is the baseline."),
 ]
-Ranks = Annotated[int, typer.Option(min=1, help="How many processes.")]
-Rounds = Annotated[int, typer.Option(min=2, help="How many rounds; every side runs twice in each.")]
-Hosts = Annotated[int, typer.Option(help="Of an emulated cluster; 0: two ranks on loopback.")]
-Rate = Annotated[str, typer.Option(help="Of each host's link; none: as fast as the machine is.")]
-ComputeS = Annotated[float, typer.Option(help="Forward and backward together.")]
-Turns = Annotated[int, typer.Option(min=2, help="Rounds; every side has two turns in each.")]
-Steps = Annotated[int, typer.Option(min=2, help="Consecutive steps of a turn.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes: does it run, not what does it measure.")]
+Ranks = Annotated[
+    int, typer.Option("--ranks-per-host", "--nproc-per-node", min=1, help="Number of processes.")
+]
+Rounds = Annotated[
+    int, typer.Option(min=2, help="Number of measuring rounds. Each side runs twice per round.")
+]
+Hosts = Annotated[
+    int,
+    typer.Option(
+        "--hosts", "--nnodes", help="Number of hosts of an emulated cluster. 0: two ranks on this machine."
+    ),
+]
+Rate = Annotated[str, typer.Option(help="Rate of each host's link, for example 1Gbit. none: not limited.")]
+ComputeS = Annotated[float, typer.Option(help="Seconds of forward and backward together.")]
+Turns = Annotated[
+    int, typer.Option(min=2, help="Number of measuring rounds. Each side runs twice per round.")
+]
+Steps = Annotated[int, typer.Option(min=2, help="Number of consecutive steps per turn.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Quick smoke test. Its results are meaningless.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, progress to stderr.")]
 DataFolder = Annotated[
     Path | None, typer.Option(help="Folder of the data set.", show_default="the usual places")
 ]
-OnlyShow = Annotated[bool, typer.Option("--only-show", help="Compute nothing; show what is there.")]
+OnlyShow = Annotated[bool, typer.Option("--only-show", help="Compute nothing. Show stored results.")]
 PartsFolder = Annotated[
     Path | None, typer.Option("--parts", help="Keep each part here, and do not measure again what is there.")
 ]

@@ -184,8 +184,8 @@ def train_each(sides: Sequence[str], train: Callable[[str], Run], tell: TellProg
 def cluster_or_loopback(hosts: int | None, rate: str, cpu: str = "") -> Ranks:
     """The hosts of an emulated cluster; without any, two ranks on loopback. Not entered yet."""
     if not hosts:
-        return choose_place(None, 2)
-    return choose_place(hosts, None, rate=None if rate == "none" else rate, cpu=cpu or None)
+        return choose_place(None, ranks_per_host=2)
+    return choose_place(hosts, rate=None if rate == "none" else rate, cpu=cpu or None)
 
 
 def refuse_unequal(sides: Iterable[str]) -> None:

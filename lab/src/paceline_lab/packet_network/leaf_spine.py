@@ -73,7 +73,7 @@ class LeafSpine:
             raise ConfigurationError(f"{self.hosts} hosts in {self.racks} racks cannot be; at least 2 in 1.")
         if (self.racks > 1) != (self.spines > 0):
             raise ConfigurationError(
-                f"{self.racks} racks and {self.spines} spines cannot be: several racks need at least one, "
+                f"{self.racks} racks and {self.spines} spines do not fit: several racks need at least one, "
                 "one rack none."
             )
         for name in (
@@ -84,10 +84,10 @@ class LeafSpine:
             "most_packets",
         ):
             if getattr(self, name) <= 0:
-                raise ConfigurationError(f"{name}={getattr(self, name)} cannot be: it is more than 0.")
+                raise ConfigurationError(f"{name}={getattr(self, name)} must be more than 0.")
         for name in ("loss_ratio", "gray_loss_ratio"):
             if not 0 <= getattr(self, name) < 1:
-                raise ConfigurationError(f"{name}={getattr(self, name)} cannot be: at least 0, less than 1.")
+                raise ConfigurationError(f"{name}={getattr(self, name)} must be at least 0 and less than 1.")
 
     def rack_of(self, host: int) -> int:
         """The rack that a host stands in."""

@@ -1,18 +1,21 @@
 """Figures: panels in rows, under a title that is the finding and over a note on its condition. Never opens a window.
 
+Each is saved twice: as PNG, and as SVG on whatever page it lies, whose colours follow the reader's light or dark mode.
+
 Matplotlib is used through its objects, without pyplot: no global state, no display. It takes most of a second to
 import, so only what draws pays for it; where it is missing, `draw_figure` does nothing and returns False.
 """
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline_lab.report.look import PART_COLORS, STYLE, WIDTH_IN
-from paceline_lab.report.panels import LINE_POINTS, Bars, Panel, Stacks, three_digits
+from paceline_lab.report.look import PART_COLORS, STYLE, WIDTH_IN, on_dark
+from paceline_lab.report.panels import LINE_POINTS, Bars, Panel, three_digits
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,7 +30,7 @@ def draw_figure(
     """Draw panels in rows and save them; returns whether it was drawn.
 
     Args:
-        path: Gets the picture, in the format that its ending says.
+        path: Of the PNG; the SVG lies beside it, under the same name.
         title: What was found.
         panels: Left to right, then down.
         note: Under which condition; stands below.
@@ -39,8 +42,31 @@ def draw_figure(
 
     style: Any = STYLE  # whose keys matplotlib spells out as a type
     with rc_context(style):
-        _figure(title, panels, note, columns or (2 if len(panels) % 2 == 0 else 1)).savefig(path)
+        figure = _figure(title, panels, note, columns or (2 if len(panels) % 2 == 0 else 1))
+        figure.savefig(path.with_suffix(".png"))
+        figure.savefig(path.with_suffix(".svg"), transparent=True, metadata={"Date": None, "Title": title})
+    svg = path.with_suffix(".svg")
+    if svg.exists():
+        svg.write_text(with_dark_twin(svg.read_text()))
     return True
+
+
+def with_dark_twin(svg: str) -> str:
+    """Return a picture that a reader in dark mode sees in colours for dark pages.
+
+    Matplotlib writes colours into each element's style; rules of a style sheet for dark mode say what each becomes.
+    """
+    colors = sorted(set(re.findall(r"#[0-9a-f]{6}\b", svg)))
+    rules = "".join(
+        f'[style*="{kind}: {color}"]{{{kind}:{on_dark(color)}!important}}'
+        for color in colors
+        for kind in ("fill", "stroke")
+        if f"{kind}: {color}" in svg
+    )
+    rules += f'text:not([style*="fill"]){{fill:{on_dark("#000000")}}}'
+    fonts = "text{font-family:'DejaVu Sans',Verdana,sans-serif}"
+    sheet = f"<style>{fonts}@media (prefers-color-scheme:dark){{{rules}}}</style>"
+    return re.sub(r"(<svg [^>]*>)", rf"\1\n {sheet}", svg, count=1, flags=re.DOTALL)
 
 
 def _figure(title: str, panels: Sequence[Panel], note: str, columns: int) -> Figure:
@@ -51,13 +77,11 @@ def _figure(title: str, panels: Sequence[Panel], note: str, columns: int) -> Fig
     title_lines = textwrap.wrap(title, _TITLE_WIDTH)
     note_lines = textwrap.wrap(note, _NOTE_WIDTH)
     extra = (
-        0.2 * (len(title_lines) + 1.4 * any(isinstance(panel, Stacks) for panel in panels))
-        + 0.15 * len(note_lines)
-        + 0.2
+        0.2 * (len(title_lines) + 1.4 * any(panel.parts for panel in panels)) + 0.15 * len(note_lines) + 0.2
     )
     figure = Figure(figsize=(WIDTH_IN, sum(heights) + extra), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.06, h_pad=0.05)  # type: ignore[union-attr, call-arg]
-    parts = dict.fromkeys(part for panel in panels if isinstance(panel, Stacks) for part in panel.parts)
+    parts = dict.fromkeys(part for panel in panels for part in panel.parts)
     figure.suptitle("\n".join([*title_lines, ""] if parts else title_lines), x=0.012, ha="left")
     grid = figure.subplots(len(rows), columns, squeeze=False, gridspec_kw={"height_ratios": heights})
     drawn = [(panel, grid[y][x]) for y, row in enumerate(rows) for x, panel in enumerate(row)]

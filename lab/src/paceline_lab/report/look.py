@@ -2,11 +2,14 @@
 
 A side keeps its colour from picture to picture: Paceline is blue, what it is compared with first (torch, Gloo,
 scikit-learn) orange, other peers have colours of their own, published figures are gray and dashed. A side with an
-option ("ours-bf16") has a lighter tint of its family's colour.
+option ("ours-bf16") has a lighter tint of its family's colour. The colours are those of Okabe and Ito, which
+colour-blind readers tell apart; each has a marker of its own besides, for paper without colours. Text is a darker
+shade, see `text_color`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,23 +29,36 @@ STYLE: dict[str, Any] = {
     "xtick.labelsize": 9,
     "ytick.labelsize": 9,
     "lines.linewidth": 1.8,
-    "lines.markersize": 4.5,
+    "lines.markersize": 5.0,
+    "text.color": "#1f2328",
+    "axes.labelcolor": "#1f2328",
+    "axes.edgecolor": "#6e7781",
+    "xtick.color": "#6e7781",
+    "ytick.color": "#6e7781",
+    "xtick.labelcolor": "#1f2328",
+    "ytick.labelcolor": "#1f2328",
+    "grid.color": "#8c959f",
     "legend.frameon": False,
     "legend.fontsize": 9,
     "savefig.dpi": 150,
+    "svg.fonttype": "none",  # text stays text: small, and can be searched
+    "svg.hashsalt": "paceline",  # the same picture is the same file
+    "font.family": ["DejaVu Sans"],
 }
 
-OURS, BASELINE, PAPER, LIMIT = "#0b64ad", "#e08214", "#7a7a7a", "#333333"
-_OURS_TINT, _BASELINE_TINT = "#6aaee0", "#f7bd78"
-_GREEN, _PURPLE, _BROWN = "#2a9d5c", "#8e5ab5", "#a0522d"
-COMMUNICATION = "#c0392b"  # what overlap hides, in bars of a step's parts
+OURS, BASELINE, PAPER, LIMIT = "#0072b2", "#e69f00", "#7a7a7a", "#333333"
+_OURS_TINT, _BASELINE_TINT = "#56b4e9", "#f3d28a"
+_GREEN, _PINK, _RED = "#009e73", "#cc79a7", "#d55e00"
+COMMUNICATION = _RED  # what overlap hides, in bars of a step's parts
 PART_COLORS = {
-    "forward": "#cfcfcf",
-    "backward": "#9d9d9d",
+    "forward": "#56b4e9",
+    "backward": "#0072b2",
     "communication": COMMUNICATION,
     "exposed communication": COMMUNICATION,
-    "optimizer": "#5f5f5f",
-    "other": "#e9e2d0",
+    "optimizer": "#009e73",
+    "other": "#bbbbbb",
+    "computes": "#0072b2",
+    "waits": "#d0d0d0",
 }
 
 
@@ -53,17 +69,24 @@ class Look:
     name: str
     color: str
 
+    @property
+    def option(self) -> str:
+        """The option by which it differs from its family; its name, if it has none."""
+        return self.name.partition(", ")[2] or self.name
+
 
 _LOOKS = {
     "ours": Look("Paceline", OURS),
     "torch": Look("torch", BASELINE),
     "gloo": Look("Gloo", BASELINE),
     "paceline": Look("Paceline", OURS),
-    "paceline-staged": Look("Paceline, ordinary tensors", _OURS_TINT),
-    "mpi4py": Look("Open MPI", _PURPLE),
+    "paceline-copied": Look("Paceline, ordinary tensors", _OURS_TINT),
+    "paceline-staged": Look("Paceline, ordinary tensors", _OURS_TINT),  # as stored results call it
+    "paceline-backend": Look("Paceline over its backend", _OURS_TINT),
+    "mpi4py": Look("Open MPI", _PINK),
     "deepspeed": Look("DeepSpeed", _GREEN),
-    "accelerate": Look("Accelerate", _BROWN),
-    "torchft": Look("torchft", _PURPLE),
+    "accelerate": Look("Accelerate", _RED),
+    "torchft": Look("torchft", _PINK),
     "sklearn": Look("scikit-learn", BASELINE),
     "sklearnex": Look("Intel's extension", _GREEN),
     "one": Look("Paceline", OURS),
@@ -85,7 +108,7 @@ _LOOKS = {
     "auto": Look('"auto"', OURS),
     "auto-any": Look('"auto", any codec', _OURS_TINT),
     "bf16": Look("always bf16", _GREEN),
-    "int8": Look("always int8", _PURPLE),
+    "int8": Look("always int8", _PINK),
 }
 _FAMILIES = {
     "ours": ("Paceline", _OURS_TINT),
@@ -93,19 +116,71 @@ _FAMILIES = {
     "torch": ("torch", _BASELINE_TINT),
 }
 # Of curves and rows that are no side, in order.
-CURVE_COLORS = (OURS, BASELINE, _GREEN, _PURPLE, _BROWN, PAPER)
-ROW_COLORS = (
-    _BASELINE_TINT,
-    BASELINE,
-    COMMUNICATION,
-    "#17a2b8",
-    OURS,
-    _GREEN,
-    _PURPLE,
-    _BROWN,
-    "#d977b5",
-    PAPER,
-)
+CURVE_COLORS = (OURS, BASELINE, _GREEN, _PINK, _RED, PAPER)
+ROW_COLORS = (_BASELINE_TINT, BASELINE, _RED, _OURS_TINT, OURS, _GREEN, _PINK, LIMIT, "#a6761d", PAPER)
+_MARKERS = {
+    OURS: "o",
+    BASELINE: "s",
+    _GREEN: "^",
+    _PINK: "D",
+    _RED: "v",
+    PAPER: "x",
+    _OURS_TINT: "P",
+    _BASELINE_TINT: "X",
+    LIMIT: "<",
+}
+
+
+def marker_of(color: str) -> str:
+    """Return the marker of a colour, so that lines also differ without it."""
+    return _MARKERS.get(color, "*")
+
+
+def text_color(color: str) -> str:
+    """Return the colour, darkened until text in it is read on white: a contrast of 4.5."""
+    return _with_contrast(color, "#ffffff", 0.0)
+
+
+def on_dark(color: str) -> str:
+    """Return what stands for a colour on a dark page: grays are inverted, others lightened to a contrast of 4.5."""
+    red, green, blue = _channels(color)
+    if max(red, green, blue) - min(red, green, blue) < 0.04:
+        level = 1 - red * 0.93
+        return _hex((level, level, level)) if red < 0.98 else DARK_PAGE
+    return _with_contrast(color, DARK_PAGE, 1.0)
+
+
+DARK_PAGE = "#0d1117"
+_LEAST_CONTRAST = 4.5  # WCAG's for text
+
+
+def _with_contrast(color: str, page: str, goal: float) -> str:
+    """Mix a colour with black (0) or white (1) until it stands out."""
+    for step in range(20):
+        mixed = tuple(channel + (goal - channel) * step / 20 for channel in _channels(color))
+        found = _hex(mixed)
+        if _contrast(found, page) >= _LEAST_CONTRAST:
+            return found
+    return _hex((goal,) * 3)
+
+
+def _contrast(one: str, other: str) -> float:
+    darker, lighter = sorted((_luminance(one), _luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def _luminance(color: str) -> float:
+    """WCAG's relative luminance."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in _channels(color)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _channels(color: str) -> tuple[float, float, float]:
+    return (int(color[1:3], 16) / 255, int(color[3:5], 16) / 255, int(color[5:7], 16) / 255)
+
+
+def _hex(channels: Sequence[float]) -> str:
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
 def look_of(side: str) -> Look:

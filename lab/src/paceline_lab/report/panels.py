@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paceline_lab.report.label_places import End, columns, rows_above, spread
-from paceline_lab.report.look import LIMIT, OURS, PAPER, PART_COLORS, look_of
+from paceline_lab.report.look import LIMIT, OURS, PAPER, PART_COLORS, look_of, marker_of, text_color
 from paceline_lab.report.summary import Summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LABEL_POINTS = 8.5
+STEP_TIME = "step time, ms; lower is better"
 LINE_POINTS = 1.3 * LABEL_POINTS  # from one label to the next
 _MARK_STYLES = (":", "--", "-", "-.")
 
@@ -28,6 +29,11 @@ class Panel(ABC):
     """One pair of axes."""
 
     title: str
+
+    @property
+    def parts(self) -> list[str]:
+        """What a legend explains: parts with a colour of their own, in order."""
+        return []
 
     @property
     def height_in(self) -> float:
@@ -49,15 +55,18 @@ class Line:
         label: Stands at the line's end.
         points: (x, y).
         color: One of `look`'s.
+        style: Matplotlib's; empty: points alone.
         band: The lower and upper quartile at each point, if they are known.
+        single: Of the points, which a single run stands for: they are hollow.
     """
 
     label: str
     points: Sequence[tuple[float, float]]
     color: str
     style: str = "-"
-    marker: str = "o"
+    marker: str | None = None  # None: the colour's own
     band: Sequence[tuple[float, float]] = ()
+    single: Sequence[tuple[float, float]] = ()
 
     @classmethod
     def of(cls, label: str, points: Sequence[tuple[float, Summary]], color: str) -> Line:
@@ -104,7 +113,11 @@ class Lines(Panel):
         """Draw lines, bands and levels, and label the axes."""
         for line in self.lines:
             xs, ys = zip(*line.points, strict=True)
-            axes.plot(xs, ys, line.style, color=line.color, marker=line.marker)
+            marker = marker_of(line.color) if line.marker is None else line.marker
+            axes.plot(xs, ys, linestyle=line.style or "None", color=line.color, marker=marker)
+            if line.single:
+                once = zip(*line.single, strict=True)
+                axes.plot(*once, marker, color=line.color, markerfacecolor="white")
             if line.band:
                 lower, upper = zip(*line.band, strict=True)
                 axes.fill_between(xs, lower, upper, color=line.color, alpha=0.18, linewidth=0)
@@ -159,7 +172,7 @@ class Lines(Panel):
                     textcoords="offset points",
                     va="center",
                     fontsize=LABEL_POINTS,
-                    color=end.color,
+                    color=text_color(end.color),
                     path_effects=halo,
                     annotation_clip=False,
                     arrowprops={
@@ -191,7 +204,7 @@ def _write_above(axes: Axes, name: str, x: float, row: int, color: str) -> None:
         textcoords="offset points",
         ha="center",
         fontsize=LABEL_POINTS,
-        color=color,
+        color=text_color(color),
         arrowprops={"arrowstyle": "-", "color": color, "lw": 0.4} if row else None,
     )
 
@@ -323,9 +336,61 @@ class Stacks(Panel):
 
     @property
     def parts(self) -> list[str]:
-        """Those that have a colour of their own, in order."""
         found = dict.fromkeys(part for parts in self.bars.values() for part, _ in parts)
         return [part for part in found if part in PART_COLORS]
+
+
+@dataclass(frozen=True)
+class Lanes(Panel):
+    """Spans of time in lanes, one above the other: what went on when.
+
+    Attributes:
+        lanes: From the top: what stands at the left, and its spans as (part, begin, end).
+        ends: Of lanes, by what stands at their left: where a line is drawn, and what is written there.
+        until: The right edge.
+    """
+
+    title: str
+    x_label: str
+    lanes: Mapping[str, Sequence[tuple[str, float, float]]]
+    ends: Mapping[str, Sequence[tuple[float, str]]] = field(default_factory=dict)
+    until: float | None = None
+
+    @property
+    def parts(self) -> list[str]:
+        found = {part for spans in self.lanes.values() for part, _, _ in spans}
+        return [part for part in PART_COLORS if part in found]
+
+    @property
+    def height_in(self) -> float:
+        return 0.5 + 0.3 * len(self.lanes)
+
+    def draw(self, axes: Axes) -> None:
+        """Draw spans with a thin gap between them, and lines where a step ends."""
+        for y, spans in enumerate(self.lanes.values()):
+            for part, begin, end in spans:
+                axes.barh(
+                    y, end - begin, left=begin, height=0.8, color=PART_COLORS[part], edgecolor="white", lw=0.4
+                )
+        for y, lane in enumerate(self.lanes):
+            for x, words in self.ends.get(lane, ()):
+                axes.plot([x, x], [y - 0.5, y + 0.5], color=LIMIT, linewidth=1.6)
+                if words:
+                    axes.annotate(
+                        words,
+                        (x, y),
+                        xytext=(-4, 0),
+                        textcoords="offset points",
+                        ha="right",
+                        va="center",
+                        fontsize=LABEL_POINTS,
+                    )
+        axes.set_yticks(range(len(self.lanes)), list(self.lanes))
+        axes.set_ylim(len(self.lanes) - 0.4, -0.6)
+        axes.set_xlim(0, self.until)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel(self.x_label)
 
 
 @dataclass(frozen=True)
@@ -354,7 +419,7 @@ class Dots(Panel):
         axes.axvline(self.level[1], color=LIMIT, linestyle=":", linewidth=1.2)
         for _, color, values in self.sides:
             there = [(value, y) for value, y in zip(values, ys, strict=True) if value is not None]
-            axes.plot(*zip(*there, strict=True), "o", color=color, markersize=6.5)
+            axes.plot(*zip(*there, strict=True), marker_of(color), color=color, markersize=6.5)
         axes.set_xscale("log")
         axes.set_xticks(list(self.ticks), list(self.ticks.values()))
         axes.tick_params(axis="x", which="minor", length=0, labelbottom=False)

@@ -26,7 +26,15 @@ from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.forward_overlap.outstanding import Needs
 from paceline.observe import StepTiming, StepTimings
-from paceline.planning.forward_overlap import Gain, MeasuredStep, Piece, cut, plan, predict
+from paceline.planning.forward_overlap import (
+    LEAST_GAIN_RATIO,
+    Gain,
+    MeasuredStep,
+    Piece,
+    cut,
+    plan,
+    predict,
+)
 
 AGREES_AFTER_STEPS = 3  # buckets are cut anew after the first
 AGREES_AGAIN_AFTER = (6, 12)  # the first steps may have been slow, and a rate too low costs the gain
@@ -54,6 +62,7 @@ class Agreement:
         pieces: In the order in which they are sent.
         gain: What it was predicted to save, before it was on.
         seen: Seconds of a step with and without, as compared; None before.
+        verdict: On or off, and why, with the numbers; empty as long as the ranks measure.
     """
 
     def __init__(self, group: ProcessGroup, peers: Peers, is_forced: bool) -> None:
@@ -62,6 +71,7 @@ class Agreement:
         self.pieces: tuple[Piece, ...] = ()
         self.gain: Gain | None = None
         self.seen: Gain | None = None
+        self.verdict = ""
         self._planned_sizes: list[int] = []
         self._first_step: int | None = None
         self._on_since: int | None = None
@@ -82,7 +92,7 @@ class Agreement:
         """Agree with the ranks of another group from now on, who may be new: about everything anew, but what is off."""
         self._group, self._peers = group, peers
         self.is_on = False if self.is_off else None
-        self.pieces, self.gain, self.seen = (), None, None
+        self.pieces, self.gain, self.seen, self.verdict = (), None, None, ""
         self._planned_sizes, self._num_declined = [], 0
         self.start_again()
 
@@ -107,6 +117,7 @@ class Agreement:
         if step < AGREES_AFTER_STEPS:
             return False
         if self._is_compared_at(step):
+            timings.settle()
             self._compare(timings)
         if not self.is_off and self._is_due(buckets, step):
             self._decide(step, self._agree(buckets, timings, forward_s, needs))
@@ -120,6 +131,7 @@ class Agreement:
     def _agree(
         self, buckets: Sequence[Bucket], timings: StepTimings, forward_s: float, needs: Needs
     ) -> Agreed:
+        timings.settle()
         forward_s = max(0.0, forward_s - needs.waited_s)
         needed_s = [min(needs.of(bucket.parameters, forward_s), forward_s) for bucket in buckets]
         mine = measure(buckets, timings.recent(min(LOOKS_BACK_STEPS, len(timings) - 1)), needed_s, forward_s)
@@ -145,10 +157,21 @@ class Agreement:
         elif not self._is_paused:
             self._num_declined += 1
             self.is_on = False if self._num_declined == DECLINES else None
+            if self.is_off:
+                saved = f"{agreed.gain.saved_ratio:.1%} of a step, less than {LEAST_GAIN_RATIO:.0%}"
+                self.verdict = f"off, because it is predicted to save {saved} ({agreed.gain})"
 
     def _turn_on(self, step: int) -> None:
         """Defer steps, and compare some with others that are not."""
         self.is_on, self._on_since, self._is_paused, self._compared_rate = True, step, False, None
+        if self.seen is not None:
+            why = "because the link's rate has changed"
+        else:
+            why = (
+                f"predicted to save {self.gain.saved_ratio:.1%} of a step ({self.gain})" if self.gain else ""
+            )
+        how = "without a comparison" if self._is_forced else f"to be compared in {TRIED_STEPS} steps"
+        self.verdict = f"on, {how}; {why}"
 
     # ---- rules 3 and 4
 
@@ -185,8 +208,11 @@ class Agreement:
         was_worth_it = self.seen is not None
         self.seen = Gain(without_s=without_median_s, with_s=with_median_s)
         # Where aborted steps have left nothing to compare, there is a NaN, and it stays on.
+        self.verdict = f"on: measured, it saves {self.seen.saved_ratio:.1%} of a step ({self.seen})"
         if with_median_s >= without_median_s:
             self.is_on, self._is_paused = None if was_worth_it else False, was_worth_it
+            until = " until the link's rate changes" if was_worth_it else ""
+            self.verdict = f"off{until}, because it saves nothing: measured, {self.seen}"
 
 
 def _median_s(lasted_s: Sequence[float]) -> float:

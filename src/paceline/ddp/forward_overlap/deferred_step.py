@@ -5,7 +5,7 @@ Rules
    in the agreed order, and the status words apart from them. When a rank waits is its own affair: flushing early, or
    at once, never changes what it sends.
 2. No parameter is stepped before every rank's backward is known to have ended well: backward itself waits for the
-   status words. So a rank that raised is told of as ever, with all parameters untouched.
+   status words. So a rank that raised is reported before any parameter is touched.
 3. Calls that come while gradients are under way (`optimizer.step`, `zero_grad`) are noted, and repeated bucket by
    bucket, in their order, with the settings that they were made with (torch's modes, too), as buckets arrive.
 4. Parameters change on the thread that asks for them, where it asks: before a module's forward, or when somebody reads
@@ -32,15 +32,17 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
+from paceline.comm.opened_groups import close
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.flight import Flight, PlainFlights, Step
 from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.forward_overlap.agreement import Agreement
-from paceline.ddp.forward_overlap.open_step import Action, Moment, OpenStep, zero_gradients
+from paceline.ddp.forward_overlap.open_step import Action, Cover, Moment, OpenStep, zero_gradients
 from paceline.ddp.forward_overlap.outstanding import Needs, install, lock
 from paceline.ddp.forward_overlap.piece_flight import HALF_STEPPED, PieceFlight
 from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.membership import Groups
 from paceline.ddp.open_forwards import OpenForwards
 from paceline.errors import PeerLostError, ProtocolError
 from paceline.observe import StepTimings
@@ -76,18 +78,22 @@ class ForwardOverlap:
         is_forced: bool = False,
         poisons: bool = False,
     ) -> None:
-        self._piece_group, self._peers, self._poisons = piece_group, peers, poisons
+        self._piece_group: ProcessGroup | None = piece_group
+        self._peers, self._poisons = peers, poisons
         self._agreement = Agreement(process_group, peers, is_forced)
-        self._has_optimizer = False  # without one, backward waits as ever
+        self._tells = process_group.rank() == 0 and not is_forced
+        self._has_optimizer = False  # without one, backward waits for its gradients
         self.is_idle = False
         self._step: OpenStep | None = None
         self._failure: BaseException | None = None
         self._needs = Needs()
         self._warned: set[str] = set()
+        self._cover = Cover()
         self._module = module
         self._plain = PlainFlights()
         self._timings = StepTimings()  # of the reducer that it follows
         self._hooks: tuple[RemovableHandle, ...] = ()
+        self._flight: PieceFlight | None = None  # the last one
         _alive.add(self)
 
     @property
@@ -110,7 +116,7 @@ class ForwardOverlap:
     def follow(
         self,
         managed: ManagedParameters,
-        groups: Sequence[ProcessGroup],
+        groups: Groups,
         peers: Peers,
         open_forwards: OpenForwards,
         timings: StepTimings,
@@ -138,7 +144,10 @@ class ForwardOverlap:
         self.flush()
         if not step.backward.synchronizes:
             return self._plain.begin(step, buckets)
-        if not self._agreement.defers(buckets, step.num_steps, self._timings, step.forward_s, self._needs):
+        defers = self._agreement.defers(buckets, step.num_steps, self._timings, step.forward_s, self._needs)
+        if self._agreement.verdict:
+            self._timings.decide("overlap_forward", self._agreement.verdict, self._tells)
+        if not defers:
             if self._agreement.is_off:
                 self.stop()
             else:
@@ -146,7 +155,11 @@ class ForwardOverlap:
             self._needs.begin()
             return self._plain.begin(step, buckets)
         self.is_idle = True
-        return PieceFlight(buckets, self._agreement.pieces, self._piece_group, self._peers, self._take_over)
+        assert self._piece_group is not None, "the wrapper is gone"
+        self._flight = PieceFlight(
+            buckets, self._agreement.pieces, self._piece_group, self._peers, self._take_over
+        )
+        return self._flight
 
     def _take_over(
         self, flight: PieceFlight, attach: Callable[[Bucket], None], conclude: Callable[[float], None]
@@ -178,7 +191,7 @@ class ForwardOverlap:
         return outstanding.is_outstanding(parameter)
 
     def under_way(self, parameters: Iterable[Tensor]) -> list[ForwardOverlap]:
-        """The models' of which a step with one of these parameters is outstanding: this one, or others. Local."""
+        """The models that have an outstanding step with one of these parameters: this one, or others. Local."""
         owners = dict.fromkeys(outstanding.owner_of(p) for p in parameters if self.is_outstanding(p))
         return [owner for owner in owners if isinstance(owner, ForwardOverlap)]
 
@@ -190,8 +203,10 @@ class ForwardOverlap:
         """Do this with each bucket's parameters when they have arrived. Local; something is outstanding."""
         with lock:
             assert self._step is not None, "nothing is outstanding"
-            if self._poisons and not self._step.actions:
-                self._step.poison()
+            if not self._step.actions:
+                if self._poisons:
+                    self._step.poison()
+                self._step.hide(self._cover)
             self._step.actions.append((Moment.now(), action))
 
     def zero_grad_of(self, parameters: Sequence[Tensor], set_to_none: bool) -> None:
@@ -213,8 +228,8 @@ class ForwardOverlap:
     def need(self, parameters: Sequence[Parameter], evaluates: bool) -> None:
         """A module is about to use these: complete their buckets.
 
-        In evaluation, all of them: torch's attention and transformer layers then read the parameters of their parts,
-        and take a slower way, with other rounding, if one of these is of a class of its own.
+        In evaluation, all of them. Torch's attention and transformer layers then read the parameters of their parts.
+        If one of these is of a class of its own, they take a slower way with other rounding.
         """
         if evaluates:
             self.flush()
@@ -237,6 +252,12 @@ class ForwardOverlap:
         with lock:
             while self._step is not None:
                 self.complete(min(self._step.left), reads_gradient=False)
+
+    def drain(self) -> None:
+        """As `flush`; and wait until a device has sent all pieces, whose group may then be closed."""
+        self.flush()
+        if self._flight is not None and self._flight.arrived is not None:
+            self._flight.arrived.block()
 
     def complete(self, index: int, reads_gradient: bool) -> None:
         """As `Owner.complete`; raises as `flush`."""
@@ -277,13 +298,14 @@ class ForwardOverlap:
         after_s = time.perf_counter()
         step.note_wait(after_s - before_s)
         self._needs.note_wait(before_s, after_s)
+        self._timings.note_wait(before_s, after_s)
 
     def _warn_of_reader(self) -> None:
         self._warn(
             "reader",
-            "a gradient was read before it had been reduced, so this step waits for it. What needs all gradients "
-            "before the first step (clipping by the global norm, GradScaler, logging norms) leaves nothing to overlap "
-            "with the next forward: with it, leave out overlap_forward. (To drop gradients, use zero_grad() of the "
+            "a gradient was read before it had been reduced, so this step waits for it. Clipping by the global "
+            "norm, GradScaler and logging norms need all gradients before the first step. They leave nothing to "
+            "overlap with the next forward, so leave out overlap_forward. (To drop gradients, use zero_grad() of the "
             "optimizer or the model, which need not wait.)",
         )
 
@@ -307,9 +329,9 @@ class ForwardOverlap:
         self.flush()
         raise ProtocolError(
             f"overlap_forward='debug': this forward's output is NaN, and it has not waited for {', '.join(names)}. "
-            "They were NaN while their step was outstanding, so something has read one past the hooks: a view or .data "
-            "that was taken before, NumPy, or a C++ extension. Take it from the module in each forward, or call "
-            "model.flush() before."
+            "They were NaN while their step was outstanding, so something has read one past the hooks. It may be "
+            "a view or .data that was taken before, NumPy, or a C++ extension. Take it from the module in each "
+            "forward, or call model.flush() before."
         )
 
     # ---- the end
@@ -333,16 +355,24 @@ class ForwardOverlap:
             self.flush()
 
     def let_go(self) -> None:
-        """The wrapper is gone: complete its last step, which keeps everything of it alive until then.
+        """The wrapper is gone: complete its last step, which keeps everything of it alive until then; close its group.
 
         The garbage collector may call, on any thread: what waits for a thread of the network's does not run on that.
         """
-        if self._step is None or self._failure is not None or _has_failed():
+        if self._failure is not None or _has_failed():
             return
         if isinstance(threading.current_thread(), threading._DummyThread):
-            threading.Thread(target=self.flush, name="paceline-flush").start()
+            threading.Thread(target=self._end, name="paceline-flush").start()
         else:
-            self.flush()
+            self._end()
+
+    def _end(self) -> None:
+        """Complete the last step; then nobody sends pieces any more, and an optimizer may still refer to this."""
+        self.stop()
+        self.drain()
+        group, self._piece_group = self._piece_group, None
+        if group is not None:
+            close(group)
 
 
 def _has_failed() -> bool:

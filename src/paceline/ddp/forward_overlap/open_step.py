@@ -5,6 +5,7 @@ Calls are completed with torch's settings of the moment when they were made: who
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from paceline.comm.device import accelerator_type
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.forward_overlap.piece_flight import PieceFlight
-
-DEVICE = "cpu"  # where all parameters are
+from paceline.errors import ProtocolError
 
 
 @dataclass(frozen=True)
@@ -26,24 +27,26 @@ class Moment:
     Attributes:
         has_inference_mode: `torch.inference_mode()`.
         has_grad: Whether autograd recorded.
-        has_autocast: `torch.autocast`, to this:
-        autocast_dtype: Of its operations.
+        autocasts: `torch.autocast`, by type of device: whether it was on, and to which dtype.
     """
 
     has_inference_mode: bool
     has_grad: bool
-    has_autocast: bool
-    autocast_dtype: torch.dtype
+    autocasts: tuple[tuple[str, bool, torch.dtype], ...]
 
     @classmethod
     def now(cls) -> Moment:
         """This thread's settings."""
-        return cls(
-            torch.is_inference_mode_enabled(),
-            torch.is_grad_enabled(),
-            torch.is_autocast_enabled(DEVICE),
-            torch.get_autocast_dtype(DEVICE),
+        autocasts = tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds()
         )
+        return cls(torch.is_inference_mode_enabled(), torch.is_grad_enabled(), autocasts)
+
+    @classmethod
+    def plain(cls) -> Moment:
+        """As in a backward that attaches gradients."""
+        autocasts = tuple((kind, False, torch.get_autocast_dtype(kind)) for kind in _kinds())
+        return cls(has_inference_mode=False, has_grad=False, autocasts=autocasts)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -51,18 +54,16 @@ class Moment:
         with (
             torch.inference_mode(self.has_inference_mode),
             torch.set_grad_enabled(self.has_grad),
-            torch.autocast(DEVICE, self.autocast_dtype, enabled=self.has_autocast),
+            ExitStack() as stack,
         ):
+            for kind, is_on, dtype in self.autocasts:
+                stack.enter_context(torch.autocast(kind, dtype, enabled=is_on))
             yield
 
 
-PLAIN = Moment(
-    has_inference_mode=False,
-    has_grad=False,
-    has_autocast=False,
-    autocast_dtype=torch.get_autocast_dtype(DEVICE),
-)
-"""As in a backward that attaches gradients."""
+def _kinds() -> list[str]:
+    """Types of devices on which operations may be cast."""
+    return [kind for kind in ("cpu", accelerator_type()) if kind is not None]
 
 
 @contextmanager
@@ -100,6 +101,7 @@ class OpenStep:
         actions: What to do with each, in this order, and when that was called.
         dropped: Ids of parameters whose gradients are dropped on arrival, after the actions.
         kept: Debug: parameters' values by id, while NaNs stand in for them.
+        hidden: By parameters' ids, while others stand in for them: their versions, and their memory.
         waited_s: So far.
     """
 
@@ -110,6 +112,7 @@ class OpenStep:
     actions: list[tuple[Moment, Action]] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)
     kept: dict[int, Tensor] = field(default_factory=dict)
+    hidden: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     waited_s: float = 0.0
 
     @property
@@ -123,7 +126,7 @@ class OpenStep:
             Local.  Mutates: parameters, gradients, the optimizer's state.  Once: after an error they are undefined.
         """
         with outside_transforms():
-            with PLAIN.again():
+            with Moment.plain().again():
                 self._restore(bucket)
                 self.attach(bucket)
             for moment, action in self.actions:
@@ -147,10 +150,46 @@ class OpenStep:
                         self.kept[id(parameter)] = parameter.detach().clone()
                         parameter.detach().fill_(float("nan"))
 
+    def hide(self, cover: Cover) -> None:
+        """Whoever reads a parameter in a way that torch's Python functions do not see reads NaN, not the old step."""
+        with torch.no_grad(), torch.inference_mode(mode=False), torch._C.DisableTorchFunction():
+            for index in self.left:
+                for parameter in self.buckets[index].parameters:
+                    self.hidden[id(parameter)] = parameter._version, parameter.data
+                    parameter.data = cover.of(parameter)
+
     def _restore(self, bucket: Bucket) -> None:
-        for parameter in bucket.parameters if self.kept else ():
+        written = False
+        for parameter in bucket.parameters:
+            if (hidden := self.hidden.pop(id(parameter), None)) is not None:
+                version, parameter.data = hidden
+                written = written or version != parameter._version
             if (values := self.kept.pop(id(parameter), None)) is not None:
                 parameter.detach().copy_(values)
+        if written:
+            raise ProtocolError(
+                "overlap_forward: a parameter was written while its step was outstanding, by code that bypasses "
+                "torch's Python functions. The written values are lost. Call model.flush() before such code."
+            )
+
+
+class Cover:
+    """Tensors of NaN in the shapes of parameters, over one memory: that of the largest."""
+
+    def __init__(self) -> None:
+        self._nans: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """What stands for a parameter while its step is outstanding. Local."""
+        last = sum(
+            (size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+        )
+        extent = max(0, last) + 1
+        kind = parameter.dtype, parameter.device
+        nans = self._nans.get(kind)
+        if nans is None or nans.numel() < extent:
+            nans = self._nans[kind] = torch.full((extent,), math.nan, dtype=kind[0], device=kind[1])
+        return nans.as_strided(parameter.shape, parameter.stride())
 
 
 def zero_gradients(parameters: Iterable[Tensor], set_to_none: bool) -> None:

@@ -2,17 +2,19 @@
 
 Rules
 1. A parameter is of this class from the end of backward until its bucket has arrived and its optimizer has stepped it.
-   Nothing else about it changes: same object, same memory, same hooks.
+   Nothing else about it changes: same object, same hooks; its memory comes back as it was.
 2. Every function of torch that takes it, and every attribute (`.grad`, `.data`), first completes its bucket. So a
    reader that no hook of a module announces (tied weights, `F.linear(x, layer.weight)`, an average of the weights,
    clipping, a checkpoint) waits, too, and sees a whole step. Shapes, dtypes and the like need no waiting.
-3. What does not go through torch's Python functions cannot be seen: a view or `.data` taken in an earlier step, memory
-   shared with NumPy, what C++ is called with directly (extensions, a `ProcessGroup`'s methods, scripted functions,
-   `torch.func.grad` of a function that is given it). Hence `overlap_forward="debug"`.
+3. What does not go through torch's Python functions cannot be seen. What takes the parameter so (`torch.tensor(p)`,
+   extensions, a `ProcessGroup`'s methods, scripted functions) reads NaN, because its memory is another from
+   `optimizer.step()` on (`OpenStep.hide`). What refers to its own memory from before (a view, `.data`, NumPy) reads
+   the old step. Hence `overlap_forward="debug"`.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -67,6 +69,9 @@ class OutstandingParameter(Parameter):
         if not (of in _METADATA_ATTRIBUTES and name == "__get__") and name not in _METADATA_METHODS:
             for parameter in _outstanding((*args, *kwargs.values())):
                 complete(parameter, of == "grad")
+            # `nn.Parameter(p)` asks for this of a subclass, and compares the classes: of one that is none any more.
+            if name == "detach" and sys._getframe(1).f_code is Parameter.__new__.__code__:
+                return Tensor._make_subclass(Parameter, args[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 

@@ -6,10 +6,13 @@ Rules
 2. Launching never waits for the network. A piece is launched by the thread that makes room for it: the one that makes
    a bucket ready, or that of Gloo which has just finished another piece.
 3. Pieces have a process group of their own, so it does not matter what the main thread launches on others meanwhile.
+4. On an accelerator the order of launches is that of the device's stream for communication. So all pieces that are
+   ready leave at once, each behind its own bucket's gradients, and who needs a bucket lets the current stream wait.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,11 +22,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import Work, all_reduce
+from paceline.comm.device import Mark, is_accelerator
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.dense_bucket import DenseBucket
 from paceline.ddp.flight import describe_bucket
 from paceline.observe import BucketTiming
+from paceline.observe.device_times import DeviceTimes
 from paceline.observe.timings import profiler_range
 from paceline.planning.forward_overlap import Piece
 
@@ -41,6 +46,7 @@ class _Progress:
 
     def __init__(self, num_pieces: int) -> None:
         self.num_left = num_pieces
+        self.works: list[Work] = []  # of an accelerator's pieces (rule 4)
         self.launched_s = self.done_s = self.waited_s = 0.0
         self._has_ended = threading.Event()
         self.error: Exception | None = None
@@ -58,6 +64,8 @@ class _Progress:
             return False
         if self.error is not None:
             raise self.error
+        for work in self.works:
+            work.wait()
         return True
 
     def on_done(self, callback: Callable[[], None]) -> None:
@@ -85,6 +93,7 @@ class PieceFlight:
 
     Attributes:
         progress: Of each bucket.
+        arrived: On an accelerator: behind the bucket that was waited for last.
 
     Contract:
         Collective: every rank launches every bucket, in any order.
@@ -103,6 +112,10 @@ class PieceFlight:
         self._take_over = take_over
         self.buckets = list(buckets)
         self._bodies: list[Tensor | None] = [None] * len(self.buckets)
+        device = self.buckets[0].parameters[0].device
+        self._times = DeviceTimes.begin(device) if is_accelerator(device) else None
+        self.arrived: Mark | None = None
+        self._collected: dict[int, Mark] = {}  # on an accelerator, by bucket: behind its gradients
         self._pieces = pieces
         self._group = process_group
         self._peers = peers
@@ -132,6 +145,9 @@ class PieceFlight:
         with self._lock:
             self._bodies[bucket.index] = bucket.body
             self.num_launched += 1
+            if self._times is not None:
+                self._times.launch(bucket.index)
+                self._collected[bucket.index] = Mark([bucket.body.device])
         self._send()
 
     def _send(self) -> None:
@@ -156,9 +172,24 @@ class PieceFlight:
     def _launch(self, piece: Piece, body: Tensor) -> None:
         progress = self.progress[piece.bucket]
         progress.launched_s = progress.launched_s or time.perf_counter()
+        if self._times is not None:
+            self._launch_on_device(piece, body, self._times)
+            return
         self._num_under_way += 1
         pending = all_reduce(body[piece.start : piece.stop], self._group)
         pending.future().add_done_callback(lambda future: self._note_done(piece, future))
+
+    def _launch_on_device(self, piece: Piece, body: Tensor, times: DeviceTimes) -> None:
+        """Rule 4. Where another bucket's hook launches it, the current stream may be another than this bucket's."""
+        self._collected[piece.bucket].order()
+        progress = self.progress[piece.bucket]
+        pending = all_reduce(body[piece.start : piece.stop], self._group)
+        pending.on_done(functools.partial(times.done, piece.bucket))  # the last piece's stays
+        progress.works.append(pending)
+        progress.num_left -= 1
+        progress.done_s = time.perf_counter()
+        if progress.num_left == 0:
+            progress.end()
 
     def _note_done(self, piece: Piece, future: Any) -> None:
         """On a thread of Gloo's, or on ours if the piece was done already."""
@@ -192,10 +223,15 @@ class PieceFlight:
     # ---- waiting
 
     def close(self) -> Exception | None:
+        if self._times is not None:
+            self._times.end()
         return None
 
     def wait_for_words(self) -> bool:
         return False
+
+    def device_times(self) -> DeviceTimes | None:
+        return self._times
 
     def hand_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> bool:
         return self._take_over(self, attach, conclude)
@@ -209,13 +245,17 @@ class PieceFlight:
         Raises:
             PeerLostError: A rank died or hangs.
         """
-        progress = self.progress[bucket.index]
-        if progress.has_ended and progress.error is None:
+        progress, times = self.progress[bucket.index], self._times
+        if progress.has_ended and progress.error is None and times is None:
             return
         before_s = time.perf_counter()
+        since = None if times is None else times.clock.mark()
         with profiler_range("waited"):
             self._peers.wait(progress, f"waiting for {describe_bucket(bucket)}", consequence)
         progress.waited_s += time.perf_counter() - before_s
+        if times is not None:
+            times.arrive(bucket.index, since)
+            self.arrived = Mark([bucket.parameters[0].device])
 
     def wait(self) -> None:
         """Wait for all buckets, as `wait_for`; gradients are undefined if one fails."""

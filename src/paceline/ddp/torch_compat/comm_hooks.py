@@ -33,11 +33,7 @@ STARTS_ALL_AT_ONCE = {
 
 
 def make_reduction(state: Any, hook: Any, backend: str) -> HookReduction:
-    """Check a hook as torch does, and make a reduction of it.
-
-    Raises:
-        TypeError, ValueError: In torch's words; the hook was not registered.
-    """
+    """Check a hook as torch does, and make a reduction of it. Raises TypeError and ValueError in torch's words."""
     check_hook(hook)
     portable = _portable(hook)
     innermost = portable.func if isinstance(portable, functools.partial) else portable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ import torch
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _eval_frame = torch._C._dynamo.eval_frame
+_NO_FUNCTIONS = {str, int, float, bool, tuple, dict, type(None), MemberDescriptorType, GetSetDescriptorType}
 _SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
 
 
@@ -29,8 +30,13 @@ def _skip(value: object, module_name: str) -> None:
         return
     if inspect.isclass(value):
         for member in vars(value).values():
-            for function in (member, getattr(member, "fget", None), getattr(member, "__func__", None)):
-                _skip_function(function)
+            kind = type(member)
+            if kind is property:
+                _skip_function(member.fget)
+            elif kind is classmethod or kind is staticmethod:
+                _skip_function(member.__func__)
+            elif kind not in _NO_FUNCTIONS:
+                _skip_function(member)
     else:
         _skip_function(value)
 
@@ -53,9 +59,10 @@ def may_compile(function: Function) -> Function:
 
 
 def _skip_function(function: object) -> None:
-    if getattr(function, "_may_compile", False):
+    if not callable(function) or getattr(function, "_may_compile", False):
         return
-    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    wraps = hasattr(function, "__wrapped__")
+    code = getattr(inspect.unwrap(function) if wraps else function, "__code__", None)
     if code is not None:
         _skip_code(code)
 

@@ -136,7 +136,7 @@ class TorchSurface:
         if outer is not None and outer is not self and any(part is self for part in outer.modules()):
             raise ConfigurationError(
                 f"this module is synchronized by Paceline and lies within what {type(outer).__module__}."
-                f"{type(outer).__name__} wraps, which would reduce its gradients a second time. {ONE_WRAPPER}"
+                f"{type(outer).__name__} wraps, which would reduce its gradients twice. {ONE_WRAPPER}"
             )
 
     @property
@@ -314,8 +314,7 @@ class TorchSurface:
     def _update_process_group(self, new_process_group: Any) -> None:
         """As `membership.rebuild`; parameters are not copied, and not taken to be those of the same step.
 
-        Args:
-            new_process_group: A group that contains this rank; every member must switch in the same step.
+        Every member of the new group must switch in the same step.
         """
         self._steps.membership.rebuild(new_process_group, same_step=False)
 

@@ -66,8 +66,7 @@ IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 def take_over_optimizers(parameters: Iterable[Parameter]) -> Callable[[Parameter], None] | None:
     """Remove the hooks that would run optimizers on gradients that are not reduced yet.
 
-    Returns:
-        What to call for every parameter once its gradient is reduced; None where there are no such optimizers.
+    Returns what to call for every parameter once its gradient is reduced; None where there are no such optimizers.
     """
     handles = sys.modules[IN_BACKWARD].param_to_optim_hook_handle_map if IN_BACKWARD in sys.modules else None
     if not handles:

@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import C10dWork, Done, Work, launch_session_name
+from paceline.comm.collectives import C10dWork, Done, Work, launch_session_name, timeout_of
 from paceline.comm.lane import Lane, LaneWork
 from paceline.errors import ConfigurationError
 from paceline.host.processes import whereabouts
 from paceline.observe import StepTiming
-from paceline.process_group.connections import open_transport, store_of_job, timeout_of
+from paceline.process_group.connections import open_transport, store_of_job
 from paceline.process_group.executor import Executor
 from paceline.process_group.folds import flat_view
 from paceline.process_group.shared_vectors import shared_vectors_of
@@ -62,12 +62,12 @@ class Adasum(Reduction):
             lists of ranks of the process group.
 
     Attributes:
-        orthogonality: |result|^2 / sum of the inputs' |g|^2 in the last step: 1/P where P gradients are equal,
-            1 where they are orthogonal. NaN before the first step, and where nothing was combined by Adasum.
+        orthogonality: |result|^2 / sum of the inputs' |g|^2 in the last step. If P gradients are equal, it is 1/P; if
+            they are orthogonal, 1. NaN before the first step, and if nothing was combined by Adasum.
 
     Cost:
-        With P a power of two each rank sends 2(P-1)/P of the gradients' bytes, in 2 log2 P rounds, and takes part in
-        log2 P small all-reduces of 24 bytes for each tensor. See `paceline.schedules.vector_halving`.
+        If P is a power of two, each rank sends 2(P-1)/P of the gradients' bytes, in `2 log2 P` rounds. It also takes
+        part in `log2 P` small all-reduces of 24 bytes for each tensor. See `paceline.schedules.vector_halving`.
 
     Source:
         Maleki et al. 2021, "Scaling distributed training with adaptive summation".
@@ -176,10 +176,7 @@ class Adasum(Reduction):
 class Connection:
     """Transport and thread of the Adasums over one process group.
 
-    Args:
-        process_group: The ranks; used once, for a broadcast.
-        device: Of the tensors.
-        find_topology: Returns which ranks share a host, given an executor and a timeout in seconds. Collective.
+    `find_topology`, a collective, returns which ranks share a host, given an executor and a timeout in seconds.
 
     Contract:
         Collective: making one, and `launch`; neither blocks.
@@ -200,10 +197,8 @@ class Connection:
     def launch(self, flat: Tensor, segments: Segments, keep: Callable[[Norms], None]) -> C10dWork:
         """Start replacing `flat` by the Adasum of all ranks' vectors. Collective; does not block.
 
-        Args:
-            flat: Contiguous, shape (N,), floating; mutated until the result is done.
-            segments: Which elements belong to which tensor.
-            keep: Called with the norms before the result is done, on the lane's thread.
+        `flat` is contiguous, shape (N,), floating. `keep` is called with the norms before the result is done, on the
+        lane's thread.
         """
 
         def perform() -> None:
@@ -245,11 +240,7 @@ def _find_hosts(executor: Executor, timeout_s: float) -> Topology:
 
 
 def _topology_of(hosts: Sequence[Sequence[int]], num_ranks: int) -> Topology:
-    """The topology of hosts that are given as lists of ranks.
-
-    Raises:
-        ConfigurationError: Not every rank from 0 to `num_ranks` - 1 is on exactly one host.
-    """
+    """The topology of hosts given as lists of ranks; raises ConfigurationError unless every rank is on exactly one."""
     ranks = [rank for host in hosts for rank in host]
     if sorted(ranks) != list(range(num_ranks)):
         raise ConfigurationError(

@@ -69,11 +69,7 @@ def levels_of(num_ranks: int) -> tuple[tuple[Pair, ...], ...]:
 
 
 def combine_shared(vectors: SharedVectors, segments: Segments) -> Norms:
-    """Replace every rank's vector by the Adasum of all.
-
-    Args:
-        vectors: Floating, at least two.
-        segments: Which elements belong to which tensor; the same on every rank.
+    """Replace every rank's vector, of at least two floating ones, by the Adasum of all.
 
     Contract:
         Collective over the ranks.  Blocks: yes.  Mutates: this rank's share of all vectors.

@@ -143,12 +143,8 @@ def add_dots(
 ) -> None:
     """Add the dot products of these chunks of `a` and `b` to `dots`.
 
-    Args:
-        dots: Shape (3, number of tensors), float64; mutated.
-        a: Flat, shape (N,).
-        b: Likewise.
-        chunks: Which elements.
-        scales: Factors of both before they are multiplied, shape (number of tensors,); for float64 vectors.
+    `dots` has shape (3, tensors), float64, `a` and `b` (N,). `scales` are factors of both, shape (tensors,), for
+    float64 vectors. Mutates `dots`.
     """
     if a.dtype != torch.float64 and a.device.type == "cpu":
         chunks = _add_in_single(dots.numpy(), a, b, chunks)
@@ -228,10 +224,7 @@ def scales_of(peaks: Tensor) -> Tensor:
 def coefficients(dots: Tensor, num_left: int, num_right: int) -> Tensor:
     """The coefficients of a and b for each tensor, shape (2, number of tensors), float64.
 
-    Args:
-        dots: Complete dot products, shape (3, number of tensors).
-        num_left: The number of ranks whose gradients a combines.
-        num_right: That of b.
+    `dots` are complete, shape (3, tensors); a combines the gradients of `num_left` ranks, b those of `num_right`.
     """
     dot, left, right = dots
     share = num_left / (num_left + num_right)
@@ -245,12 +238,7 @@ def combine_into(
 ) -> None:
     """Replace these chunks of `own` by own_coefficients * own + other_coefficients * other.
 
-    Args:
-        own: Flat, shape (N,); mutated.
-        other: Flat, shape (N,); undefined afterwards.
-        own_coefficients: One for each tensor.
-        other_coefficients: One for each tensor.
-        chunks: Which elements.
+    One coefficient for each tensor. Mutates `own`, shape (N,); `other` is undefined afterwards.
     """
     wide = torch.float64 if own.dtype == torch.float64 else torch.float32
     of_own, of_other = own_coefficients.to(wide), other_coefficients.to(wide)

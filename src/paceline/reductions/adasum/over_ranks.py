@@ -41,13 +41,7 @@ from paceline.transports import Transport
 
 
 class AdasumOverRanks:
-    """Computes one Adasum after another.
-
-    Args:
-        transport: Over all ranks of `plan`; nothing else may use it meanwhile.
-        plan: The schedule; the same on every rank.
-        timeout_s: Of one Adasum.
-    """
+    """Computes one Adasum after another, over a transport that nothing else may use meanwhile."""
 
     def __init__(self, transport: Transport, plan: VectorHalving, timeout_s: float) -> None:
         self.transport = transport
@@ -59,11 +53,7 @@ class AdasumOverRanks:
         self._num_neighbours = len(topology.ranks_of_host[topology.host_of_rank[transport.rank]])
 
     def run(self, flat: Tensor, segments: Segments) -> Norms:
-        """Replace `flat` by the Adasum of all ranks' vectors.
-
-        Args:
-            flat: On the CPU, contiguous, shape (N,), floating; N and dtype as on every rank.
-            segments: Which elements belong to which tensor; the same on every rank.
+        """Replace `flat`, contiguous on the CPU, shape (N,), floating, by the Adasum of all ranks' vectors.
 
         Contract:
             Collective: every rank, same order.  Blocks: yes.  Mutates: `flat`; after an error it is undefined and the

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -18,24 +17,26 @@ from paceline.compression import Compressor
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
 from paceline.observe import StepTiming
+from paceline.observe.timings import tell
 from paceline.planning import Rules
-from paceline.reductions.auto.course import Pace, Question
+from paceline.reductions.auto.course import Pace, Phase, Question
 from paceline.reductions.auto.group_decision import IDLE, GroupDecision, Ledger
-from paceline.reductions.auto.measurement import Probe, traffic_of
+from paceline.reductions.auto.measurement import Probe, payload_ratios, traffic_of
 from paceline.reductions.lossy import Lossy
 from paceline.reductions.mean import Mean
 from paceline.reductions.reduction import Message, Reduction
 
 _PLAIN = "none"
-_LOGGER = logging.getLogger("paceline.compression")
+_FURTHER = ("int8", "powersgd")  # what is named if much stays exposed: they send less than bfloat16
 
 
 class Auto(Reduction):
     """The mean, with the codec that is predicted and then measured to shorten a step; without one if none does.
 
-    Trains from the first step on. Some steps are timed without a codec; then a few reductions of real gradients are
-    timed, with and without each candidate; the duration of a step with each is predicted (`paceline.planning`); the
-    best, if it saves enough, is compared in steps with and without it, and stays on if it does save time. From then on
+    Trains from the first step on. Some steps are timed without a codec, then a few reductions of real gradients, with
+    and without each candidate. From these a step with each candidate is predicted (`paceline.planning`). If the best
+    two save enough, they are compared in steps with and without them. The better one stays on if it saves time. Rank 0
+    says what is still exposed, and which other codec would send less. From then on
     the duration of steps is checked: when it changes, all is measured again. On one host there is usually nothing to
     save.
 
@@ -44,9 +45,10 @@ class Auto(Reduction):
     are dropped when it is turned off.
 
     Args:
-        candidates: Codecs by name, compressors, or reductions that compress. By default bfloat16 alone: half the bytes,
-            float32's range, and gradients of 8 bits' precision, which does not affect training. float16 overflows at
-            65,504, so it needs a loss scale; int8 and the others change gradients more: ask for them.
+        candidates: Codecs by name, compressors, or reductions that compress. By default bfloat16 alone: half the
+            bytes, float32's range, and gradients of 8 bits' precision, which does not affect training. `float16`
+            overflows at 65,504, so it needs a loss scale. int8 and the others change gradients more, so name them to
+            allow them.
         on_ratio: The fraction of a step's duration that a codec must save to be turned on.
         off_ratio: The fraction below which it is turned off again; by default a third of `on_ratio`.
         pace: How many steps are measured, compared and checked.
@@ -88,6 +90,9 @@ class Auto(Reduction):
         self._codecs = tuple(codecs)
         self._decision = GroupDecision(codecs, num_ranks, self._pace, self._rules, self._ledger, self._tell)
         self._active: Reduction = self._plain
+        # Of a step whose end asks for costs: the codecs that are predicted, and the buckets.
+        self._predicted: dict[str, Reduction] = {}
+        self._messages: list[Message] = []
         self._sizes_bytes: dict[int, int] = {}  # of the buckets of the step under way, by index
         self._sizes_before: dict[int, int] = {}  # of the last step's
 
@@ -130,6 +135,17 @@ class Auto(Reduction):
             reduction.loss_scale = functools.partial(self._current_loss_scale, given)
         return reduction
 
+    def _further_codecs(self) -> dict[str, Reduction]:
+        """Those that are not candidates, but are told of if they would save more."""
+        assert self._model is not None, "prepared before the first step"
+        codecs = {}
+        for name, codec in _named(_FURTHER).items():
+            if name not in self._candidates:
+                with suppress(ConfigurationError):
+                    codec.prepare(*self._model)
+                    codecs[name] = codec
+        return codecs
+
     def _current_loss_scale(self, given: Lossy) -> float:
         """Looked up in each step: it may be set later, and a copied bound method would ask a copy of the scaler."""
         return (self.loss_scale or given.loss_scale)()
@@ -145,6 +161,9 @@ class Auto(Reduction):
             self._running[codec] = self._new_codec(codec)
         self._active = self._plain if codec is None else self._running[codec]
         self._sizes_bytes = {}
+        self._messages, self._predicted = [], {}
+        if self._decision.plan.question is Question.COSTS:
+            self._predicted = {name: self._new_codec(name) for name in self._codecs} | self._further_codecs()
         self._active.begin_step()
 
     def input_scale(self, num_ranks: int) -> float:
@@ -155,6 +174,8 @@ class Auto(Reduction):
         size_bytes = message.num_gradient_elements * message.flat.element_size()
         self._sizes_bytes[message.index] = size_bytes
         question, before = self._decision.plan.question, self._sizes_before
+        if question is Question.COSTS:
+            self._messages.append(message)
         if question is Question.COSTS and before and message.index == max(before, key=before.__getitem__):
             self._decision.probe = self._make_probe(message, sum(before.values()))
         start_s = time.perf_counter()
@@ -165,11 +186,16 @@ class Auto(Reduction):
         return Chain(self._decision.exchange(pending, message.process_group, message.flat.device))
 
     def _make_probe(self, message: Message, total_bytes: int) -> Probe:
-        reductions = {_PLAIN: Mean(), **{name: self._new_codec(name) for name in self._codecs}}
+        reductions = {_PLAIN: Mean(), **{name: self._predicted[name] for name in self._codecs}}
         return Probe.of(message, total_bytes, reductions, self._num_averaged, self._scale)
 
     def withdraw(self, parameters: Sequence[Parameter]) -> None:
         self._active.withdraw(parameters)
+
+    @property
+    def times_steps(self) -> bool:  # type: ignore[override]
+        """While it measures or compares. Once it has settled, many steps' durations are the device's anyway."""
+        return self._decision.plan is not IDLE and self._decision.course.phase is not Phase.SETTLED
 
     def end_step(self, timing: StepTiming) -> None:
         self._active.end_step(timing)
@@ -177,7 +203,9 @@ class Auto(Reduction):
         if self._decision.plan is not IDLE:
             traffic = traffic_of(self._active)
             self._ledger.step(self._decision.plan.codec, 0 if traffic is None else traffic.saved_bytes)
+        self._decision.payload_ratios = payload_ratios(self._predicted, self._messages)
         self._decision.end_step(timing)
+        self._messages, self._predicted = [], {}
         used = self._decision.used()
         self._running = {name: codec for name, codec in self._running.items() if name in used}
 
@@ -186,17 +214,13 @@ class Auto(Reduction):
     def _tell(self, message: str) -> None:
         if self._model is None or self._model[1].rank() != 0:
             return
-        text = f'compression="auto", step {self._decision.course.num_steps}: {message}'
-        if _LOGGER.hasHandlers():
-            _LOGGER.info(text)
-        else:
-            sys.stderr.write(f"paceline: {text}\n")
+        tell("compression", f'compression="auto", step {self._decision.course.num_steps}: {message}')
 
     def report(self) -> dict[str, Any]:
         """Predicted and measured durations with and without codecs, and what was saved: a dict for JSON.
 
-        Local; the same on every rank. Times in seconds, rates in bytes a second; None where nothing is known yet, or
-        where a rate has no limit.
+        Local; the same on every rank. Times in seconds, rates in bytes per second; None if nothing is known yet, or if
+        a rate has no limit.
         """
         course = self._decision.course
         return self._ledger.report(course.in_use, course.phase.value)

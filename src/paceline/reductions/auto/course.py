@@ -7,7 +7,8 @@ The same on every rank, because only agreed numbers go in.
         |                   ^   |
         +--decided--> trying    +--checked--> measuring    (steps take longer or shorter; or none is on for long)
                         |  ^    +--checked--> trying       (a codec is on, and its last comparison is long ago)
-                        +--+--tried--> settled
+                        +--+--tried--> trying, then settled    (the best two predicted, one after the other, each
+                                                                in more rounds while steps vary too much to tell)
 
 Rules
 1. A step's plan depends on the number of synchronized steps that succeeded and on numbers that all ranks share.
@@ -27,6 +28,8 @@ from paceline.errors import ConfigurationError
 from paceline.planning import Rules
 
 _PATTERN = (False, True, True, False)  # without, with, with, without: a linear drift cancels
+_MOST_ROUNDS = 4  # of one comparison
+_CLEAR = 2.0  # standard errors between what a codec saves and what it must save
 
 
 class Phase(Enum):
@@ -60,7 +63,9 @@ class Pace:
     """How many steps each phase takes."""
 
     num_measured: int = 4  # timed steps before a decision
-    num_tried: int = 8  # timed steps of a comparison, half of them with the codec; a multiple of 4
+    # Timed steps of a comparison, half of them with the codec; a multiple of 4. If they vary too much to tell, it has
+    # up to three more rounds of as many.
+    num_tried: int = 8
     # Settled steps between two checks, at first; doubled, up to 8 times, by each that found nothing.
     check_every: int = 25
     # Steps after which a codec that is on is compared again, and after which all is measured again if none is on: a
@@ -77,37 +82,29 @@ class Pace:
             )
         if self.try_every < self.num_tried or not self.drift_ratio > 0:
             raise ConfigurationError(
-                f"{self}: comparisons come less often than they are long, and the drift that is noticed is above 0."
+                f"Pace: try_every={self.try_every} must be at least num_tried={self.num_tried}, and "
+                f"drift_ratio={self.drift_ratio!r} greater than 0."
             )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one step does.
+    """What one step does."""
 
-    Attributes:
-        codec: Reduces it; None: no compression.
-        is_sample: Whether its duration is used.
-        question: What is exchanged after its last bucket.
-    """
-
-    codec: str | None
-    is_sample: bool
-    question: Question
+    codec: str | None  # reduces it; None: no compression
+    is_sample: bool  # whether its duration is used
+    question: Question  # what is exchanged after its last bucket
 
 
 class Course:
-    """The state: phase, codec in use, and when what is due.
-
-    Args:
-        pace: How many steps each phase takes.
-        rules: How much a codec has to save.
-    """
+    """The state: phase, codec in use, and when what is due."""
 
     def __init__(self, pace: Pace, rules: Rules) -> None:
         self._pace, self._rules = pace, rules
         self.in_use: str | None = None
         self.tried: str | None = None  # the codec that is compared
+        self._next_tried: str | None = None  # the one to be compared after it
+        self._num_rounds = 1  # of the comparison
         self.num_steps = 0
         self._barred_until: dict[str, float] = {}
         self._num_refuted: dict[str, int] = {}
@@ -160,11 +157,12 @@ class Course:
         else:
             self._enter(Phase.MEASURING)
 
-    def decided(self, chosen: str | None) -> None:
-        """COSTS were exchanged: the prediction chose this codec."""
+    def decided(self, chosen: str | None, runner_up: str | None = None) -> None:
+        """COSTS were exchanged: the prediction chose this codec, and another to be tried after it."""
         if chosen is not None and chosen != self.in_use:
             self._check_every = self._pace.check_every
             self._try(chosen)
+            self._next_tried = runner_up
             return
         is_news = chosen != self.in_use
         self._check_every = min(self._check_every * (1 if is_news else 2), 8 * self._pace.check_every)
@@ -173,12 +171,22 @@ class Course:
             self._compared_at = self.num_steps
         self._settle()
 
+    def tries_longer(self, with_s: float, without_s: float, doubt: float) -> bool:
+        """PERIODS of a comparison were exchanged; returns whether it has another round, as steps vary too much to tell.
+
+        `doubt` is the standard error of with_s / without_s.
+        """
+        margin = abs(1 - with_s / without_s - self._rules.off_ratio)
+        if margin > _CLEAR * doubt or self._num_rounds == _MOST_ROUNDS:
+            return False
+        self._num_rounds += 1
+        self._enter(Phase.TRYING)
+        return True
+
     def tried_out(self, with_s: float, without_s: float) -> bool:
         """PERIODS of a comparison were exchanged; returns whether its codec is on now.
 
-        Args:
-            with_s: Duration of steps with the codec.
-            without_s: Duration of the other steps: with what was in use before, or with none if that was this codec.
+        The other steps ran with what was in use before, or with none if that was this codec.
         """
         assert self.tried is not None
         self._compared_at = self.num_steps
@@ -190,7 +198,10 @@ class Course:
             self.in_use = None if self.in_use == self.tried else self.in_use
             refuted = self._num_refuted[self.tried] = self._num_refuted.get(self.tried, 0) + 1
             self._barred_until[self.tried] = self.num_steps + self._pace.check_every * 2**refuted
-        self._settle()
+        if self._next_tried is None:
+            self._settle()
+        else:
+            self._try(self._next_tried)
         return saves
 
     def checked(self, period_s: float) -> None:
@@ -212,9 +223,9 @@ class Course:
             self._enter(Phase.SETTLED)
 
     def _settle(self) -> None:
-        self.tried = self._period_s = None
+        self.tried = self._next_tried = self._period_s = None
         self._enter(Phase.SETTLED)
 
     def _try(self, codec: str) -> None:
-        self.tried = codec
+        self.tried, self._next_tried, self._num_rounds = codec, None, 1
         self._enter(Phase.TRYING)

@@ -26,25 +26,17 @@ IDLE = Plan(None, is_sample=False, question=Question.NOTHING)
 
 
 class GroupDecision:
-    """This rank's part in deciding which codec reduces each step of one model.
-
-    Args:
-        codecs: The names of the candidates that can reduce the model; the same on every rank.
-        num_ranks: Of the group.
-        pace: How many steps each phase takes.
-        rules: When a codec is turned on and off.
-        ledger: Records decisions and measurements.
-        tell: Called with a message for the user at every change.
-    """
+    """This rank's part in deciding which codec reduces each step of one model."""
 
     def __init__(
         self,
+        # The names of the candidates that can reduce the model; the same on every rank.
         codecs: Sequence[str],
         num_ranks: int,
-        pace: Pace,
-        rules: Rules,
-        ledger: Ledger,
-        tell: Callable[[str], None],
+        pace: Pace,  # how many steps each phase takes
+        rules: Rules,  # when a codec is turned on and off
+        ledger: Ledger,  # records decisions and measurements
+        tell: Callable[[str], None],  # called with a message for the user at every change
     ) -> None:
         self._codecs, self._num_ranks, self._rules = codecs, num_ranks, rules
         self._num_profiles = pace.num_measured
@@ -53,6 +45,8 @@ class GroupDecision:
         self.stopwatch = Stopwatch()
         self.plan = IDLE
         self.probe: Probe | None = None  # of the step under way
+        self.payload_ratios: dict[str, float] = {}  # of the probe's step, by codec
+        self._decision: Decision | None = None  # the last one
         self._loaded: str | None = None
         self._periods = Periods()
         self._profiles: list[StepProfile] = []
@@ -114,6 +108,8 @@ class GroupDecision:
             numbers = period_s + median_profile(self._profiles) + self.probe.numbers()
         elif self.plan.question is Question.PERIODS:
             numbers = self._periods.medians(self._compared())
+            if self.course.tried is not None:
+                numbers.append(self._periods.doubt(self._compared()))
         else:
             index = -1.0 if self._loaded is None else float(self._codecs.index(self._loaded))
             numbers = [index, -index]  # their maxima are the largest, and the negative of the smallest
@@ -136,7 +132,9 @@ class GroupDecision:
         elif self.plan.question is Question.RESUMED:
             self._decide_on_resuming(*agreed)
         elif self.course.tried is not None:
-            self._decide_by_comparison(self.course.tried, *agreed)
+            if self.course.tries_longer(*agreed):
+                return  # with the durations so far
+            self._decide_by_comparison(self.course.tried, *agreed[:2])
         else:
             (period_s,) = agreed
             self._ledger.checked(self.course.num_steps, self.course.in_use, period_s)
@@ -148,7 +146,12 @@ class GroupDecision:
         period_s, *numbers = agreed
         sizes = [bucket.size_bytes for bucket in self._profiles[-1].buckets]
         profile, numbers = profile_of(numbers[: 2 + len(sizes)], sizes), numbers[2 + len(sizes) :]
-        plain, codecs = self.probe.costs(numbers, profile.busy_ratio)
+        plain, codecs = self.probe.costs(numbers, profile.busy_ratio, self.payload_ratios)
+        further = [
+            plain.sending(name, ratio)
+            for name, ratio in self.payload_ratios.items()
+            if name not in self._codecs
+        ]
         before, is_first = self.course.in_use, self._ledger.is_empty
         decision = decide(
             profile,
@@ -159,12 +162,19 @@ class GroupDecision:
             in_use=before,
             barred=self.course.barred(),
             step_s=period_s,
+            further=further,
         )
+        self._decision = decision
         self._ledger.observed(before, period_s)
         self._ledger.decided(self.course.num_steps, decision, self.probe.errors(numbers))
-        self.course.decided(decision.chosen)
+        self.course.decided(decision.chosen, decision.runner_up)
         if is_first or decision.chosen != before:
-            self._tell(decision.words() + (" Trying it." if self.course.tried else ""))
+            then = (
+                "Trying it."
+                if self.course.tried
+                else decision.words_on_the_rest(period_s if decision.chosen == before else decision.step_s)
+            )
+            self._tell(f"{decision.words()} {then}".rstrip())
 
     def _decide_by_comparison(self, tried: str, with_s: float, without_s: float) -> None:
         without = self._compared()[1]
@@ -172,10 +182,13 @@ class GroupDecision:
         is_on = self.course.tried_out(with_s, without_s)
         self._ledger.tried(self.course.num_steps, tried, with_s, without, without_s, is_on)
         if not (was_on and is_on):
+            rest = ""
+            if self._decision is not None and self.course.phase is Phase.SETTLED:
+                rest = self._decision.words_on_the_rest(with_s if is_on else without_s)
+            without_words = f"{without_s * 1e3:,.4g} ms with {without or 'none'}. {rest}".rstrip()
             outcome = "is on" if is_on else "is off again" if was_on else "stays off"
             self._tell(
-                f"{tried} {outcome}: measured "
-                f"{with_s * 1e3:,.4g} ms a step with it, {without_s * 1e3:,.4g} ms with {without or 'none'}."
+                f"{tried} {outcome}: measured {with_s * 1e3:,.4g} ms per step with it, {without_words}"
             )
 
     def _decide_on_resuming(self, largest: float, minus_smallest: float) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.comm.collectives import Work
+from paceline.comm.device import wait_for_all
 from paceline.comm.traffic import Traffic
 from paceline.observe import StepTiming
 from paceline.planning import AlphaBetaCost, BucketLoad, ReductionCost, StepProfile
@@ -21,7 +23,7 @@ from paceline.reductions.reduction import Message, Reduction, real_numel
 
 NUM_TIMES = 3  # each reduction of each message is timed
 LARGE_SHARE = (
-    8  # a probe's large message is an eighth of all gradients, within these bounds; at least one gradient
+    8  # a probe's large message is about an eighth of all gradients, within these bounds; whole gradients
 )
 LEAST_BYTES, MOST_BYTES = 2**18, 2**22
 
@@ -32,18 +34,14 @@ Wait = Generator[Work, None, None]
 
 
 class Stopwatch:
-    """Measures a step from the end of the one before to its own end, and when its buckets were ready in between.
-
-    Args:
-        now: The clock of `StepTiming`, in seconds.
-        cpu: The clock of this process's processor time, in seconds.
-        num_processors: The host's processors, divided by its ranks; by default from LOCAL_WORLD_SIZE.
-    """
+    """Measures a step from the end of the one before to its own end, and when its buckets were ready in between."""
 
     def __init__(
         self,
-        now: Callable[[], float] = time.perf_counter,
+        now: Callable[[], float] = time.perf_counter,  # the clock of `StepTiming`, in seconds
+        # The clock of this process's processor time, in seconds
         cpu: Callable[[], float] = time.process_time,
+        # The host's processors, divided by its ranks; by default from LOCAL_WORLD_SIZE.
         num_processors: float | None = None,
     ) -> None:
         self._now, self._cpu = now, cpu
@@ -120,19 +118,32 @@ class Periods:
         """The median duration of each codec's steps, in seconds; 0 for one that had none."""
         return [statistics.median(self._periods_s.get(codec) or [0.0]) for codec in codecs]
 
+    def doubt(self, codecs: Sequence[str | None]) -> float:
+        """The standard error of the ratio of two codecs' medians; infinite if one of them had no steps."""
+        of_both = [self._periods_s.get(codec, []) for codec in codecs]
+        if not all(of_both):
+            return math.inf
+        return math.hypot(*map(_error_of_median, of_both))
+
     def clear(self) -> None:
         self._periods_s = {}
 
 
-def _prefix(message: Message, limit_bytes: float) -> Message:
-    """A copy of a message's first gradients, as many as fit `limit_bytes`, at least one; without status words."""
-    num_bytes, num_kept = 0, 0
-    for gradient in message.gradients:
-        num_bytes += gradient.numel() * gradient.element_size()
-        if num_kept and num_bytes > limit_bytes:
-            break
-        num_kept += 1
-    return _copy(message, num_kept)
+def _error_of_median(values: Sequence[float]) -> float:
+    """The standard error of a median, relative to it; by the median of absolute deviations, as few steps are long."""
+    middle = statistics.median(values)
+    spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return math.sqrt(math.pi / 2 / len(values)) * spread / middle
+
+
+def _prefix(message: Message, wanted_bytes: float) -> Message:
+    """A copy of a message's first gradients, as many as come nearest to `wanted_bytes`; without status words.
+
+    Nearest in proportion: a bias before a large matrix would say nothing about the matrix.
+    """
+    sizes = [gradient.numel() * gradient.element_size() for gradient in message.gradients]
+    away = [abs(math.log(max(size, 1) / wanted_bytes)) for size in itertools.accumulate(sizes)]
+    return _copy(message, away.index(min(away)) + 1)
 
 
 def _smallest(message: Message) -> Message:
@@ -191,24 +202,17 @@ class _Times:
 
 
 class Probe:
-    """Times reductions of a large and a small message, on all ranks at once, after a step's last bucket.
-
-    Args:
-        large: A copy of gradients of this step, not yet reduced.
-        small: A copy of fewer of them.
-        reductions: Those to be timed, by name; the first is the mean that the others are compared with. Not those that
-            reduce the steps: these change their residuals.
-        num_ranks: How many ranks' gradients are averaged.
-        scale: The factor by which the gradients were multiplied already.
-    """
+    """Times reductions of a large and a small message, on all ranks at once, after a step's last bucket."""
 
     def __init__(
         self,
-        large: Message,
-        small: Message,
+        large: Message,  # a copy of gradients of this step, not yet reduced
+        small: Message,  # a copy of fewer of them
+        # Those to be timed, by name; the first is the mean that the others are compared with. Not those that reduce
+        # the steps: these change their residuals.
         reductions: Mapping[str, Reduction],
-        num_ranks: int,
-        scale: float,
+        num_ranks: int,  # how many ranks' gradients are averaged
+        scale: float,  # the factor by which the gradients were multiplied already
     ) -> None:
         self._messages = (large, small)
         self._reductions = reductions
@@ -239,16 +243,16 @@ class Probe:
                     yield from self._time(name, reduction, rescaled, times)
 
     def _time(self, name: str, reduction: Reduction, message: Message, times: _Times) -> Wait:
-        _synchronize(message.flat)
+        wait_for_all(message.flat.device)
         arrived: list[float] = []
         cpu_s, start_s = time.process_time(), time.perf_counter()
         pending = reduction.launch(message)
         launched_s = time.perf_counter()
         pending.on_done(_noting(arrived))
         yield pending
-        _synchronize(message.flat)
+        wait_for_all(message.flat.device)
         end_s = time.perf_counter()
-        arrived_s = min(max(arrived[0], launched_s), end_s) if arrived and not message.flat.is_cuda else end_s
+        arrived_s = min(max(arrived[0], launched_s), end_s) if arrived and message.flat.is_cpu else end_s
         times.launch_s.append(launched_s - start_s)
         times.wire_s.append(arrived_s - launched_s)
         times.finish_s.append(end_s - arrived_s)
@@ -267,13 +271,14 @@ class Probe:
             numbers += [*both[0].shortest(), *both[1].shortest(), error]
         return numbers
 
-    def costs(self, numbers: Sequence[float], busy_ratio: float) -> tuple[ReductionCost, list[ReductionCost]]:
-        """The cost of the first reduction, and the costs of the others.
+    def costs(
+        self, numbers: Sequence[float], busy_ratio: float, payload_ratios: Mapping[str, float]
+    ) -> tuple[ReductionCost, list[ReductionCost]]:
+        """The cost of the first reduction and those of the others, by the ranks' largest `numbers`.
 
-        Args:
-            numbers: The maximum over the ranks of what `numbers` returned.
-            busy_ratio: The fraction of the processors that computing keeps busy.
+        Computing keeps the fraction `busy_ratio` of the processors busy. `payload_ratios` are of all gradients.
         """
+        is_on_host = self._messages[0].flat.device.type == "cpu"
         readings = [
             (name, self._lines(numbers[_NUM_NUMBERS * place :]), self._payload_ratio(reduction))
             for place, (name, reduction) in enumerate(self._reductions.items())
@@ -282,7 +287,9 @@ class Probe:
         plain = ReductionCost(name, *lines, link_s_per_byte=lines[1].s_per_byte)
         codecs = []
         for name, lines, payload_ratio in readings[1:]:
-            cost = ReductionCost.of_codec(name, plain, lines, payload_ratio, busy_ratio)
+            cost = ReductionCost.of_codec(
+                name, plain, lines, payload_ratios.get(name), payload_ratio, busy_ratio, is_on_host
+            )
             carries_words = self._reductions[name].carries_words
             codecs.append(replace(cost, closing_s=0.0 if carries_words else plain.wire.fixed_s))
         return plain, codecs
@@ -315,6 +322,16 @@ def traffic_of(reduction: Reduction) -> Traffic | None:
     return reduction.last_step if isinstance(reduction, Lossy) else None
 
 
+def payload_ratios(reductions: Mapping[str, Reduction], messages: Sequence[Message]) -> dict[str, float]:
+    """The bytes that each reduction sends for these buckets, relative to those of an all-reduce; by shapes alone."""
+    ratios = {}
+    for name, reduction in reductions.items():
+        if isinstance(reduction, Lossy):
+            traffic = sum((reduction.traffic_of(message) for message in messages), Traffic())
+            ratios[name] = traffic.sent_bytes / max(traffic.plain_bytes, 1)
+    return ratios
+
+
 def _scaled_copy(message: Message, scale: float) -> Message:
     copied = _copy(message, len(message.gradients))
     if scale != 1.0:
@@ -324,9 +341,3 @@ def _scaled_copy(message: Message, scale: float) -> Message:
 
 def _noting(arrived: list[float]) -> Callable[[], None]:
     return lambda: arrived.append(time.perf_counter())
-
-
-def _synchronize(tensor: Any) -> None:
-    """Wait for an accelerator, which computes asynchronously."""
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)

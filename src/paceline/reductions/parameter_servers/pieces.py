@@ -29,20 +29,13 @@ class Piece:
 
 
 class Cutting:
-    """How a model's parameters are cut into keys, and its buckets into pieces.
-
-    Args:
-        parameters: In registration order; the same on every rank.
-        num_servers: How many.
-
-    Attributes:
-        keys: In the order in which backward produces them.
-    """
+    """How a model's parameters are cut into keys, and its buckets into pieces."""
 
     def __init__(self, parameters: Sequence[Parameter], num_servers: int) -> None:
         widths = [
             parameter.dtype.itemsize // (2 if parameter.is_complex() else 1) for parameter in parameters
         ]
+        # In the order in which backward produces them
         self.keys = cut_keys([real_numel(parameter) for parameter in parameters], widths, num_servers)
         self.index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._keys_of: list[list[Key]] = [[] for _ in parameters]

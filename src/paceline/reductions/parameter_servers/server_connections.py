@@ -17,11 +17,12 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm import SERVERS, TOKEN
-from paceline.comm.collectives import C10dWork, launch_session_name
+from paceline.comm.collectives import C10dWork, launch_session_name, timeout_of
+from paceline.comm.device import host_memory, to_device, to_host
 from paceline.comm.lane import Lane, LaneWork
 from paceline.comm.rendezvous import Rendezvous
 from paceline.errors import ConfigurationError
-from paceline.process_group.connections import store_of_job, timeout_of
+from paceline.process_group.connections import store_of_job
 from paceline.reductions.parameter_servers.pieces import Cutting, spans_of
 from paceline.reductions.reduction import Message
 from paceline.servers.link import Link, Rank
@@ -40,23 +41,18 @@ supported = frozenset(_DTYPES)
 class ServerConnections:
     """Connections of one model over one process group.
 
-    Args:
-        process_group: The ranks; used once, for a broadcast.
-        parameters: Whose gradients are pushed, in registration order.
-        device: Of the gradients.
-        addresses: Of the servers; None: every rank names those of its launcher, and all are used.
-        on_open: Called once on the lane, when all servers have answered.
-
     Contract:
         Collective: making one, and `launch`; neither blocks.
     """
 
     def __init__(
         self,
-        process_group: ProcessGroup,
-        parameters: Sequence[Parameter],
-        device: torch.device,
+        process_group: ProcessGroup,  # the ranks; used once, for a broadcast
+        parameters: Sequence[Parameter],  # whose gradients are pushed, in registration order
+        device: torch.device,  # of the gradients
+        # Of the servers; None: every rank names those of its launcher, and all are used.
         addresses: Sequence[str] | None,
+        # Called once on the lane, when all servers have answered
         on_open: Callable[[ServerConnections], None],
     ) -> None:
         self._group = process_group
@@ -100,10 +96,8 @@ class ServerConnections:
     def launch(self, message: Message, answer: Tensor, before: Callable[[], None] | None = None) -> Pushed:
         """Start pushing a bucket and pulling what comes of it. Collective; does not block.
 
-        Args:
-            message: The bucket; its body stays as it is until the result is done.
-            answer: Filled with the servers' answers; like the body, or the body itself.
-            before: Called on the lane, before anything is pushed.
+        The body stays as it is until `answer`, which may be the body, holds the servers' answers. `before` runs on the
+        lane first.
         """
         pushed = Pushed(message, answer)
         pushed.start(self, before)
@@ -145,9 +139,9 @@ def of_all_launchers(store: dist.Store, rank: int, size: int, timeout: timedelta
     found = [address for address in dict.fromkeys(named) if address]
     if not found:
         raise ConfigurationError(
-            "ParameterServers has no servers: start the job with paceline run --servers 2, or servers by themselves "
-            "(paceline serve) and name them, by --servers 10.0.0.5:7000 or ParameterServers(addresses=...). "
-            "See docs/guide/parameter-servers.md."
+            "ParameterServers has no servers. Start the job with paceline run --servers 2. Or start servers with "
+            "paceline serve, and name them: --servers 10.0.0.5:7000 or ParameterServers(addresses=...). "
+            "`paceline explain has no servers` says more."
         )
     return found
 
@@ -173,9 +167,9 @@ class Pushed:
             if before is not None:
                 before()
             sent = body.detach()
-            if body.device.type != "cpu":
-                sent = sent.to("cpu")
-                self._on_host = torch.empty_like(sent)
+            if not body.is_cpu:
+                sent = to_host(sent)
+                self._on_host = host_memory(body)
             self._answers = connection.push(self._message, sent, self._on_host)
 
         work = LaneWork(perform, [body], "parameter_servers")
@@ -194,7 +188,7 @@ class Pushed:
             return False
         with self._lock:
             if not self._is_finished and self._on_host is not self._answer:
-                self._answer.copy_(self._on_host)
+                to_device(self._answer, self._on_host)
             self._is_finished = True
         return True
 

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
 from paceline.comm import TOKEN
-from paceline.comm.collectives import launch_session_name
+from paceline.comm.collectives import launch_session_name, timeout_of
 from paceline.errors import PeerLostError, ServerLostError
-from paceline.process_group.connections import introduce, open_met_transport, store_of_job, timeout_of
+from paceline.process_group.connections import introduce, open_met_transport, store_of_job
 from paceline.reductions.parameter_servers.server_connections import of_all_launchers
 from paceline.servers.link import GRACE_S, PATIENCE_S, Link, Rank
 from paceline.servers.response_future import ResponseFuture
@@ -37,11 +37,6 @@ _NUMBERS = 1 << 32  # that a frame can say
 
 class ServerSums(LossyTransport):
     """A rank's end of sums by servers. `num_ranks` counts ranks, which all push; servers push nothing.
-
-    Args:
-        addresses: Of the servers, the same on every rank.
-        who: This rank.
-        num_ports: By how many ports each of all sends.
 
     Contract:
         Collective over the ranks.  Blocks: until all have come.
@@ -161,14 +156,7 @@ class _Both:
 def over_servers(
     process_group: ProcessGroup, device: torch.device, addresses: Sequence[str] | None, paths: int
 ) -> Callable[[ProcessGroup], LossyTransport]:
-    """Launch what the ranks must know of each other; the returned function connects them to the servers.
-
-    Args:
-        process_group: The ranks; used once, for a broadcast.
-        device: Of the gradients.
-        addresses: Of the servers; None: those of all ranks' launchers.
-        paths: By how many ports each rank sends.
-    """
+    """Launch what the ranks must know of each other; the returned function connects them to the servers."""
     timeout = timeout_of(process_group)
     store = store_of_job("BoundedLoss")
     name = launch_session_name(process_group, device)

@@ -39,7 +39,7 @@ class ParameterServers(Reduction):
 
     Cost:
         Each rank sends and receives the gradients once, at the same time. The servers together receive and send them
-        once for every rank; each holds what ranks that are ahead have pushed, up to 1 GiB a model: then those wait.
+        once for every rank. Each holds pushes of ranks that are ahead, up to 1 GiB per model; then those ranks wait.
 
     Source:
         Li et al. 2014, "Scaling distributed machine learning with the parameter server", synchronous, with keys cut by
@@ -63,7 +63,7 @@ class ParameterServers(Reduction):
 
     @property
     def addresses(self) -> Sequence[str] | None:
-        """Of the servers; None: of all ranks' launchers."""
+        """Addresses of the servers; None: those of all ranks' launchers."""
         return self._addresses
 
     def __repr__(self) -> str:

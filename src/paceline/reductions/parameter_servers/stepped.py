@@ -36,12 +36,9 @@ State = dict[int, dict[str, Any]]
 
 
 class Stepped:
-    """What servers step for one model.
+    """What servers step for one model; rank 0, `is_first`, sends parameters and state.
 
-    Args:
-        optimizer: Whose class and settings they take; it is never stepped here.
-        parameters: The model's, in the order in which it registered them; all are in the optimizer's groups.
-        is_first: Whether this is rank 0, which sends parameters and state.
+    The optimizer is never stepped here.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Parameter], is_first: bool) -> None:
@@ -168,8 +165,7 @@ class Stepped:
     def install(self) -> bool:
         """Give the parameters what the servers made of them; returns whether there was a step. Local.
 
-        Raises:
-            ConfigurationError: Somebody has changed one of them since backward; nothing is installed.
+        Raises ConfigurationError, installing nothing, if somebody has changed one of them since backward.
         """
         if not self._awaits:
             return False

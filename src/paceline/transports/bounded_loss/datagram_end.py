@@ -25,6 +25,7 @@ from paceline.transports.bounded_loss.sending import transmit
 
 _FIRST_ROOM = 256
 _ANY_NUMBER = 1 << 30
+_SILENT_US = 2_000_000
 
 
 class DatagramEnd(ABC):
@@ -112,6 +113,22 @@ class DatagramEnd(ABC):
     def stuck_peer(self) -> int | None:
         """A peer that is heard, and to which no chunk gets through: larger datagrams are lost on the way."""
         return self._peer_in(e.STUCK_PEER)
+
+    def silent_peers(self, now_us: int) -> list[int]:
+        """Peers that are needed, and have been silent for longer than who computes usually is."""
+        p = self.tables.peers
+        silent = (p[:, e.P_IS_NEEDED] != 0) & (now_us - p[:, e.P_HEARD_AT] > _SILENT_US)
+        return [int(peer) for peer in np.flatnonzero(silent) if peer != self.rank]
+
+    def never_reached(self, now_us: int, for_us: int) -> int | None:
+        """A peer that is heard, and to which no chunk has ever got through, tried for so long."""
+        for peer in range(self.num_ranks):
+            ways = self.tables.ways[peer * self.num_ports : (peer + 1) * self.num_ports]
+            is_tried = (ways[:, e.W_BACKOFF] > 0) & (now_us - ways[:, e.W_STUCK_SINCE] > for_us)
+            is_heard = now_us - self.tables.peers[peer, e.P_HEARD_AT] < for_us // 2
+            if peer != self.rank and is_heard and (is_tried & (ways[:, e.W_HAS_DELAY] == 0)).all():
+                return peer
+        return None
 
     @property
     def misfit_peer(self) -> int | None:

@@ -22,7 +22,7 @@ from paceline.errors import PeerLostError, ProtocolError
 from paceline.host.exit import end_before_exit
 from paceline.transports.bounded_loss import datagram_loop as loop
 from paceline.transports.bounded_loss import endpoint_state as e
-from paceline.transports.bounded_loss.link_thread import LINGER_S, LinkThread, silence_s
+from paceline.transports.bounded_loss.link_thread import LINGER_S, LinkThread
 from paceline.transports.bounded_loss.message_endpoint import Ended, MessageEndpoint
 from paceline.transports.bounded_loss.udp_socket import Met
 from paceline.transports.transport import Message, Transport
@@ -41,7 +41,7 @@ class DatagramTransport(Transport):
     Args:
         rank: Of this process.
         met: What it knows of the others; its sockets are this object's.
-        timeout: A rank that is needed and silent for so long, at most 20 s, is lost.
+        timeout: A rank that is needed and silent for so long is lost.
     """
 
     def __init__(self, rank: int, met: Met, timeout: timedelta) -> None:
@@ -116,7 +116,7 @@ class _Driver(LinkThread):
     """The messages that the thread works on; the transport itself may be collected."""
 
     def __init__(self, rank: int, met: Met, timeout_s: float) -> None:
-        silence_us = int(silence_s(timeout_s) * 1e6)
+        silence_us = int(timeout_s * 1e6)
         ranks = len(met.places)
         self.endpoint = MessageEndpoint(rank, ranks, met.keys, met.payload_bytes, silence_us)
         super().__init__(self.endpoint, met, timeout_s, f"paceline datagrams of rank {rank}")

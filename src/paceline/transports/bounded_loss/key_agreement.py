@@ -41,8 +41,7 @@ class KeyAgreement:
     def secret_with(self, public: str) -> bytes:
         """Return the 32 bytes that only this rank and the one that published `public` can compute.
 
-        Raises:
-            ValueError: It is not what a rank publishes.
+        Raises ValueError if that is not what a rank publishes.
         """
         theirs = int(public, 16)
         if not 1 < theirs < _PRIME - 1:

@@ -4,6 +4,9 @@ Rules
 1. The socket listens on one address of this host, and takes datagrams of this job's ranks only.
 2. Only this thread touches the endpoint. It answers peers also while the callers compute.
 3. After an error the link cannot be used any more: all that is under way, and whatever comes later, raises it.
+4. There is one timeout, the user's: a network that is cut for less is ridden out. What is known earlier is said
+   earlier: a peer's kernel answers that nobody has its port any more (`ClosedPorts`), or nothing long has ever reached
+   a peer.
 """
 
 from __future__ import annotations
@@ -18,18 +21,14 @@ from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
 from paceline.transports.bounded_loss import datagram_loop as loop
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss import system_calls as system
+from paceline.transports.bounded_loss.closed_ports import ClosedPorts
 from paceline.transports.bounded_loss.datagram_end import DatagramEnd
 from paceline.transports.bounded_loss.udp_socket import Met, dropped_by_kernel, socket_addresses
 
 _ROWS = 64
 _SLICE_US = 100_000
-_SILENCE_S = 20.0
+_NEVER_S = 20.0  # that nothing long reached a peer which is heard, and nothing ever had
 LINGER_S = 2.0
-
-
-def silence_s(timeout_s: float) -> float:
-    """A peer that is needed and says nothing for so long is lost."""
-    return min(timeout_s, _SILENCE_S)
 
 
 class LinkThread(ABC):
@@ -63,6 +62,7 @@ class LinkThread(ABC):
         self._is_closing = self._are_closed = False
         self._came_to_senders = 0
         self._failure: Exception | None = None
+        self._closed_ports = ClosedPorts(met.places)
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @abstractmethod
@@ -143,6 +143,7 @@ class LinkThread(ABC):
             self._is_closing = True
             self._num_at_senders()
             self._are_closed = True
+            self._closed_ports.close()
             for each in self._sockets:
                 each.close()
             os.close(self._wake)
@@ -170,17 +171,28 @@ class LinkThread(ABC):
                     return
 
     def _raise_if_lost(self) -> None:
-        stuck = self.end.stuck_peer
+        now_us = time.monotonic_ns() // 1000
+        gone = self._closed_ports.find(self.end.silent_peers(now_us), now_us)
+        if gone is not None:
+            raise PeerLostError(
+                f"{self._met.name_of(gone)} has gone: its host ({self._met.places[gone][0]}) answers {self._name} that "
+                f"nobody has its UDP port {self._met.places[gone][1]} any more. Its process has ended, or a firewall "
+                "rejects UDP.",
+                gone,
+            )
+        never_s = min(self._timeout_s, _NEVER_S)
+        never = self.end.never_reached(now_us, int(never_s * 1e6))
+        stuck, waited_s = (never, never_s) if never is not None else (self.end.stuck_peer, self._timeout_s)
         if stuck is not None:
             raise PeerLostError(
                 f"{self._name} hears {self._met.name_of(stuck)} ({self._met.places[stuck][0]}), but none of its "
-                f"datagrams of {self.end.row_bytes + 28} bytes got there for {silence_s(self._timeout_s):g} s: a "
-                "router between them drops what is longer than its MTU, silently. Set the smallest MTU of the path on "
-                "every host, for example: ip link set dev eth0 mtu 1400.",
+                f"datagrams of {self.end.row_bytes + 28} bytes got there for {waited_s:g} s. A "
+                "router between them silently drops packets that are longer than its MTU. Set the smallest MTU of "
+                "the path on every host, for example: ip link set dev eth0 mtu 1400.",
                 stuck,
             )
         if self.end.lost_peer is not None:
-            raise self._unheard(self.end.lost_peer, silence_s(self._timeout_s))
+            raise self._unheard(self.end.lost_peer, self._timeout_s)
 
     def _unheard(self, peer: int, waited_s: float) -> PeerLostError:
         address, port = self._met.places[peer]

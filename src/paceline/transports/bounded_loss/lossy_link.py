@@ -19,7 +19,7 @@ from paceline.host.exit import end_before_exit
 from paceline.transports.bounded_loss import datagram_loop as loop
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.endpoint import Endpoint
-from paceline.transports.bounded_loss.link_thread import LINGER_S, LinkThread, silence_s
+from paceline.transports.bounded_loss.link_thread import LINGER_S, LinkThread
 from paceline.transports.bounded_loss.udp_socket import Met
 from paceline.transports.lossy_transport import Bound, Losses, LossyTransport, Sum, joined
 
@@ -101,7 +101,7 @@ class _Driver(LinkThread):
     """The sums that the thread works on; the link itself may be collected."""
 
     def __init__(self, rank: int, met: Met, timeout_s: float, num_servers: int) -> None:
-        silence_us = int(silence_s(timeout_s) * 1e6)
+        silence_us = int(timeout_s * 1e6)
         ranks, ports = len(met.places), len(met.sockets)
         self.endpoint = Endpoint(rank, ranks, met.keys, met.payload_bytes, silence_us, num_servers, ports)
         super().__init__(self.endpoint, met, timeout_s, f"paceline lossy link of rank {rank}")

@@ -68,14 +68,9 @@ def ended(v0: Any, v1: Any, v2: Any, v3: Any, last: Any) -> Any:
 
 @compiled
 def siphash(words: Any, first: int, num_bytes: int, k0: Any, k1: Any) -> Any:
-    """Return the code of `num_bytes` bytes that begin at word `first`.
+    """Return the code of `num_bytes` bytes that begin at word `first`, by the two halves of a key.
 
-    Args:
-        words: Shape (N,), uint64, little endian; what follows the message in its last word does not matter.
-        first: Where the message begins, in words.
-        num_bytes: Its length.
-        k0: The key's first half.
-        k1: The key's second half.
+    Words are uint64, little endian; what follows the message in its last word does not matter.
     """
     v0, v1, v2, v3 = begun(k0, k1)
     num_words = num_bytes // 8

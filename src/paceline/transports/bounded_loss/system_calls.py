@@ -102,13 +102,9 @@ def queued_bytes(descriptor: int, scratch: Any) -> int:
 
 @inner
 def wait_for(descriptors: Any, events: Any, scratch: Any, timeout_us: int) -> None:
-    """Wait until one of two descriptors is ready, or the time is over.
+    """Wait until one of two descriptors is ready, at most `timeout_us`.
 
-    Args:
-        descriptors: Shape (2,), int64.
-        events: What to wait for, of each.
-        scratch: Shape (4,), int64.
-        timeout_us: At most so long.
+    Int64 arrays: descriptors and events (2,), scratch (4,).
     """
     scratch[0], scratch[1] = timeout_us // 1_000_000, timeout_us % 1_000_000 * 1000
     scratch[2] = descriptors[0] | events[0] << 32

@@ -68,7 +68,7 @@ def meet(rendezvous: Rendezvous, address: str, num_ports: int = 1) -> Met:
     """
     if not 1 <= num_ports <= MOST_PORTS:
         raise ConfigurationError(
-            f"paths={num_ports!r} cannot be: datagrams leave by 1 to {MOST_PORTS} ports. For two paths 8 are enough."
+            f"paths={num_ports!r} must be from 1 to {MOST_PORTS} ports. For two paths 8 are enough."
         )
     rank = rendezvous.rank
     introduction = Introduction(address, num_ports)
@@ -106,12 +106,7 @@ class Introduction:
         }
 
     def met(self, cards: Sequence[Mapping[str, Any] | None], names: Sequence[str] = ()) -> Met:
-        """The group of these cards, in order; it takes this end's sockets.
-
-        Args:
-            cards: None is this end, or one that it exchanges nothing with.
-            names: As of `Met`.
-        """
+        """The group of these cards in order, None being this end or one that it meets not; takes this end's sockets."""
         here = self._sockets[0].getsockname()
         return Met(
             self._sockets,
@@ -196,8 +191,7 @@ def socket_addresses(places: Sequence[tuple[str, int]]) -> NDArray[np.int64]:
 def address_of(interface: str) -> str:
     """The IPv4 address of an interface; of several, with commas between them, of the first.
 
-    Raises:
-        ConfigurationError: There is no such interface, or it has no IPv4 address.
+    Raises ConfigurationError if there is none such, or it has no address.
     """
     names = [name for _, name in socket.if_nameindex()]
     for name in interface.split(","):

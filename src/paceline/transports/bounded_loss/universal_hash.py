@@ -27,14 +27,10 @@ def num_pairs(payload_bytes: int) -> int:
 
 @compiled
 def nh(words: Any, first: int, num_bytes: int, key: Any) -> Any:
-    """Return two numbers of 64 bits.
+    """Return two numbers of 64 bits for `num_bytes` bytes from word `first` on; other lengths are not told apart.
 
-    Args:
-        words: Shape (N,), uint32, little endian; the message's last word, and one behind it, are filled up with zeros,
-            so there is room for an even number of words.
-        first: Where the message begins, in words.
-        num_bytes: Its length; messages of different lengths are not told apart.
-        key: Random, shape (2, pairs), uint32, of at least `num_pairs(num_bytes)`.
+    Words are uint32, little endian, filled up with zeros to an even number; `key` is random, shape (2, pairs), of at
+    least `num_pairs(num_bytes)` pairs.
     """
     num_words = (num_bytes + 3) // 4
     if num_bytes % 4:

@@ -100,15 +100,10 @@ def _used_addresses_bytes() -> int:
 
 
 class Arena:
-    """One rank's memory, mapped here.
+    """One rank's memory, mapped here from a memfd, which is taken over and closed; or of this process alone.
 
-    Args:
-        fd: The memfd, as of `create`; taken over, and closed. None: memory of this process alone.
-        size_bytes: Its size; the first to map it gives it that.
-        reserved_bytes: What lies at the front and is not for tensors.
-
-    Raises:
-        OSError: There is not so much address space, or it may not be used.
+    The first to map it gives it its size. `reserved_bytes` at the front are not for tensors. Raises OSError if there is
+    not so much address space.
     """
 
     def __init__(self, fd: int | None, size_bytes: int, reserved_bytes: int) -> None:
@@ -146,11 +141,7 @@ class Arena:
         return self._all[place.start : place.start + place.size_bytes].view(dtype)
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return a zeroed 1-D tensor in this arena.
-
-        Raises:
-            MemoryError: The arena's address space is used up.
-        """
+        """Return a zeroed 1-D tensor in this arena; raises MemoryError if its address space is used up."""
         size_bytes = _round_up(max(num_elements * dtype.itemsize, 1))
         start = self._take(size_bytes)
         base = self.bytes[start : start + max(num_elements * dtype.itemsize, 1)]
@@ -179,8 +170,8 @@ class Arena:
                     self._sizes[index] -= size_bytes
                     return start
         raise MemoryError(
-            f"the memory shared between the ranks of this host has no {size_bytes} bytes in a row left "
-            f"of its {self.size_bytes}"
+            f"the memory shared between the ranks of this host has no {size_bytes} bytes in a row left of its "
+            f"{self.size_bytes}. Free tensors of allocate_tensor, or allocate smaller ones."
         )
 
     def _give_back(self, start: int, size_bytes: int) -> None:
@@ -253,6 +244,10 @@ class Status:
     def give_up(self, lost_rank: int) -> None:
         """Tell the others that this rank will not arrive any more, and which rank it considers lost. Owner only."""
         self._given_up[0] = 1 + lost_rank
+        futex.wake(self._address)
+
+    def wake(self) -> None:
+        """Wake who waits for its owner, so that it looks around. Any rank."""
         futex.wake(self._address)
 
     @property

@@ -5,6 +5,7 @@ Rules
 2. What a rank announces before a barrier can be read by all ranks after it, and until the next but one.
 3. Who waits checks every `SLICE_S` whether those it waits for are alive. It raises, and writes so in its status, when
    one is gone, when one gave up, and at the timeout. After that the barrier is broken for good.
+4. Who gives up wakes whoever waits for it, and its own threads that wait for others: they raise at once.
 """
 
 from __future__ import annotations
@@ -26,9 +27,7 @@ PATIENCE_S = 50e-6  # waking a sleeping core costs about as much; not spent wher
 class HostBarrier:
     """A barrier that the ranks of one host use again and again.
 
-    Args:
-        host: The ranks.
-        timeout_s: How long a rank waits for the others at one barrier, at most.
+    A rank waits for the others at one barrier at most `timeout_s`.
     """
 
     def __init__(self, host: Host, timeout_s: float) -> None:
@@ -50,10 +49,7 @@ class HostBarrier:
         return [status.announced(self._number, num_integers) for status in self._statuses]
 
     def wait(self, doing: Callable[[], str]) -> None:
-        """Arrive and wait for all others.
-
-        Args:
-            doing: Returns what this rank is doing, for an error message.
+        """Arrive and wait for all others; `doing` returns what this rank is doing, for an error message.
 
         Contract:
             Collective over the host's ranks. Blocks: yes, at most `timeout_s`.
@@ -79,7 +75,8 @@ class HostBarrier:
         next_check_s = start_s + slice_s
         while not other.status.wait_for(self._number, slice_s):
             now_s = time.monotonic()
-            if now_s < next_check_s:
+            has_given_up = self.is_broken or other.status.given_up_because_of is not None
+            if now_s < next_check_s and not has_given_up:
                 continue  # woken for an earlier barrier, or by a signal
             next_check_s = now_s + slice_s
             lost = self._lost(other, now_s - start_s)
@@ -111,6 +108,11 @@ class HostBarrier:
         return None
 
     def give_up(self, lost_rank: int) -> None:
-        """Break the barrier: tell the others that this rank will not arrive any more."""
+        """Break the barrier: tell the others that this rank will not arrive any more.
+
+        From any thread. One that is just about to wait may miss it, and then looks after `SLICE_S`.
+        """
         self.is_broken = True
         self._me.status.give_up(lost_rank)
+        for other in self._others:
+            other.status.wake()

@@ -38,11 +38,7 @@ _MODULUS = 2**32
 
 
 class _RingBuffer:
-    """The ring buffer of what one rank sends to another; used by both.
-
-    Args:
-        bytes_: The buffer, shape (_BUFFER_BYTES,), uint8.
-    """
+    """The ring buffer of what one rank sends to another; used by both."""
 
     def __init__(self, bytes_: Tensor) -> None:
         words = bytes_.numpy()
@@ -100,8 +96,7 @@ class _Doorbell:
 class SharedMemoryTransport(Transport):
     """Messages between the ranks of `host`, which are all there are.
 
-    Args:
-        host: Made for this transport: nothing has been allocated in its arenas yet.
+    The host was made for this transport: nothing has been allocated in its arenas yet.
     """
 
     def __init__(self, host: Host) -> None:
@@ -228,7 +223,7 @@ class _Exchange:
                 if buffer.length() != length:
                     raise ProtocolError(
                         f"a message of {buffer.length()} bytes came from rank {peer} where one of {length} was "
-                        "expected: the ranks are not in the same collective, or have tensors of different sizes"
+                        "expected. The ranks are not in the same collective, or have tensors of different sizes"
                     )
                 buffer.take(part)
                 self._doorbells[peer].ring()

@@ -52,7 +52,7 @@ class Host:
 
     Attributes:
         neighbours: By rank, ourselves among them.
-        index: Our place among them.
+        index: This rank's place among them.
         hosts: The ranks of every host, in the order of their first ranks; the same on every rank.
         remark: Why ranks that seem to share a machine do not share memory; "" where there is nothing to explain.
     """
@@ -86,9 +86,9 @@ def join_host(
     """Map the arenas of this host's ranks.
 
     Args:
-        store: Of this group alone.
+        store: This group's own.
         rank: In this group.
-        num_ranks: Of this group.
+        num_ranks: This group's.
         timeout: How long to wait for the others; None: as long as the store does.
         known: A store in which the ranks may have announced themselves before, under the same numbers.
 

@@ -48,6 +48,7 @@ from paceline_lab.report.figures import draw_figure
 from paceline_lab.report.look import LIMIT, ROW_COLORS
 from paceline_lab.report.panels import Bar, Bars, Line, Lines, Panel
 from paceline_lab.report.publication import Report
+from paceline_lab.report.summary import Spread
 from paceline_lab.report.terminal import progress_bar
 
 _PROTOCOL = (
@@ -188,8 +189,9 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     drawn = [panel for panel in panels if panel is not None]
     task = results.plan.task
     note = (
-        f"{task.title}, {task.num_train:,} samples, {task.epochs} epochs at any batch; means over up to "
-        f"{results.plan.num_seeds} seeds. Rates by the rule: the small batch's best rate, transferred."
+        f"{task.title}, {task.num_train:,} samples, {task.epochs} epochs at any batch. Means over up to "
+        f"{results.plan.num_seeds} seeds, bands: all seeds; hollow: one seed. By the rule: the small batch's "
+        "best rate, transferred."
     )
     return bool(drawn) and draw_figure(path, _finding(results), drawn, note, columns=1)
 
@@ -231,7 +233,7 @@ def _finding(results: Results) -> str:
     if not kept:
         return f"No rule keeps {small} to within a point at {min(results.plan.factors)} times the batch"
     most = max(kept)
-    return f"Up to {most} times the batch, {small} is kept to within a point (by: {', '.join(kept[most])})"
+    return f"Up to {most} times the batch, {small} is kept to within a point, with {', '.join(kept[most])}"
 
 
 def _over_batch(results: Results, mode: str) -> Panel | None:
@@ -240,21 +242,22 @@ def _over_batch(results: Results, mode: str) -> Panel | None:
     lines = []
     rows = [row for row in results.plan.rows if row.table == BATCHES and row.name != BASELINE]
     for row, color in zip(rows, ROW_COLORS, strict=False):
-        spreads = [(factor, results.spread(Cell(row, factor), mode)) for factor in factors]
-        points = [(float(factor), spread.mean) for factor, spread in spreads if spread is not None]
-        if points:
-            lines.append(Line(row.name, points, color))
+        cells = [(float(factor), results.spread(Cell(row, factor), mode)) for factor in factors]
+        spreads = {factor: spread for factor, spread in cells if spread is not None}
+        if spreads:
+            lines.append(_line(row.name, spreads, color))
     baseline = results.baseline()
     if not lines or baseline is None:
         return None
-    title, ticks = f"rates {mode}", {float(f): f"{f} x" for f in factors}
+    size = results.plan.task.rank_batch
+    title, ticks = f"rates {mode}", {float(f): f"{f * size:,}" for f in factors}
     if len(factors) == 1:
         bars = [Bar(line.label, line.points[0][1], line.color) for line in lines]
         marks = {f"{BASELINE}: {baseline.mean:.1f}": baseline.mean}
         return Bars(f"{title}, {factors[0]} times the reference batch", "test accuracy, %", bars, marks)
     return Lines(
         title,
-        f"global batch (x {results.plan.task.rank_batch} samples)",
+        "global batch, samples",
         "test accuracy, %",
         lines,
         ticks,
@@ -262,6 +265,14 @@ def _over_batch(results: Results, mode: str) -> Panel | None:
         bottom=_SHOWN_SHARE * baseline.mean,
         levels={BASELINE: baseline.mean},
     )
+
+
+def _line(name: str, spreads: Mapping[float, Spread], color: str) -> Line:
+    """Means in the band of all seeds; hollow where there is one seed only."""
+    points = [(factor, spread.mean) for factor, spread in spreads.items()]
+    band = [(min(spread.values), max(spread.values)) for spread in spreads.values()]
+    single = [(factor, spread.mean) for factor, spread in spreads.items() if len(spread.values) == 1]
+    return Line(name, points, color, band=band, single=single)
 
 
 def _over_bytes(results: Results) -> Panel | None:
@@ -287,7 +298,7 @@ def _over_bytes(results: Results) -> Panel | None:
     ticks = {2.0**n: f"{2**n} kB" for n in range(24) if min(xs) / 2 < 2.0**n < 2 * max(xs)}
     return Lines(
         f"{CODEC_FACTOR} ranks, shorter or rarer messages",
-        "sent by a rank a step",
+        "sent per rank and step",
         "test accuracy, %",
         lines,
         ticks,
@@ -303,15 +314,20 @@ def _record(verdict: Verdict) -> dict[str, Any]:
 def main(
     data: DataFolder = None,
     model: Annotated[
-        str, typer.Option(help="mlp, cnn (Fashion-MNIST), letter, bytes (Shakespeare) or digits.")
+        str, typer.Option(help="Task: mlp, cnn (Fashion-MNIST), letter, bytes (Shakespeare) or digits.")
     ] = "mlp",
-    rows: Annotated[str, typer.Option(help="Comma-separated.", show_default="all")] = "",
-    batches: Annotated[str, typer.Option(help="In reference batches, comma-separated.")] = "8,16,32,64",
+    rows: Annotated[str, typer.Option(help="Rows of the table, comma-separated.", show_default="all")] = "",
+    batches: Annotated[
+        str, typer.Option(help="Global batches, as multiples of the reference batch, comma-separated.")
+    ] = "8,16,32,64",
     tune: Annotated[
-        str | None, typer.Option(help="Batches at which rates are also chosen anew.", show_default="16,32")
+        str | None,
+        typer.Option(help="Batches at which learning rates are tuned as well.", show_default="16,32"),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Runs behind each mean.")] = 5,
-    quick: Annotated[bool, typer.Option("--quick", help="Digits, four rows, one batch: seconds.")] = False,
+    seeds: Annotated[int, typer.Option(help="Number of random seeds per mean.")] = 5,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Quick smoke test: digits, four rows, one batch.")
+    ] = False,
     store: StoreFile = None,
     report_folder: ReportFolder = REPORT_FOLDER,
     only_show: OnlyShow = False,

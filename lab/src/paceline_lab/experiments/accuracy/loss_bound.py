@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +21,6 @@ import typer
 from paceline.reductions.bounded_loss_mean import COMPENSATIONS
 from paceline_lab.experiments.accuracy.loss_bound_runs import (
     BACK,
-    BURST,
     FRONT,
     LARGEST,
     PATTERNS,
@@ -95,7 +94,7 @@ def _bits(outcome: LossOutcome) -> float:
 
 
 PERCENT = Measure("test accuracy, %", lambda outcome: outcome.test_percent, -1, 0.5, 1)
-BITS = Measure("test loss, bits a byte", _bits, 1, 0.02, 3)
+BITS = Measure("test loss, bits per byte", _bits, 1, 0.02, 3)
 
 
 def measure_of(model: str) -> Measure:
@@ -222,31 +221,34 @@ class LossStudy(Study[LossOptions]):
 
 
 def draw(record: Mapping[str, Any], path: Path) -> bool:
-    """Draw quality over the bound: by compensation for each pattern, and by place for each compensation."""
+    """Draw how much worse the model gets with the bound: by compensation, and by which gradients are lost."""
     model = record["config"]["model"]
     measure = measure_of(model)
     found = _from_record(record["samples"]["trials"])
     cells = cells_of(found, measure)
     exact = statistics.fmean(cells[Case(0.0)].values.values())
-    lost = [
-        _panel(f"lost: {pattern}", [(c, pattern, c) for c in COMPENSATIONS], cells, measure)
-        for pattern in (RANDOM, TAIL, BURST)
+    places = (RANDOM, TAIL, FRONT, BACK, SMALLEST, LARGEST)
+    asked = [
+        _panel("random datagrams are lost", [(c, RANDOM, c) for c in COMPENSATIONS], cells, measure),
+        _panel(
+            "which are lost, with survivors",
+            [(place, place, COMPENSATIONS[0]) for place in places],
+            cells,
+            measure,
+        ),
     ]
-    places = (RANDOM, FRONT, BACK, SMALLEST, LARGEST)
-    which = [
-        _panel(f"which, with {c}", [(place, place, c) for place in places], cells, measure)
-        for c in COMPENSATIONS
-    ]
-    panels = [panel for panel in lost if panel.lines] + [panel for panel in which if len(panel.lines) > 1]
-    shown = [y for panel in panels for line in panel.lines for _, y in line.points]
-    span = (min(shown, default=exact) - measure.margin, max(shown, default=exact) + measure.margin)
-    panels = [replace(panel, bottom=span[0], top=span[1]) for panel in panels]
+    panels = [panel for panel in asked if panel.lines]
     harmless = record["summaries"]["harmless_up_to"].get("random, survivors", 0.0)
+    quality, _, unit = measure.title.partition(", ")
+    task = TASKS[model].title
     title = (
-        f"{TASKS[model].title}: without loss {exact:.{measure.digits}f}; lost at random, up to "
-        f"{100 * harmless:g} % are harmless"
+        f"{task[0].upper()}{task[1:]}: losing up to {100 * harmless:g} % at random is harmless "
+        f"({quality} without loss: {exact:.{measure.digits}f} {unit})"
     )
-    return draw_figure(path, title, panels, record["notes"][0], columns=2 if len(panels) > 1 else 1)
+    size = record["notes"][0].partition("; ")[0]
+    seeds = record["config"]["num_seeds"]
+    note = f"{size}. Means of paired differences over up to {seeds} seeds; bands: standard error."
+    return draw_figure(path, title, panels, note, columns=1)
 
 
 def cells_of(outcomes: Outcomes, measure: Measure) -> dict[Case, Cell]:
@@ -298,17 +300,20 @@ def _panel(
     title: str, lines: Sequence[tuple[str, str, str]], cells: Mapping[Case, Cell], measure: Measure
 ) -> Lines:
     """Lines over the bound: (label, pattern, compensation) of each."""
-    exact = statistics.fmean(cells[Case(0.0)].values.values())
     drawn = []
     for (label, pattern, compensation), color in zip(lines, CURVE_COLORS, strict=False):
-        points = sorted(
-            (100 * case.bound, exact + measure.sign * cell.worse_by)  # all with the same seeds, so to say
+        found = sorted(
+            (100 * case.bound, cell.worse_by, cell.error or 0.0)
             for case, cell in cells.items()
-            if (case.pattern, case.compensation) == (pattern, compensation)
+            if case.bound > 0 and (case.pattern, case.compensation) == (pattern, compensation)
         )
-        if points:
-            drawn.append(Line(label, [(0.0, exact), *points], color))
-    return Lines(title, "lost, %", measure.title, drawn)
+        if found:
+            points = [(x, y) for x, y, _ in found]
+            drawn.append(Line(label, points, color, band=[(y - error, y + error) for _, y, error in found]))
+    ticks = {x: f"{x:g} %" for line in drawn for x, _ in line.points}
+    unit = measure.title.partition(", ")[2].replace("%", "points")
+    levels = {"no loss": 0.0, "harmless": measure.margin}
+    return Lines(title, "lost", f"worse by, {unit}", drawn, ticks, log_x=True, bottom=None, levels=levels)
 
 
 def _from_record(rows: Sequence[Mapping[str, Any]]) -> dict[LossTrial, LossOutcome]:
@@ -335,24 +340,30 @@ def _one_thread() -> Iterator[None]:
 def main(
     data: DataFolder = None,
     model: Annotated[
-        str, typer.Option(help="mlp, cnn (Fashion-MNIST), letter, bytes (Shakespeare) or digits.")
+        str, typer.Option(help="Task: mlp, cnn (Fashion-MNIST), letter, bytes (Shakespeare) or digits.")
     ] = "mlp",
-    bounds: Annotated[str, typer.Option(help="Lost, in percent, comma-separated; 0 is one of them.")] = (
-        "0,0.5,1,3,10,20,30"
-    ),
+    bounds: Annotated[
+        str,
+        typer.Option(
+            help="Lost part of the gradients in percent, comma-separated, with or without the sign. Include 0."
+        ),
+    ] = ("0,0.5,1,3,10,20,30"),
     patterns: Annotated[
         str,
         typer.Option(
-            help="random, tail, burst, front, back, smallest, largest; comma-separated.", show_default="all"
+            help="Which gradients are lost: random, tail, burst, front, back, smallest, largest.",
+            show_default="all",
         ),
     ] = "",
     compensations: Annotated[
-        str, typer.Option(help="survivors, none, feedback; comma-separated.", show_default="all")
+        str, typer.Option(help="What replaces lost gradients: survivors, none, feedback.", show_default="all")
     ] = "",
-    seeds: Annotated[int, typer.Option(min=1, help="Runs behind each mean.")] = 3,
-    samples: Annotated[int, typer.Option(help="To train on.", show_default="some thousands")] = 0,
-    epochs: Annotated[int, typer.Option(min=1, help="How often they are seen.")] = 2,
-    quick: Annotated[bool, typer.Option("--quick", help="Digits, one bound: seconds.")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of random seeds per mean.")] = 3,
+    samples: Annotated[
+        int, typer.Option(help="Number of training samples.", show_default="some thousands")
+    ] = 0,
+    epochs: Annotated[int, typer.Option(min=1, help="Number of epochs.")] = 2,
+    quick: Annotated[bool, typer.Option("--quick", help="Quick smoke test: digits, one bound.")] = False,
     store: StoreFile = None,
     report_folder: ReportFolder = REPORT_FOLDER,
     only_show: OnlyShow = False,
@@ -361,7 +372,7 @@ def main(
     """Train while a bounded part of the gradients is lost, by every pattern and compensation."""
     given = LossOptions(
         model=model,
-        bounds=tuple(percent / 100 for percent in numbers_in("--bounds", bounds)),
+        bounds=tuple(percent / 100 for percent in numbers_in("--bounds", bounds.replace("%", ""))),
         patterns=names_in(patterns) or PATTERNS,
         compensations=names_in(compensations) or LossOptions.compensations,
         num_seeds=seeds,

@@ -74,9 +74,11 @@ class LossOptions:
                 raise ConfigurationError(f"{option} {','.join(given)}: there are {', '.join(known)}.")
         if 0.0 not in self.bounds:
             raise ConfigurationError("--bounds needs 0: the others are compared with it.")
-        if not all(0 <= bound <= 0.5 for bound in self.bounds):
+        wrong = [f"{100 * bound:g}" for bound in self.bounds if not 0 <= bound <= 0.5]
+        if wrong:
             raise ConfigurationError(
-                "--bounds are between 0 and 0.5: of half of the layers at most all can be lost."
+                f"--bounds {','.join(wrong)}: values are percentages from 0 to 50, because some patterns lose "
+                "gradients of half of the layers only."
             )
         if self.num_train % (TASKS[self.model].rank_batch * self.num_ranks):
             raise ConfigurationError(

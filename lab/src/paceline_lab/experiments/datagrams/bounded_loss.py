@@ -135,20 +135,26 @@ def summarise(samples: Sequence[dict[str, float]], wire_ms: float) -> dict[str, 
 
 
 def main(
-    hosts: Annotated[int, typer.Option(help="Of one rank each.")] = 4,
-    rate: Annotated[str, typer.Option(help="Of each link.")] = "100mbit",
-    loss: Annotated[str, typer.Option(help="Of each link, at random.")] = "1%",
-    delay: Annotated[str, typer.Option(help="One way.")] = "",
-    mtu: Annotated[int, typer.Option(help="Bytes of an IP packet.")] = 1500,
-    megabytes: Annotated[float, typer.Option(help="Of the vector.")] = 1.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Of every side.")] = 11,
-    tcp: Annotated[str, typer.Option(help="cubic or tuned.", show_default="both")] = "",
-    layers: Annotated[int, typer.Option(help="Measure priorities, behind so many layers.")] = 0,
-    compute_s: Annotated[float, typer.Option(help="Measure steps that compute so long.")] = 0.0,
+    hosts: Annotated[int, typer.Option(help="Number of hosts, with one rank each.")] = 4,
+    rate: Annotated[str, typer.Option(help="Rate of each link, for example 100Mbit.")] = "100mbit",
+    loss: Annotated[
+        str, typer.Option(help="Share of packets that each link loses at random, for example 1%.")
+    ] = "1%",
+    delay: Annotated[str, typer.Option(help="Delay of a packet between two hosts, one way.")] = "",
+    mtu: Annotated[int, typer.Option(help="Size of the largest IP packet, in bytes.")] = 1500,
+    megabytes: Annotated[float, typer.Option(help="Megabytes of the vector.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of repetitions of each side.")] = 11,
+    tcp: Annotated[str, typer.Option(help="TCP to compare with: cubic or tuned.", show_default="both")] = "",
+    layers: Annotated[
+        int, typer.Option(help="Number of layers in front of the measured one. Measures priorities.")
+    ] = 0,
+    compute_s: Annotated[
+        float, typer.Option(help="Seconds of computing per step. Measures steps instead of sums.")
+    ] = 0.0,
     without_switch: Annotated[
-        bool, typer.Option("--without-switch", help="Priorities that ports do not know.")
+        bool, typer.Option("--without-switch", help="Send priorities, which the ports ignore.")
     ] = False,
-    second_rate: Annotated[str, typer.Option(help="Of a second link of each host.")] = "",
+    second_rate: Annotated[str, typer.Option(help="Rate of a second link of each host.")] = "",
     report_folder: ReportFolder = REPORT_FOLDER,
 ) -> None:
     """Run one job for each TCP; print medians, and keep all samples."""

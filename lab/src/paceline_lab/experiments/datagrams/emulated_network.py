@@ -63,7 +63,7 @@ CASES = {
 
 def main(
     case: Annotated[str, typer.Option(help=f"One of {', '.join(CASES)}.")] = "sum-1MB",
-    tcp: Annotated[str, typer.Option(help="cubic or tuned.", show_default="both")] = "",
+    tcp: Annotated[str, typer.Option(help="TCP to compare with: cubic or tuned.", show_default="both")] = "",
     report_folder: ReportFolder = REPORT_FOLDER,
 ) -> None:
     """Measure one case, and keep its samples beside those of the others."""

@@ -224,13 +224,13 @@ def main(
     emulated: Annotated[
         Path | None,
         typer.Option(
-            help="What `paceline study emulated-network` left.",
+            help="File that `paceline study emulated-network` wrote.",
             show_default="that of the checkout's lab/results",
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=2, help="Of a sum or push.")] = 40,
-    seeds: Annotated[int, typer.Option(min=1, help="How often each row is simulated.")] = 3,
-    only: Annotated[str, typer.Option(help="Only rows whose case contains this.")] = "",
+    repeats: Annotated[int, typer.Option(min=2, help="Number of repetitions of each sum or push.")] = 40,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of simulations of each row.")] = 3,
+    only: Annotated[str, typer.Option(help="Text that a row's case must contain.")] = "",
     report_folder: ReportFolder = REPORT_FOLDER,
     as_json: AsJson = False,
 ) -> None:

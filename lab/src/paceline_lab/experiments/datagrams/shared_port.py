@@ -28,12 +28,14 @@ _RANK_PROGRAM = Path(__file__).with_name("shared_port_rank.py")
 
 
 def main(
-    ranks: Annotated[int, typer.Option(min=2, help="Of hosts that sum; one more sends by TCP.")] = 4,
-    rate: Annotated[str, typer.Option(help="Of each link.")] = "100mbit",
-    queue: Annotated[str, typer.Option(help="Of a port.")] = "256KB",
-    delay: Annotated[str, typer.Option(help="One way.")] = "",
-    megabytes: Annotated[float, typer.Option(help="Of a vector.")] = 1.0,
-    seconds: Annotated[int, typer.Option(min=6, help="How long; the first third does not count.")] = 20,
+    ranks: Annotated[int, typer.Option(min=2, help="Number of hosts that sum. One more sends over TCP.")] = 4,
+    rate: Annotated[str, typer.Option(help="Rate of each link, for example 100Mbit.")] = "100mbit",
+    queue: Annotated[str, typer.Option(help="Size of a switch port's queue.")] = "256KB",
+    delay: Annotated[str, typer.Option(help="Delay of a packet between two hosts, one way.")] = "",
+    megabytes: Annotated[float, typer.Option(help="Megabytes of a vector.")] = 1.0,
+    seconds: Annotated[
+        int, typer.Option(min=6, help="Seconds of measuring. The first third does not count.")
+    ] = 20,
     report_folder: ReportFolder = REPORT_FOLDER,
 ) -> None:
     """Run one job; print the shares, and keep every second."""

@@ -4,7 +4,7 @@ Same C, gamma and tol; one thread a process; sides take turns in the same proces
 while the others wait; `ranks` fits on all, rows dealt out. Every side fits once before it is timed, so compiled code
 and touched memory are there; a side whose first fit (ours: second) takes longer than `LONG_S` fits no more. With two
 classes every side's dual objective is computed from its coefficients in double precision, and one that is not at the
-optimum ends the benchmark. `memory-none` and `memory-adaptive` are `ranks` without a row cache, without and with
+optimum ends the benchmark. `memory-none` and `memory-auto` are `ranks` without a row cache, without and with
 shrinking; `cache-500` and `cache-auto` are `one` with so many megabytes for kernel rows.
 
 `--clock cpu` counts the seconds of rank 0's process instead of the wall's: on a busy machine the waiting for a core is
@@ -39,7 +39,7 @@ from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, Quick, Ranks
 from paceline_lab.experiments.runner import conclude
 from paceline_lab.report.figures import draw_figure
 from paceline_lab.report.look import OURS, look_of
-from paceline_lab.report.panels import Dots
+from paceline_lab.report.panels import Dots, three_digits
 from paceline_lab.report.publication import Report
 
 TOL = 1e-3
@@ -48,7 +48,9 @@ LONG_S = 4.0
 NUM_PREDICTED = 2_000
 NO_CACHE_MEGABYTES = 1e-6
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-Clock = Annotated[str, typer.Option(help="wall, or cpu: seconds of the process, for a busy machine.")]
+Clock = Annotated[
+    str, typer.Option(help="wall: seconds that pass; cpu: seconds of the process, for a busy machine.")
+]
 PATIENCE = timedelta(hours=2)  # of ranks that wait for a long fit of rank 0
 
 
@@ -280,22 +282,26 @@ def report(outcomes: dict[str, Outcome], config: Config, name: str) -> Report:
 def main(
     data: Annotated[str, typer.Option(help=f"Comma-separated: {HELP}.")] = "digits,synthetic-20000x20",
     folder: Annotated[
-        Path | None, typer.Option(help="Where real sets lie; see kernel_svm/data_sets.py.")
+        Path | None, typer.Option(help="Folder of the real data sets, see kernel_svm/data_sets.py.")
     ] = None,
     sides: Annotated[
         str,
         typer.Option(
-            help="sklearn, sklearnex (if installed), one, ranks, memory-none, memory-adaptive, cache-MB."
+            help="Sides, comma-separated: sklearn, sklearnex, one, ranks, memory-none, memory-auto, cache-MB."
         ),
     ] = "sklearn,one",
     ranks: Ranks = 1,
     rounds: Rounds = 3,
-    cache_size: Annotated[float, typer.Option(help="Megabytes for kernel rows, all sides.")] = 500.0,
+    cache_size: Annotated[float, typer.Option(help="Megabytes for kernel rows, of every side.")] = 500.0,
     clock: Clock = "wall",
-    hosts: Annotated[int | None, typer.Option(help="Of an emulated cluster, in place of --ranks.")] = None,
-    rate: Annotated[str | None, typer.Option(help="Of an emulated host's link, such as 1Gbit.")] = None,
-    cpu: Annotated[str | None, typer.Option(help="Of an emulated host, such as 45% of a core.")] = None,
-    name: Annotated[str, typer.Option(help="Of the result's files.")] = "svm",
+    hosts: Annotated[
+        int | None, typer.Option(help="Number of hosts of an emulated cluster, instead of --ranks.")
+    ] = None,
+    rate: Annotated[str | None, typer.Option(help="Rate of each host's link, for example 1Gbit.")] = None,
+    cpu: Annotated[
+        str | None, typer.Option(help="Number of cores of a host: 0.45 or 45% is less than half a core.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name of the result's files.")] = "svm",
     quick: Quick = False,
     as_json: AsJson = False,
     report_folder: ReportFolder = REPORT_FOLDER,
@@ -306,7 +312,7 @@ def main(
         side for side in sides.split(",") if side != "sklearnex" or importlib.util.find_spec("sklearnex")
     ]
     outcomes = {}
-    with choose_place(hosts, None if hosts else ranks, rate=rate, cpu=cpu) as place:
+    with choose_place(hosts, ranks_per_host=None if hosts else ranks, rate=rate, cpu=cpu) as place:
         where = str(folder.absolute()) if folder else None
         for set_name in names:
             config = Config(
@@ -321,7 +327,8 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     """Draw a row a data set, a dot a side: how many times as fast as the first side."""
     found, sides = record["summaries"], record["config"]["sides"]
     base, *others = sides
-    names = {"memory-none": "without shrinking", "memory-adaptive": "with shrinking"}
+    found = dict(sorted(found.items(), key=lambda one: -one[1]["faster"][others[-1]]))
+    names = {"memory-none": "without shrinking", "memory-auto": "with shrinking"}
     names |= {
         side: f"{side.removeprefix('cache-')} MB of cache" for side in sides if side.startswith("cache-")
     }
@@ -340,12 +347,24 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
         steps = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.6, 2.0)
     ticks = {x: f"{x:g} x" for x in steps if min(values) / 1.1 <= x <= 1.1 * max(values)}
     whom = names.get(base, look_of(base).name)
-    words = ", ".join(f"{names.get(side, look_of(side).name)} {means[side]:.2f}" for side in reversed(others))
+    last, *rest = [
+        (names.get(side, look_of(side).name), three_digits(means[side])) for side in reversed(others)
+    ]
+    words = f"Fits with {last[0]} are {last[1]} times as fast as with {whom}"
+    words += "".join(f"; with {name} {times} times" for name, times in rest)
+    if not rest and means[others[-1]] < 1:
+        words = f"Fits with {last[0]} take {1 / means[others[-1]]:.2f} times as long as with {whom}"
     sets = f"geometric mean of {len(found)} sets" if len(found) > 1 else next(iter(found))
     return draw_figure(
         path,
-        f"Times as fast at fitting as {whom}: {words} ({sets})",
-        [Dots("", f"times as fast as {whom}", list(found), dots, ticks, (whom, 1.0))],
-        f"Warm fits, medians, {record['config']['clock']} clock. name:bin is a set cut to two classes, name:1000 to "
-        "1,000 rows.",
+        f"{words} ({sets})",
+        [Dots("", f"times as fast as {whom}", list(map(_set_name, found)), dots, ticks, (whom, 1.0))],
+        f"Warm fits, medians, {record['config']['clock']} clock; more is better. Numbers are rows, if a set is cut.",
     )
+
+
+def _set_name(data: str) -> str:
+    """Return a data set's name, its rows if it is cut, and whether two of its classes were kept."""
+    name, *parts = data.split(":")
+    rows = [f" {int(part):,}" for part in parts if part.isdigit()]
+    return "".join([name, *rows, ", 2 classes" * ("bin" in parts)])

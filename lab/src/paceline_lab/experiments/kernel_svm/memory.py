@@ -77,10 +77,10 @@ def _status(field: str) -> int:
 def main(
     data: Annotated[str, typer.Option(help=f"One of: {HELP}.")] = "synthetic-50000x40",
     folder: Annotated[
-        Path | None, typer.Option(help="Where real sets lie; see kernel_svm/data_sets.py.")
+        Path | None, typer.Option(help="Folder of the real data sets, see kernel_svm/data_sets.py.")
     ] = None,
-    ranks: Annotated[str, typer.Option(help="Comma-separated.")] = "1,2,4",
-    caches: Annotated[str, typer.Option(help="Megabytes, comma-separated.")] = "50,500",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, comma-separated.")] = "1,2,4",
+    caches: Annotated[str, typer.Option(help="Cache sizes in megabytes, comma-separated.")] = "50,500",
     quick: Quick = False,
     as_json: AsJson = False,
     report_folder: ReportFolder = REPORT_FOLDER,

@@ -136,7 +136,7 @@ def count(split: Split, all_ranks: list[int], config: Config) -> list[Count]:
 def main(
     data: Annotated[str, typer.Option(help=f"One of: {HELP}.")] = "synthetic-8000x20",
     folder: Annotated[
-        Path | None, typer.Option(help="Where real sets lie; see kernel_svm/data_sets.py.")
+        Path | None, typer.Option(help="Folder of the real data sets, see kernel_svm/data_sets.py.")
     ] = None,
     quick: Quick = False,
     as_json: AsJson = False,

@@ -37,16 +37,21 @@ if TYPE_CHECKING:
     from paceline_lab.emulation import ClusterSpec
 
 NumRanks = Annotated[
-    int | None, typer.Option("--ranks", help="Hosts of one rank each.", show_default="the study's")
+    int | None,
+    typer.Option("--ranks", help="Number of hosts, with one rank each.", show_default="the study's"),
 ]
 Rate = Annotated[
-    str | None, typer.Option(help="Of each host's link, such as 100Mbit.", show_default="the study's")
+    str | None,
+    typer.Option(help="Rate of each host's link, for example 100Mbit.", show_default="the study's"),
 ]
 ComputeS = Annotated[
-    float | None, typer.Option(help="Forward and backward together.", show_default="the study's")
+    float | None, typer.Option(help="Seconds of forward and backward together.", show_default="the study's")
 ]
 Rounds = Annotated[
-    int | None, typer.Option(help="Every variant takes two turns in each.", show_default="the study's")
+    int | None,
+    typer.Option(
+        help="Number of measuring rounds. Each variant runs twice per round.", show_default="the study's"
+    ),
 ]
 
 NUM_WARM_UP = {"torch": 2}  # cuts its buckets anew after the first; the others settle at once

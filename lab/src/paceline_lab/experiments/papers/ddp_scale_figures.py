@@ -317,6 +317,7 @@ class RoundRobinStudy(ClusterStudy):
             lines = [
                 Line.published(f"paper, {key.removeprefix('BERT ')}", list(zip(groups, values, strict=False)))
                 for key, values in record["summaries"]["published"].items()
+                if condition == "no cap"  # the paper capped no connection
             ]
             lines += [
                 Line(look_of(side).name, list(zip(groups, found[side], strict=True)), look_of(side).color)

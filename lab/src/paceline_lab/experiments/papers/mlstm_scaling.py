@@ -218,14 +218,18 @@ class ScalingStudy(TimeStudy[ScalingOptions]):
         most = max(ticks)
         panels = [
             Lines("the study's chart", "GPUs", "speed-up", [linear_line(128), *paper]),
-            Lines("here, the study's method", "ranks", "speed-up", [linear_line(most), *ours], ticks),
-            Lines(f"here, {names[slowest]}", "ranks", "speed-up", [linear_line(most), *methods], ticks),
+            Lines(
+                "the study's method on emulated hosts", "ranks", "speed-up", [linear_line(most), *ours], ticks
+            ),
+            Lines(
+                f"emulated hosts, {names[slowest]}", "ranks", "speed-up", [linear_line(most), *methods], ticks
+            ),
         ]
         last = {names[label]: curve[STUDYS_METHOD][-1][1] / most for label, curve in curves.items()}
         best, worst = (choose(last, key=last.__getitem__) for choose in (max, min))
         return draw_figure(
             path,
-            f"On {most:g} ranks an mLSTM's efficiency is {100 * last[best]:.0f} % at best ({best}) and "
+            f"On {most:g} ranks an mLSTM reaches {100 * last[best]:.0f} % of linear speed-up at best ({best}) and "
             f"{100 * last[worst]:.0f} % at worst ({worst})",
             panels,
             f"{emulated(record)}. The links' rates stand 10 : 1 as the study's InfiniBand and Ethernet do; the "
@@ -342,15 +346,17 @@ draw = ScalingStudy().draw
 
 def main(
     workload: Annotated[
-        str, typer.Option(help="Comma-separated; the first sets the scale.")
+        str, typer.Option(help="Workloads, comma-separated. The first one sets the scale.")
     ] = "mlstm-4k,mlstm-8k",
-    rates: Annotated[str, typer.Option(help="Of the links, in proportion.")] = "10:1",
-    ranks: Annotated[str, typer.Option(help="How many, comma-separated.")] = _RANKS,
+    rates: Annotated[str, typer.Option(help="Rates of the links in proportion, for example 10:1.")] = "10:1",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, comma-separated.")] = _RANKS,
     rate: Annotated[
-        str | None, typer.Option(help="Of the fastest link, such as 500Mbit.", show_default="500Mbit")
+        str | None,
+        typer.Option(help="Rate of the fastest link, for example 500Mbit.", show_default="500Mbit"),
     ] = None,
     compute_s: Annotated[
-        float | None, typer.Option(help="Forward and backward of the first workload.", show_default="0.25")
+        float | None,
+        typer.Option(help="Seconds of forward and backward of the first workload.", show_default="0.25"),
     ] = None,
     rounds: Rounds = None,
     quick: Quick = False,

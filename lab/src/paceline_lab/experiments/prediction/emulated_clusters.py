@@ -145,20 +145,25 @@ class PredictionStudy(TimeStudy[StudyOptions]):
 
     def draw(self, record: Mapping[str, Any], path: Path) -> None:
         """Predicted over measured, one mark a run."""
-        draw_scatter(record["summaries"]["runs"], path, columns=1)  # clusters' names are long
+        fitted = {row[0] for row in record["rows"] if row[1] == FITTED}
+        runs = [run for run in record["summaries"]["runs"] if run["label"] not in fitted]
+        draw_scatter(runs, path, columns=1)  # clusters' names are long
 
 
 def draw_scatter(runs: Sequence[Mapping[str, Any]], path: Path, columns: int | None = None) -> bool:
-    """Draw predicted over measured steps, with and without what emulation costs; returns whether it was drawn."""
+    """Draw predicted over measured steps, with and without what emulation costs; returns whether it was drawn.
+
+    `runs` are predictions only: those that the simulator was fitted on say nothing about it.
+    """
     panels = [
         _scatter("predicted with what emulation costs", runs, "predicted_s"),
         _scatter("predicted for the network alone", runs, "without_emulation_s"),
     ]
     title = (
-        f"Half of {len(runs)} steps are predicted to {_middle_error(runs, 'predicted_s'):.1f} %, and to "
-        f"{_middle_error(runs, 'without_emulation_s'):.1f} % without what emulation costs"
+        f"Half of {len(runs)} predicted steps are within {_middle_error(runs, 'predicted_s'):.1f} %; "
+        f"within {_middle_error(runs, 'without_emulation_s'):.1f} % without the cost of emulation"
     )
-    note = "Emulated clusters, layers sleep. A dot is a run; a colour is a study."
+    note = "Emulated clusters, layers sleep. A dot is a run; a colour is a study. Fitted runs are left out."
     return draw_figure(path, title, panels, note, columns)
 
 
@@ -175,7 +180,7 @@ def _scatter(title: str, runs: Sequence[Mapping[str, Any]], key: str) -> Lines:
         lines.append(Line(label, points, color, " ", marker))
     most = 1.05 * max(max(1e3 * x["measured_s"], 1e3 * x[key]) for x in runs)
     lines.append(Line("equal", [(0, 0), (most, most)], PAPER, "-", ""))
-    return Lines(title, "a step, measured, ms", "a step, predicted, ms", lines)
+    return Lines(title, "measured step time, ms", "predicted step time, ms", lines)
 
 
 def _cluster(place: _Place, options: StudyOptions) -> tuple[ClusterSpec, list[HostLink]]:

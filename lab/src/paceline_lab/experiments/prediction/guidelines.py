@@ -182,7 +182,7 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
             lines.append(Line(f"{mib} MiB", fitting, color, "-", "o"))
             lines.append(Line("", [(found["X"], found["measured_per_s"])], color, "", "x"))
         ticks = {X: str(X) for X in record["config"]["minibatches"]}
-        drawn.append(Lines(name, "minibatch", "samples a second", lines, ticks, log_x=True))
+        drawn.append(Lines(name, "minibatch", "samples per second", lines, ticks, log_x=True))
     chosen = {
         mib: record["summaries"][f"all algorithms, {mib} MiB"]["X"]
         for mib in record["config"]["memories_mib"]

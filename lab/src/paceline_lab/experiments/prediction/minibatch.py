@@ -77,7 +77,7 @@ def choose_algorithms(layers: Sequence[Sequence[Alternative]], bound_bytes: floa
         from scipy.optimize import LinearConstraint, milp  # only this needs it
     except ImportError as error:
         raise ConfigurationError(
-            "the integer program needs scipy, which is not installed. pip install 'paceline[svm]' brings it."
+            "the integer program needs scipy, which is not installed. pip install scipy"
         ) from error
     flat = [alternative for layer in layers for alternative in layer]
     times_s = np.array([x.time_s for x in flat])

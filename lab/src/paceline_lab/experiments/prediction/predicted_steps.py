@@ -98,7 +98,8 @@ def main(quick: Quick = False, as_json: AsJson = False, report_folder: ReportFol
 
 def draw(record: Mapping[str, Any], path: Path) -> bool:
     """Draw predicted over measured steps from a stored report."""
-    return draw_scatter(record["samples"]["runs"], path)
+    runs = [run for run in record["samples"]["runs"] if run["workload"] != record["config"]["fitted_on"]]
+    return draw_scatter(runs, path)
 
 
 @cache

@@ -129,18 +129,27 @@ def report(config: Config, results: dict[str, Timed], ranks: Ranks) -> Report:
 
 
 def main(
-    ranks: Annotated[int | None, typer.Option(min=2, help="How many processes; without --hosts 2.")] = None,
-    hosts: Annotated[
-        int | None, typer.Option(min=2, help="Of an emulated cluster, one process on each.")
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks-per-host",
+            "--nproc-per-node",
+            min=1,
+            help="Number of processes on each host.",
+            show_default="2; with --hosts 1",
+        ),
     ] = None,
-    rate: Annotated[str | None, typer.Option(help="Of each host's link, such as 1Gbit.")] = None,
+    hosts: Annotated[
+        int | None, typer.Option("--hosts", "--nnodes", min=2, help="Number of hosts of an emulated cluster.")
+    ] = None,
+    rate: Annotated[str | None, typer.Option(help="Rate of each host's link, for example 1Gbit.")] = None,
     rounds: Rounds = 10,
     quick: Quick = False,
     as_json: AsJson = False,
     report_folder: ReportFolder = REPORT_FOLDER,
 ) -> None:
     """Time a bucket by Adasum and by the mean, over Gloo and over our backend."""
-    with choose_place(hosts, ranks, rate=rate) as place:
+    with choose_place(hosts, ranks_per_host=ranks, rate=rate) as place:
         config = Config(place.num_ranks, rounds, tuple(SHAPES), tuple(DTYPES))
         if quick:
             config = Config(place.num_ranks, 2, tuple(SHAPES)[:1], tuple(DTYPES)[:1])

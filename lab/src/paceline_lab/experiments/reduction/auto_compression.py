@@ -315,16 +315,17 @@ def _rate_name(rate: str) -> str:
 
 def main(
     rates: Annotated[
-        str, typer.Option(help="Of each host's link, comma-separated; 'unlimited', or 'loopback': no hosts.")
+        str,
+        typer.Option(
+            help="Rates of each host's link, comma-separated. 'unlimited', or 'loopback': no hosts."
+        ),
     ] = ("50mbit,200mbit,1gbit,unlimited"),
-    codecs: Annotated[str, typer.Option(help="Fixed codecs to compare with.")] = "bf16,int8",
-    candidates: Annotated[str, typer.Option(help="What auto may choose among.")] = "bf16",
-    hosts: Annotated[int, typer.Option(min=2, help="Hosts of the emulated cluster, one rank each.")] = 4,
+    codecs: Annotated[str, typer.Option(help="Fixed codecs to compare with, comma-separated.")] = "bf16,int8",
+    candidates: Annotated[str, typer.Option(help="Codecs that auto may choose, comma-separated.")] = "bf16",
+    hosts: Annotated[int, typer.Option(min=2, help="Number of hosts, with one rank each.")] = 4,
     rounds: Rounds = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Steps at a turn.")] = 3,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Keep the points of other rates that the results folder holds.")
-    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Number of timed steps per turn.")] = 3,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep stored points of other rates.")] = False,
     quick: Quick = False,
     as_json: AsJson = False,
     report_folder: ReportFolder = REPORT_FOLDER,
@@ -341,7 +342,7 @@ def main(
         config = Config(config.candidates, config.candidates, (Case("light", "tiny", 1, 0.01),), 2, 1)
     points = _points_of_others(report_folder, config, names) if keep else []
     for rate in names:
-        with _place(hosts, rate) as where:
+        with place(hosts, rate) as where:
             outcomes = where.run(measure, config, f"auto at {rate}", ENVIRONMENTS[Allocator.KEEP])[0]
         points += [Point(rate, outcome) for outcome in outcomes]
         points.sort(key=lambda point: _bits_per_s(point.rate))
@@ -351,7 +352,8 @@ def main(
             conclude(result, report_folder, as_json, draw)
 
 
-def _place(hosts: int, rate: str) -> Place:
+def place(hosts: int, rate: str) -> Place:
+    """Where the ranks run: hosts with links of this rate, or this machine."""
     if rate == LOOPBACK:
         return LoopbackRanks(hosts)
     # A queue that holds what four ranks send at once: losses would show retransmission, not compression.

@@ -215,7 +215,7 @@ def report(config: Config, found: dict[str, list[list[float]]]) -> Report:
 
 
 def main(
-    ranks: Annotated[int, typer.Option(min=2, help="How many processes.")] = 2,
+    ranks: Annotated[int, typer.Option(min=2, help="Number of processes.")] = 2,
     rounds: Rounds = 10,
     quick: Quick = False,
     as_json: AsJson = False,

@@ -47,7 +47,7 @@ from paceline_lab.report.summary import Summary, slowest_rank
 
 ALONE, AFTER, DURING = SIDES = ("alone", "after", "during")
 SHOWN = {
-    ALONE: ("nothing combined", PAPER),
+    ALONE: ("no communication", PAPER),
     AFTER: ("after backward", BASELINE),
     DURING: ("during backward", OURS),
 }
@@ -124,8 +124,8 @@ def report(config: Config, found: Found, place: Ranks, quick: bool) -> Report:
 def main(
     hosts: Hosts = 2,
     rate: Rate = "500Mbit",
-    width: Annotated[int, typer.Option(help="Of the hidden layers.")] = 1024,
-    layers: Annotated[int, typer.Option(help="Hidden ones.")] = 4,
+    width: Annotated[int, typer.Option(help="Width of the hidden layers.")] = 1024,
+    layers: Annotated[int, typer.Option(help="Number of hidden layers.")] = 4,
     compute_s: ComputeS = 0.6,
     rounds: Rounds = 3,
     quick: Quick = False,
@@ -148,6 +148,6 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     """Draw each side's steps, from a stored report."""
     steps = {side: Summary(**found) for side, found in record["summaries"]["steps_s"].items()}
     bars = [Bar(SHOWN[side][0], step.times(1e3), SHOWN[side][1]) for side, step in steps.items()]
-    words = show_ratio(steps[DURING].median / steps[AFTER].median, "after it")
-    title = f"Updates combined during backward: a step {words}"
-    return draw_figure(path, title, [Bars("", "a step, ms", bars)], record["notes"][0])
+    words = show_ratio(steps[DURING].median / steps[AFTER].median, "combining after it")
+    title = f"Combining updates during backward makes a step {words}"
+    return draw_figure(path, title, [Bars("", "step time, ms", bars)], record["notes"][0])

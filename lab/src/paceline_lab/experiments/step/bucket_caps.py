@@ -42,7 +42,7 @@ from paceline_lab.experiments.options import (
 )
 from paceline_lab.experiments.runner import cluster_or_loopback, conclude, train_in_turn
 from paceline_lab.report.figures import draw_figure, show_ratio
-from paceline_lab.report.panels import Bars, bars_of
+from paceline_lab.report.panels import STEP_TIME, Bars, bars_of
 from paceline_lab.report.publication import Report, Verdict
 from paceline_lab.report.summary import Summary, slowest_rank
 
@@ -157,11 +157,11 @@ def report(config: Config, outcomes: list[SideOutcome], place: Any, quick: bool)
 
 def main(
     workload: str = "resnet50",
-    grid: Annotated[str, typer.Option(help="Caps in MiB, comma-separated.")] = "1,4,16,1000",
+    grid: Annotated[str, typer.Option(help="Bucket caps in MiB, comma-separated.")] = "1,4,16,1000",
     hosts: Hosts = 4,
     rate: Rate = "1Gbit",
     compute_s: ComputeS = 0.3,
-    scale: Annotated[float, typer.Option(help="Divides the gradients' bytes.")] = 4.0,
+    scale: Annotated[float, typer.Option(help="Divisor of the gradients' bytes.")] = 4.0,
     rounds: Turns = 2,
     steps: Steps = 6,
     quick: Quick = False,
@@ -184,6 +184,10 @@ def main(
 def draw(record: Mapping[str, Any], path: Path) -> bool:
     """Draw each side's steps, from a stored report."""
     steps = {side: Summary(**found) for side, found in record["summaries"]["sides"].items()}
-    panel = Bars("", "a step, ms", bars_of({side: asdict(step) for side, step in steps.items()}, 1e3))
+    panel = Bars(
+        "",
+        STEP_TIME,
+        bars_of({side: asdict(step) for side, step in steps.items()}, 1e3),
+    )
     words = show_ratio(steps["auto"].median / steps["ours"].median, "the default's")
     return draw_figure(path, f'A step with bucket_cap_mb="auto" is {words}', [panel])

@@ -60,7 +60,7 @@ from paceline_lab.experiments.step.forward_overlap_sides import (
 )
 from paceline_lab.report.figures import draw_figure, show_ratio
 from paceline_lab.report.look import look_of
-from paceline_lab.report.panels import Bars, bars_of
+from paceline_lab.report.panels import STEP_TIME, Bars, bars_of
 from paceline_lab.report.publication import Report, Verdict
 from paceline_lab.report.summary import Summary
 
@@ -228,22 +228,31 @@ def _notes(config: Config, outcomes: Sequence[SideOutcome], floor: Floor | None)
 def main(
     workload: str = "resnet50",
     sides: Annotated[
-        str, typer.Option(help="Comma-separated: torch, deepspeed, ours, ours-forward, none.")
+        str, typer.Option(help="Sides, comma-separated: torch, deepspeed, `ours`, `ours-forward`, none.")
     ] = "torch,ours,ours-forward",
-    compute: Annotated[str, typer.Option(help="timed or real.")] = "timed",
+    compute: Annotated[str, typer.Option(help="timed: layers sleep; real: they compute.")] = "timed",
     hosts: Hosts = 4,
     rate: Rate = "1Gbit",
-    cpu: Annotated[str, typer.Option(help="Of each host's processor, such as 40%.", show_default="all")] = "",
+    cpu: Annotated[
+        str,
+        typer.Option(
+            help="Number of cores of a host: 0.4 or 40% is less than half a core.", show_default="all"
+        ),
+    ] = "",
     compute_s: ComputeS = 0.9,
-    scale: Annotated[float, typer.Option(help="Divides the gradients' bytes.")] = 1.0,
+    scale: Annotated[float, typer.Option(help="Divisor of the gradients' bytes.")] = 1.0,
     ratio: Annotated[
-        float | None, typer.Option(help="Communication over backward, instead of --scale.")
+        float | None, typer.Option(help="Communication divided by backward, instead of --scale.")
     ] = None,
     rounds: Turns = 3,
     steps: Steps = 8,
-    always: Annotated[bool, typer.Option("--always", help="Overlap without asking whether it pays.")] = False,
-    slow_rank: Annotated[float, typer.Option(help="How much longer the last rank computes.")] = 1.0,
-    jitter: Annotated[float, typer.Option(help="By which share each layer's time varies.")] = 0.0,
+    always: Annotated[
+        bool, typer.Option("--always", help="Use forward overlap even if it does not pay.")
+    ] = False,
+    slow_rank: Annotated[
+        float, typer.Option(help="Computing time of the last rank, divided by that of the others.")
+    ] = 1.0,
+    jitter: Annotated[float, typer.Option(help="Largest relative deviation of each layer's time.")] = 0.0,
     quick: Quick = False,
     as_json: AsJson = False,
     report_folder: ReportFolder = REPORT_FOLDER,
@@ -276,11 +285,19 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     steps = {
         side: Summary(**found["steady_s"]) for side, found in summaries["sides"].items() if side != ALONE
     }
-    first, best = next(iter(steps)), min(steps, key=lambda side: steps[side].median)
-    marks = (
-        {} if summaries["least_s"] is None else {"no order of pieces goes below": 1e3 * summaries["least_s"]}
+    first, last = next(iter(steps)), list(steps)[-1]
+    marks = {} if summaries["least_s"] is None else {"lower bound": 1e3 * summaries["least_s"]}
+    panel = Bars(
+        "",
+        STEP_TIME,
+        bars_of({side: asdict(step) for side, step in steps.items()}, 1e3),
+        marks,
     )
-    panel = Bars("", "a step, ms", bars_of({side: asdict(step) for side, step in steps.items()}, 1e3), marks)
-    words = show_ratio(steps[best].median / steps[first].median, f"{look_of(first).name}'s")
+    words = show_ratio(steps[last].median / steps[first].median, f"{look_of(first).name}'s")
     note = "; ".join(record["notes"][:2])
-    return draw_figure(path, f"A step of {look_of(best).name} is {words}", [panel], note)
+    if marks:
+        note += ". Lower bound: no order of sending allows a shorter step"
+    title = f"With {look_of(last).option} a step is {words}"
+    if summaries["sides"][last]["is_on"] is False:
+        title = f"Forward overlap stays off; a step with Paceline is {words}"
+    return draw_figure(path, title, [panel], f"{note}.")

@@ -123,8 +123,8 @@ def report(config: Config, found: dict[str, Samples]) -> Report:
 
 def main(
     rounds: Rounds = 15,
-    steps: Annotated[int, typer.Option(min=1, help="Steps at a turn.")] = 5,
-    models: Annotated[str, typer.Option(help="Comma-separated workloads.")] = ",".join(MODELS),
+    steps: Annotated[int, typer.Option(min=1, help="Number of timed steps per turn.")] = 5,
+    models: Annotated[str, typer.Option(help="Workloads, comma-separated.")] = ",".join(MODELS),
     quick: Quick = False,
     as_json: AsJson = False,
     report_folder: ReportFolder = REPORT_FOLDER,
@@ -145,7 +145,7 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
         panels.append(
             Bars(
                 f"{side}, over {peer}",
-                "CPU time of a step, over torch's",
+                "CPU time of a step, divided by torch's",
                 [Bar(workload_name(m), s) for m, s in found.items()],
             )
         )

@@ -220,7 +220,8 @@ def main(
     sides: Sides = DEFAULT_SIDES,
     rounds: Rounds = 15,
     steps_per_block: Annotated[
-        int, typer.Option(min=1, help="Timed steps at a turn (20 times as many for Linear).")
+        int,
+        typer.Option(min=1, help="Number of timed steps per turn. The linear layer takes 20 times as many."),
     ] = 10,
     quick: Quick = False,
     as_json: AsJson = False,
@@ -239,12 +240,12 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     found = {name: s["backward_s"] for name, s in record["summaries"][CASES[0].label].items()}
     least = min((name for name in found if name.startswith("torch")), key=lambda name: found[name]["median"])
     title = (
-        f"Backward pays {found['ours']['median']:.2f} µs a parameter for Paceline" if "ours" in found else ""
+        f"Paceline adds {found['ours']['median']:.2f} µs per parameter to backward" if "ours" in found else ""
     )
-    base = f", {found['torch']['median']:.2f} for torch" if "torch" in found else ""
+    base = f", torch {found['torch']['median']:.2f}" if "torch" in found else ""
     if least != "torch":
         base += f", {found[least]['median']:.2f} with {look_of(least).name.removeprefix('torch, ')}"
-    panel = Bars("", "µs of CPU time added to backward, a parameter", bars_of(found))
+    panel = Bars("", "µs of CPU time added to backward, per parameter", bars_of(found))
     num_parameters = record["config"]["num_parameters"]
     return draw_figure(
         path,

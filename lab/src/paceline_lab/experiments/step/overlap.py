@@ -402,7 +402,9 @@ def main(
     sides: Sides = "torch,ours",
     ranks: Ranks = 2,
     rounds: Rounds = 12,
-    ratios: Annotated[str, typer.Option(help="Communication over backward, comma-separated.")] = "0.5,1,2",
+    ratios: Annotated[
+        str, typer.Option(help="Communication divided by backward, comma-separated.")
+    ] = "0.5,1,2",
     caps: Annotated[
         str, typer.Option(help="Bucket caps in MiB, comma-separated; 'default' leaves the argument out.")
     ] = DEFAULT_CAP,
@@ -410,7 +412,7 @@ def main(
     floats_per_layer: Annotated[int, typer.Option(min=1)] = 2**18,
     rate: Annotated[
         str | None,
-        typer.Option(help="Put each rank on a host of an emulated cluster behind a link of this rate."),
+        typer.Option(help="Rate of each host's link on an emulated cluster, for example 1Gbit."),
     ] = None,
     quick: Quick = False,
     as_json: AsJson = False,
@@ -420,7 +422,7 @@ def main(
     cap_names = tuple(cap.strip() for cap in caps.split(","))
     _floats(",".join(cap for cap in cap_names if cap != DEFAULT_CAP) or "0")
     config = Config(parse_sides(sides), _floats(ratios), cap_names, layers, floats_per_layer, rounds, rate)
-    place = choose_place(None, ranks) if rate is None else choose_place(ranks, None, rate=rate)
+    place = choose_place(None, ranks_per_host=ranks) if rate is None else choose_place(ranks, rate=rate)
     if quick:
         config = Config(config.side_names, (1.0,), (DEFAULT_CAP,), 4, 2**10, 2, rate)
     with place as where:

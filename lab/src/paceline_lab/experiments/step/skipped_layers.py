@@ -269,12 +269,14 @@ def report(config: Config, outcomes: list[SideOutcome], place: Any, quick: bool)
 
 
 def main(
-    case: Annotated[str, typer.Option(help="depth or backbone.")] = "depth",
+    case: Annotated[
+        str, typer.Option(help="Case: depth (stochastic depth) or backbone (a frozen one).")
+    ] = "depth",
     workload: str = "resnet50",
     hosts: Hosts = 4,
     rate: Rate = "1Gbit",
     compute_s: ComputeS = 0.45,
-    scale: Annotated[float, typer.Option(help="Divides the gradients' bytes.")] = 2.0,
+    scale: Annotated[float, typer.Option(help="Divisor of the gradients' bytes.")] = 2.0,
     rounds: Turns = 2,
     steps: Steps = 6,
     quick: Quick = False,
@@ -300,7 +302,7 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     summaries = record["summaries"]
     times, sent = summaries["step_s"], summaries["sent_bytes"]
     panels = [
-        Bars("", "a step, ms", bars_of(times, 1e3)),
+        Bars("", "step time, ms", bars_of(times, 1e3)),
         Bars("", "sent in a step, MB", bars_of(sent, 1e-6)),
     ]
     ratio = times["ours-skip"]["median"] / times["torch"]["median"]

@@ -28,7 +28,7 @@ from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, Quick, Ranks
 from paceline_lab.experiments.runner import conclude
 from paceline_lab.report.figures import draw_figure, show_ratio
 from paceline_lab.report.look import look_of, workload_name
-from paceline_lab.report.panels import Bars, bars_of
+from paceline_lab.report.panels import STEP_TIME, Bars, bars_of
 from paceline_lab.report.publication import Report, Verdict
 from paceline_lab.report.summary import Summary, ratios, slowest_rank
 from paceline_lab.workloads import Workload, make_workload
@@ -227,9 +227,12 @@ def main(
     workload: str = "wide_mlp",
     sides: Sides = "torch,ours",
     ranks: Ranks = 2,
-    launches: Annotated[int, typer.Option(min=1, help="How often the processes are started afresh.")] = 4,
-    rounds: Annotated[int, typer.Option(min=2, help="Rounds per launch; every side runs twice in each.")] = 4,
-    steps_per_block: Annotated[int, typer.Option(min=1, help="Timed steps at a turn.")] = 3,
+    launches: Annotated[int, typer.Option(min=1, help="Number of launches of the processes.")] = 4,
+    rounds: Annotated[
+        int,
+        typer.Option(min=2, help="Number of measuring rounds per launch. Each side runs twice per round."),
+    ] = 4,
+    steps_per_block: Annotated[int, typer.Option(min=1, help="Number of timed steps per turn.")] = 3,
     allocator: Allocator = Allocator.KEEP,
     quick: Quick = False,
     as_json: AsJson = False,
@@ -250,11 +253,12 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     first, last = next(iter(found)), list(found)[-1]
     ratio = found[last]["ratio"]["median"]
     num_ranks, whose = config["num_ranks"], f"{look_of(first).name}'s"
+    load = record["provenance"]["load_average_before"]
     return draw_figure(
         path,
-        f"{workload_name(config['workload'])}, {num_ranks} rank{'s' * (num_ranks > 1)}: a step under "
-        f"{look_of(last).name} is {show_ratio(ratio, whose)}",
-        [Bars("", "ms a step", bars_of({name: value["step_s"] for name, value in found.items()}, 1e3))],
-        "One host, layers compute. Medians; whiskers: quartiles of a busy machine. The ratio is the median of "
-        "ratios within a round, in which the sides alternate.",
+        f"A step of {workload_name(config['workload'])} with {look_of(last).name} is {show_ratio(ratio, whose)}",
+        [Bars("", STEP_TIME, bars_of({name: value["step_s"] for name, value in found.items()}, 1e3))],
+        f"{num_ranks} rank{'s' * (num_ranks > 1)} on one host of two cores, layers compute. Medians and quartiles. "
+        f"Other programs ran (load average {load:.1f}), so the ratio counts: the median of ratios within a round, in "
+        "which the sides alternate.",
     )

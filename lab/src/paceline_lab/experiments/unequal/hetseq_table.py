@@ -104,21 +104,29 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     summaries = record["summaries"]
     nodes = [int(key) for key in summaries]
     lines = [linear_line(max(nodes))]
-    for side, color, style in (("equal", BASELINE, "-"), ("auto", OURS, "-"), ("ideal", LIMIT, ":")):
+    drawn = (
+        ("equal", "equal shares", BASELINE, "-"),
+        ("auto", 'balance="auto"', OURS, "-"),
+        ("ideal", "ideal shares", LIMIT, ":"),
+    )
+    for side, name, color, style in drawn:
         points = [(float(at), summaries[str(at)]["speed_up"][side]) for at in nodes]
-        lines.append(Line(f"{side}, here", points, color, style))
-    lines.append(Line.published("HetSeq", [(float(at), PUBLISHED[at][1]) for at in nodes]))
+        lines.append(Line(name, points, color, style))
+    lines.append(Line.published("HetSeq, published", [(float(at), PUBLISHED[at][1]) for at in nodes]))
     ticks = {float(at): str(at) for at in nodes}
     panel = Lines("over one node with equal shares", "nodes of 4 mixed GPUs", "speed-up", lines, ticks)
     last = summaries[str(max(nodes))]["speed_up"]
-    title = f"{max(nodes)} nodes: {last['auto']:.1f} x one with shares by speed, {last['equal']:.1f} x with equal ones"
+    title = (
+        f"{max(nodes)} nodes are {last['auto']:.1f} times as fast as one with shares by speed, and "
+        f"{last['equal']:.1f} times with equal shares"
+    )
     note = "Ranks sleep for their computing: a node's GPUs take 1, 1, 1.5 and 2 times as long a sample (assumed)."
     return draw_figure(path, title, [panel], note)
 
 
 def main(
-    most_nodes: Annotated[int, typer.Option(min=1, max=8, help="Leave out what is larger.")] = 8,
-    steps: Annotated[int, typer.Option(min=24, help="Of each run.")] = 40,
+    most_nodes: Annotated[int, typer.Option(min=1, max=8, help="Largest number of nodes.")] = 8,
+    steps: Annotated[int, typer.Option(min=24, help="Number of steps of each run.")] = 40,
     quick: Quick = False,
     as_json: AsJson = False,
     report_folder: ReportFolder = REPORT_FOLDER,

@@ -373,8 +373,8 @@ def _rounds(steps_s: Sequence[float], config: Config) -> list[float]:
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=24, help="Of each run.")] = 40,
-    rounds: Annotated[int, typer.Option(min=1, help="Of the cost's turns.")] = 6,
+    steps: Annotated[int, typer.Option(min=24, help="Number of steps of each run.")] = 40,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds in which the cost is measured.")] = 6,
     quick: Quick = False,
     as_json: AsJson = False,
     report_folder: ReportFolder = REPORT_FOLDER,

@@ -226,10 +226,12 @@ def soak(config: Config, tell: TellProgress) -> Outcome:
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3000,
-    ranks: Annotated[int, typer.Option(min=3, help="Two would not always have room for the batch.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps.")] = 3000,
+    ranks: Annotated[
+        int, typer.Option(min=3, help="Number of ranks. Two do not always have room for the batch.")
+    ] = 3,
     seed: int = 0,
-    workers: Annotated[int, typer.Option(min=0, help="Of each rank's loader.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Number of workers of each rank's loader.")] = 0,
 ) -> None:
     """Train with shares that change at random, and check."""
     began_s = time.perf_counter()

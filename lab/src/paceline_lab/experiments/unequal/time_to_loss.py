@@ -203,16 +203,20 @@ def _say(words: str) -> None:
 
 
 def main(
-    compute: Annotated[str, typer.Option(help="timed or quota.")] = "timed",
-    workloads: Annotated[str, typer.Option(help="Comma-separated: images, text, bert.")] = "images,text",
-    steps: Annotated[int, typer.Option(min=16, help="Of each training.")] = 64,
-    rate: Annotated[str, typer.Option(help="Of each host's link.")] = "1Gbit",
+    compute: Annotated[
+        str, typer.Option(help="timed: layers sleep; quota: hosts get a part of a core.")
+    ] = "timed",
+    workloads: Annotated[
+        str, typer.Option(help="Workloads, comma-separated: images, text, bert.")
+    ] = "images,text",
+    steps: Annotated[int, typer.Option(min=16, help="Number of steps of each training.")] = 64,
+    rate: Annotated[str, typer.Option(help="Rate of each host's link.")] = "1Gbit",
     quick: Quick = False,
     as_json: AsJson = False,
     report_folder: ReportFolder = REPORT_FOLDER,
     parts: PartsFolder = None,
     only: Annotated[
-        int | None, typer.Option(min=1, max=2, help="This one of each workload's two cases.")
+        int | None, typer.Option(min=1, max=2, help="Number of the case, 1 or 2. Each workload has two.")
     ] = None,
 ) -> None:
     """Train every job with every side on an emulated cluster."""

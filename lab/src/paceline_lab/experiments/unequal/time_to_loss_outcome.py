@@ -211,5 +211,7 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
         panels.append(Lines(job, "seconds", loss, lines, bottom=None))
     gains = [summary["gain"] for summary in record["summaries"].values()]
     times = " to ".join(dict.fromkeys(f"{gain:.1f}" for gain in (min(gains), max(gains))))
-    title = f"Shares by speed are there {times} times as fast as torch's equal ones"
+    title = (
+        f"With shares by speed, training reaches a loss {times} times as fast as with torch's equal shares"
+    )
     return draw_figure(path, title, panels)

@@ -1,0 +1,175 @@
+"""Does `paceline doctor` name the right rank, the right cause and the step after the repair, and is it quiet otherwise?
+
+Real processes: four ranks on this machine under torch's own DDP, one of which is made slow (`injections`); and, as
+root, three emulated hosts, one of which has a slow or lossy link (`links`). Each case is recorded for 20 steps and
+diagnosed; steps without the injection, before and after, meet the predicted one.
+
+Counted are cases in which the injection made the step at least 5 % longer; the others are told. Seeds run outermost, so
+that a study that is stopped has graded every cause equally often.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline_lab.bench.provenance import collect
+from paceline_lab.bench.ranks import LoopbackRanks
+from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, Quick, ReportFolder, StoreFile
+from paceline_lab.experiments.runner import conclude, keeping
+from paceline_lab.experiments.slow_ranks.grading import (
+    COLUMNS,
+    Grade,
+    Row,
+    from_samples,
+    grade,
+    rows_of,
+)
+from paceline_lab.experiments.slow_ranks.injected_training import Training, train_cases
+from paceline_lab.experiments.slow_ranks.injections import CAUSES, Case
+from paceline_lab.experiments.slow_ranks.links import LINK_CAUSES, grade_links, is_possible
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import OURS
+from paceline_lab.report.panels import Bar, Bars
+from paceline_lab.report.publication import Report, Verdict
+
+NAME = "doctor"
+_RIGHT, _CAUSE = 0.99, 0.95
+_NUM_RANKS = 4
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is graded.
+
+    Attributes:
+        seeds: Of every cause and strength.
+        clean: Runs without any injection.
+        links: Whether on emulated hosts as well.
+    """
+
+    seeds: int
+    clean: int
+    links: bool
+
+
+def main(
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of every cause and strength.")] = 20,
+    clean: Annotated[int, typer.Option(min=0, help="Runs without an injection, in all.")] = 100,
+    links: Annotated[bool, typer.Option(help="Grade links on emulated hosts as well, as root.")] = True,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="Keep what was recorded of each run in this folder.", show_default=False),
+    ] = None,
+    quick: Quick = False,
+    store: StoreFile = None,
+    report: ReportFolder = REPORT_FOLDER,
+    as_json: AsJson = False,
+) -> None:
+    """Grade the doctor."""
+    config = Config(1, 1, links=False) if quick else Config(seeds, clean, links=links and is_possible())
+    file = store or report / f"{NAME}.jsonl"
+    with keeping(file):
+        for seed in range(config.seeds):
+            _grade_missing(file, _cases(seed, config, quick=quick), keep)
+            if config.links:
+                _store(file, grade_links(seed, _known(file)))
+    grades = _stored(file)
+    conclude(_report(grades, config), report, as_json, draw)
+
+
+def _cases(seed: int, config: Config, *, quick: bool) -> list[Case]:
+    causes = {name: of for name, of in CAUSES.items() if name != "clean"}
+    found = [Case(name, strength, seed) for name, of in causes.items() for strength in of.strengths]
+    if quick:
+        found = [Case("forward", 100, 0)]
+    each = -(-config.clean // config.seeds)
+    return found + [Case("clean", 0, x) for x in range(seed * each, min(config.clean, (seed + 1) * each))]
+
+
+def _grade_missing(file: Path, cases: list[Case], keep: Path | None) -> None:
+    known = _known(file)
+    missing = [case for case in cases if (case.cause, case.strength, case.seed) not in known]
+    if missing:
+        training = Training(tuple(missing), keep)
+        found = LoopbackRanks(_NUM_RANKS).run(train_cases, training, f"{len(missing)} slow ranks")[0]
+        _store(file, map(grade, found))
+
+
+def _store(file: Path, grades: Iterator[Grade] | map[Grade]) -> None:
+    for found in grades:
+        with file.open("a") as lines:
+            lines.write(json.dumps(asdict(found)) + "\n")
+
+
+def _stored(file: Path) -> list[Grade]:
+    if not file.exists():
+        return []
+    return from_samples(json.loads(line) for line in file.read_text().splitlines())
+
+
+def _known(file: Path) -> set[tuple[str, float, int]]:
+    return {(x.cause, x.strength, x.seed) for x in _stored(file)}
+
+
+def _units() -> dict[str, str]:
+    return {name: of.unit for name, of in CAUSES.items()} | {
+        name: of.unit for name, of in LINK_CAUSES.items()
+    }
+
+
+def _report(grades: list[Grade], config: Config) -> Report:
+    rows = rows_of(grades, _units())
+    asked = [row for row in rows if row.cause != "clean"]
+    num = sum(row.num_effective for row in asked) or 1
+    alarms = sum(row.num_wrong for row in rows if row.cause == "clean")
+    predicted = sum(row.num_predicted for row in asked) or 1
+    verdicts = (
+        Verdict("right rank", 1 - sum(row.num_right for row in asked) / num, 1 - _RIGHT, "of runs missed"),
+        Verdict("right cause", 1 - sum(row.num_cause for row in asked) / num, 1 - _CAUSE, "of runs missed"),
+        Verdict("wrong rank named", sum(row.num_wrong for row in asked) / num, 0.01, "of runs"),
+        Verdict("what-if", 1 - sum(row.num_close for row in asked) / predicted, 0.05, "off by over 5 %"),
+        Verdict("clean runs", float(alarms), 0.0, "alarms"),
+    )
+    ineffective = sum(row.num - row.num_effective for row in asked)
+    notes = (
+        f"{ineffective} runs in which the injection made the step less than 5 % longer do not count",
+        "silent is not wrong, and counts as missed",
+    )
+    return Report(
+        NAME,
+        "Does the doctor name the right rank, the cause and the step after the repair?",
+        COLUMNS,
+        tuple(row.cells() for row in rows),
+        verdicts,
+        notes,
+        config,
+        {f"{row.cause} {row.strength:g}": asdict(row) for row in rows},
+        {"grades": [asdict(x) for x in grades]},
+        collect(_NUM_RANKS),
+        {"ranks": f"{_NUM_RANKS} on this machine; links: 3 emulated hosts of 200 Mbit/s"},
+    )
+
+
+def draw(record: Mapping[str, Any], path: Path) -> object:
+    """One bar a cause and strength: in which share of the runs that count the right rank was named."""
+    rows = [Row(**found) for found in record["summaries"].values()]
+    asked = [row for row in rows if row.cause != "clean" and row.num_effective]
+    bars = [
+        Bar(
+            f"{row.cause}, {row.strength:g} {row.unit}",
+            100 * row.num_right / row.num_effective,
+            OURS,
+            f"{row.num_right} of {row.num_effective}",
+        )
+        for row in asked
+    ]
+    num, right = sum(row.num_effective for row in asked), sum(row.num_right for row in asked)
+    title = f"The doctor named the right rank in {right} of {num} runs"
+    note = "Four ranks under torch's DDP, unchanged; links: three emulated hosts."
+    return draw_figure(path, title, [Bars("", "right rank, % of runs", bars)], note)

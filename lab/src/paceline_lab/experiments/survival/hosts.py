@@ -1,0 +1,211 @@
+"""The survival training on emulated hosts, to which something happens: agents die, cables are pulled, machines stop.
+
+Each host runs `paceline run --nnodes N --min-ranks M`; hosts are namespaces of this machine (`emulation`). A host that
+is switched off loses its cable first, so that nobody hears its kernel close anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline_lab.emulation import ClusterSpec, EmulatedCluster
+from paceline_lab.emulation.cluster import EmulatedHost
+from paceline_lab.experiments.survival.job import Job, Outcome, _read
+
+_MARK = "PACELINE_SURVIVAL_HOST"
+_TRAINING = "paceline_lab.experiments.survival.training"
+_PORT = 29500
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class Blow:
+    """What happens to a host.
+
+    Attributes:
+        host: Which.
+        kind: `agent killed`, `switched off`, `cut`, `agent stopped` or `host stopped`.
+        lasts_s: Until a cut or a stop ends; None: it does not end.
+        after_steps: Completed by any rank before it happens.
+    """
+
+    host: int
+    kind: str
+    lasts_s: float | None = None
+    after_steps: int = 20
+
+
+@dataclass(frozen=True)
+class HostsJob:
+    """What to run.
+
+    Attributes:
+        num_hosts: Each with `ranks_per_host` ranks.
+        ranks_per_host: Likewise.
+        job: Its ranks' options, and `lost_after_s`, `min_ranks` and `limit_s`; its other fields are not used.
+        blows: What happens, one after the other.
+        returns: Whether hosts that were switched off or whose agent was killed are started again, by the same command.
+    """
+
+    num_hosts: int
+    ranks_per_host: int
+    job: Job
+    blows: tuple[Blow, ...] = ()
+    returns: bool = False
+
+
+@dataclass
+class HostsOutcome:
+    """What came out.
+
+    Attributes:
+        outcome: As of a job on one host; its code is the first of a host that was not hit.
+        codes: Exit codes of the hosts' last launchers; None: it had to be ended.
+        stalls_s: Of each blow the time to the next step that was completed on any host.
+        said: What each host's launchers printed.
+    """
+
+    outcome: Outcome
+    codes: list[int | None]
+    stalls_s: list[float]
+    said: list[str]
+
+
+class _Launch:
+    """The launchers of a job, one a host, and their processes."""
+
+    def __init__(self, hosts_job: HostsJob, cluster: EmulatedCluster, folder: Path) -> None:
+        self._job, self._cluster, self._folder = hosts_job, cluster, folder
+        self.mark, self._token = uuid.uuid4().hex, uuid.uuid4().hex
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for host in cluster.hosts:
+            (folder / f"host{host.index}").mkdir()
+            self.processes.append(self.start(host))
+
+    def start(self, host: EmulatedHost) -> subprocess.Popen[bytes]:
+        job = self._job.job
+        options = {
+            "--nnodes": self._job.num_hosts,
+            "--node-rank": host.index,
+            "--master-addr": self._cluster.hosts[0].address,
+            "--master-port": _PORT,
+            "--local-addr": host.address,
+            "--nproc-per-node": self._job.ranks_per_host,
+            "--min-ranks": job.min_ranks,
+            "--lost-after": f"{job.lost_after_s:g}",
+        }
+        command = [sys.executable, "-m", "paceline", "run"]
+        command += [text for name, value in options.items() for text in (name, str(value))]
+        command += ["-m", _TRAINING, str(self._folder / f"host{host.index}"), *job.options]
+        environment = {
+            **os.environ,
+            _MARK: f"{self.mark}-{host.index}",
+            "PACELINE_TOKEN": self._token,
+            "PACELINE_LAUNCH_FOLDERS": str(self._folder),  # watchdogs die with their host
+            "GLOO_SOCKET_IFNAME": host.interface,
+            "OMP_NUM_THREADS": "1",
+        }
+        with (self._folder / f"host{host.index}.txt").open("ab") as said:
+            return subprocess.Popen(
+                host.command(command), stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment
+            )
+
+    def pids(self, host: int, only_agent: bool = False) -> list[int]:
+        """Processes of a host, as this namespace numbers them."""
+        found = []
+        needle = f"{_MARK}={self.mark}-{host}".encode()
+        for each in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (each / "cmdline").read_bytes().split(b"\0")
+                is_agent = words[1:4] == [b"-m", b"paceline", b"run"]
+                if needle in (each / "environ").read_bytes().split(b"\0") and (is_agent or not only_agent):
+                    found.append(int(each.name))
+        return found
+
+    def signal(self, host: int, number: signal.Signals, only_agent: bool = False) -> None:
+        for pid in self.pids(host, only_agent):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def notes_of(self, what: str) -> list[float]:
+        """When ranks noted this."""
+        files = self._folder.glob("host*/rank-*.jsonl")
+        return sorted(note["at"] for file in files for note in _read(file) if note["what"] == what)
+
+
+def run_on_hosts(hosts_job: HostsJob, folder: Path) -> HostsOutcome:
+    """Run it, and wait for its end. Blocks, at most the job's `limit_s` and some seconds. Needs root."""
+    with EmulatedCluster(ClusterSpec(hosts_job.num_hosts)) as cluster:
+        launch = _Launch(hosts_job, cluster, folder)
+        until_s = time.monotonic() + hosts_job.job.limit_s
+        struck: list[float] = []
+        try:
+            for blow in hosts_job.blows:
+                struck += _strike(blow, launch, cluster.hosts[blow.host], until_s, hosts_job.returns)
+            while time.monotonic() < until_s and any(each.poll() is None for each in launch.processes):
+                time.sleep(_POLL_S * 10)
+        finally:
+            codes = [each.poll() for each in launch.processes]
+            for each in launch.processes:
+                each.terminate()
+            _wait(lambda: all(each.poll() is not None for each in launch.processes), time.monotonic() + 60)
+            left = [pid for host in cluster.hosts for pid in launch.pids(host.index)]
+            for host in cluster.hosts:
+                launch.signal(host.index, signal.SIGKILL)
+        done = launch.notes_of("done")
+    hit = {blow.host for blow in hosts_job.blows}
+    spared = [codes[i] for i in range(hosts_job.num_hosts) if i not in hit] or codes
+    outcome = Outcome(
+        code=next((code for code in spared if code != 0), 0),
+        said="",
+        notes=[_read(file) for file in sorted(folder.glob("host*/rank-*.jsonl"))],
+        models=[torch.load(file, weights_only=True) for file in sorted(folder.glob("host*/model-*.pt"))],
+        num_left=len(left),
+    )
+    stalls = [min((at for at in done if at > when), default=float("inf")) - when for when in struck]
+    said = [(folder / f"host{i}.txt").read_text() for i in range(hosts_job.num_hosts)]
+    return HostsOutcome(outcome, codes, stalls, said)
+
+
+def _wait(happens: Callable[[], bool], until_s: float) -> bool:
+    while not happens():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _strike(blow: Blow, launch: _Launch, host: EmulatedHost, until_s: float, returns: bool) -> list[float]:
+    """Let it happen, and end, after so many further steps; returns when it began."""
+    before = len(launch.notes_of("done"))
+    if not _wait(lambda: len(launch.notes_of("done")) >= before + blow.after_steps, until_s):
+        return []
+    began_s = time.monotonic()
+    stopped = blow.kind in ("agent stopped", "host stopped")
+    if blow.kind in ("cut", "switched off"):
+        host.set_link(up=False)
+    if blow.kind in ("agent killed", "switched off"):
+        launch.signal(host.index, signal.SIGKILL, only_agent=blow.kind == "agent killed")
+    if stopped:
+        launch.signal(host.index, signal.SIGSTOP, only_agent=blow.kind == "agent stopped")
+    if blow.lasts_s is not None:
+        time.sleep(blow.lasts_s)
+        if stopped:
+            launch.signal(host.index, signal.SIGCONT)
+        host.set_link(up=True)
+    if returns and blow.kind in ("agent killed", "switched off"):
+        _wait(lambda: not launch.pids(host.index), time.monotonic() + 20)
+        launch.processes[host.index].wait()
+        launch.processes[host.index] = launch.start(host)
+    return [began_s]

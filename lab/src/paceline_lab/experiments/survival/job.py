@@ -1,0 +1,273 @@
+"""Runs one job of the survival training, with faults from within and without, and says what did not hold afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.data import GlobalBatch, GlobalShuffle
+from paceline_lab.experiments.survival.training import Data, Fault, make_model, make_optimizer, parser_of
+
+_MARK = "PACELINE_SURVIVAL_JOB"
+_TRAINING = "paceline_lab.experiments.survival.training"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run.
+
+    Attributes:
+        num_ranks: That start.
+        min_ranks: Of the launcher.
+        options: Of the training.
+        faults: That ranks let happen to themselves.
+        kills_every_s: Between kills from without, about; 0: none.
+        num_kills: Of those.
+        seed: Of their times and victims.
+        lost_after_s: Of the launcher.
+        stops_s: From without ranks are stopped and woken so long afterwards; 0: killed.
+        limit_s: After which the job counts as hung.
+        python: The interpreter.
+    """
+
+    num_ranks: int = 4
+    min_ranks: int = 2
+    options: tuple[str, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    kills_every_s: float = 0.0
+    num_kills: int = 0
+    seed: int = 0
+    lost_after_s: float = 10.0
+    stops_s: float = 0.0
+    limit_s: float = 120.0
+    python: str = sys.executable
+
+
+@dataclass
+class Outcome:
+    """What came out.
+
+    Attributes:
+        code: Of the launcher; None: it hung, and was ended.
+        said: On its standard error.
+        notes: What the ranks noted, process by process.
+        models: The parameters that they left.
+        num_left: Processes of the job that were still there.
+        kills: Times of kills from without.
+    """
+
+    code: int | None
+    said: str
+    notes: list[list[dict[str, Any]]]
+    models: list[Mapping[str, torch.Tensor]]
+    num_left: int
+    kills: list[float] = field(default_factory=list)
+
+    @property
+    def ends(self) -> list[dict[str, Any]]:
+        """The last words of the ranks that came to the end."""
+        return [note for notes in self.notes for note in notes if note["what"] == "end"]
+
+    @property
+    def changes(self) -> list[dict[str, Any]]:
+        """All changes of the membership, as the ranks saw them that came to the end."""
+        return [change for end in self.ends for change in end["history"]]
+
+
+def run_job(job: Job, folder: Path) -> Outcome:
+    """Run it, and wait for its end. Blocks, at most `limit_s` and some seconds."""
+    mark = uuid.uuid4().hex
+    command = [job.python, "-m", "paceline", "run", "--nproc-per-node", str(job.num_ranks)]
+    command += ["--min-ranks", str(job.min_ranks), "--lost-after", f"{job.lost_after_s:g}", "-m", _TRAINING]
+    command += [str(folder), *job.options]
+    for fault in job.faults:
+        command += ["--fault", str(fault)]
+    with (folder / "said.txt").open("w") as said:
+        process = subprocess.Popen(
+            command, stderr=said, stdout=said, env={**os.environ, _MARK: mark, "OMP_NUM_THREADS": "1"}
+        )
+        kills = _kill_at_random(job, process, folder)
+        try:
+            code: int | None = process.wait(job.limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
+            process.wait()
+    return Outcome(
+        code,
+        (folder / "said.txt").read_text(),
+        [_read(file) for file in sorted(folder.glob("rank-*.jsonl"))],
+        [torch.load(file, weights_only=True) for file in sorted(folder.glob("model-*.pt"))],
+        _end_what_is_left(mark),
+        kills,
+    )
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    lines = file.read_text().splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def _kill_at_random(job: Job, process: subprocess.Popen[bytes], folder: Path) -> list[float]:
+    """Kill ranks that train, from without; returns when."""
+    dice = random.Random(job.seed)
+    kills: list[float] = []
+    until_s = time.monotonic() + job.limit_s
+    while len(kills) < job.num_kills and process.poll() is None and time.monotonic() < until_s:
+        time.sleep(job.kills_every_s * dice.uniform(0.5, 1.5))
+        victims = [pid for pid in _training(folder) if Path(f"/proc/{pid}").exists()]
+        if len(victims) > job.min_ranks:
+            victim = dice.choice(victims)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGSTOP if job.stops_s else signal.SIGKILL)
+            kills.append(time.monotonic())
+            if job.stops_s:
+                time.sleep(job.stops_s)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGCONT)
+    return kills
+
+
+def _training(folder: Path) -> list[int]:
+    """Processes that have trained a step, and have not come to the end."""
+    found = []
+    for file in folder.glob("rank-*.jsonl"):
+        text = file.read_text()
+        if '"what": "try"' in text and '"what": "end"' not in text:
+            found.append(int(file.stem.removeprefix("rank-")))
+    return sorted(found)
+
+
+def _end_what_is_left(mark: str) -> int:
+    """How many processes of the job there still are; they are ended."""
+    needle, count = f"{_MARK}={mark}".encode(), 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if needle in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+                count += 1
+    return count
+
+
+# ---- what must hold
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How often each sample counted in the parameters.
+
+    Attributes:
+        num_lost: Samples of a whole epoch that did not count.
+        num_doubled: That counted more than once.
+        num_tries: Steps that were tried under a membership.
+        num_steps: Steps that were completed.
+    """
+
+    num_lost: int
+    num_doubled: int
+    num_tries: int
+    num_steps: int
+
+
+def trained(outcome: Outcome, num_samples: int, num_epochs: int) -> Trained:
+    """Count: of each step the samples of all ranks, of the last membership in which it was completed."""
+    completed: dict[int, int] = {}
+    tries: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for note in (note for notes in outcome.notes for note in notes):
+        if note["what"] == "done":
+            completed[note["step"]] = max(completed.get(note["step"], 0), note["under"])
+        elif note["what"] == "try":
+            tries.setdefault((note["step"], note["under"]), []).append(note)
+    counted: dict[int, Counter[int]] = {epoch: Counter() for epoch in range(num_epochs)}
+    for step, under in completed.items():
+        for note in tries[step, under]:
+            counted[note["of"]].update(note["samples"])
+    lost = sum(num_samples - len(each) for each in counted.values())
+    doubled = sum(count > 1 for each in counted.values() for count in each.values())
+    return Trained(lost, doubled, len(tries), len(completed))
+
+
+@functools.cache
+def reference(options: tuple[str, ...]) -> Mapping[str, torch.Tensor]:
+    """The parameters of the same training in one process, without any of this."""
+    args = parser_of().parse_args(["/", *options])
+    data, net = Data(args), make_model(args)
+    shuffle = GlobalShuffle(data, GlobalBatch((args.batch,)), rank=0, seed=5)
+    optimizer = make_optimizer(args.optimizer, net)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
+    for _ in range(args.epochs):
+        for rows in shuffle:
+            torch.nn.functional.cross_entropy(net(data.x[rows]), data.y[rows]).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return {name: each.detach() for name, each in net.state_dict().items()}
+
+
+def problems(job: Job, outcome: Outcome, *, compares: bool = True, rounding: float = 1e-9) -> list[str]:
+    """What did not hold, in words; nothing if all did.
+
+    `compares`: whether the final parameters are those of one process, up to `rounding`.
+    """
+    args = parser_of().parse_args(["/", *job.options])
+    found = []
+    if outcome.code is None:
+        found.append("it hung")
+    elif outcome.code:
+        found.append(f"the launcher ended with code {outcome.code}")
+    if outcome.num_left:
+        found.append(f"{outcome.num_left} process(es) were left behind")
+    if len({(end["bits"], end["step"]) for end in outcome.ends}) != 1:
+        found.append(f"the ranks ended with {[(end['bits'], end['step']) for end in outcome.ends]}")
+    counts = trained(outcome, args.samples, args.epochs)
+    if counts.num_lost or counts.num_doubled:
+        found.append(f"{counts.num_lost} samples were lost, {counts.num_doubled} doubled")
+    if compares and outcome.models:
+        expected = reference(job.options)
+        worst = max(float((outcome.models[0][name] - each).abs().max()) for name, each in expected.items())
+        if not worst <= rounding:
+            found.append(f"final parameters differ by {worst:.2e} from those of one process")
+    return found
+
+
+def standstills_s(outcome: Outcome) -> list[float]:
+    """From each death within training to the next step that was completed without that rank, that step included."""
+    notes = [note for notes in outcome.notes for note in notes]
+    deaths = [*outcome.kills, *(note["at"] for note in notes if note["what"] == "fault")]
+    done = sorted((note["at"], note["under"]) for note in notes if note["what"] == "done")
+    found = []
+    for death in deaths:
+        under = max((epoch for at, epoch in done if at <= death), default=0)
+        later = [at for at, epoch in done if at > death and epoch > under]
+        if later:
+            found.append(later[0] - death)
+    return found
+
+
+def stalls_s(outcomes: Sequence[Outcome]) -> list[float]:
+    """How long ranks stood still for lost ones: of each change the longest."""
+    longest: dict[tuple[int, int, str], float] = {}
+    for number, outcome in enumerate(outcomes):
+        for change in outcome.changes:
+            if change["lost"]:
+                key = (number, change["step"], change["why"])
+                longest[key] = max(longest.get(key, 0.0), change["stalled_s"])
+    return sorted(longest.values())

@@ -1,0 +1,142 @@
+"""`paceline doctor`: which rank is slow, why, and what it costs to leave it so."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from paceline.diagnosis import Diagnosis
+
+COMMAND = "command behind --"
+"""In a context's `meta`: the words behind `--`; None: there was none."""
+
+
+class TakesACommand(TyperCommand):
+    """What follows `--` is a command, with options of its own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Divide the words at the first `--`."""
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta[COMMAND] = args[at + 1 :] if at < len(args) else None
+        found: list[str] = super().parse_args(ctx, args[:at])
+        return found
+
+
+def doctor(
+    context: typer.Context,
+    run: Annotated[
+        Path | None, typer.Argument(help="A run folder that was recorded.", show_default=False)
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Keep what is recorded of the command in this new folder.", show_default=False),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=12,
+            help="Record so many steps of the command, then let it train on unrecorded.",
+            show_default="all",
+        ),
+    ] = None,
+    machines: Annotated[
+        str | None,
+        typer.Option(
+            "--nnodes",
+            help="Check so many machines and every link between them. Give the same on each, with --rdzv-endpoint.",
+            show_default="this one",
+        ),
+    ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--rdzv-endpoint", help="HOST:PORT of the first machine, as for paceline run.", show_default=False
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON to stdout, the command's output to stderr.")
+    ] = False,
+) -> int:
+    """Say which rank or link delays a training, why, and what a step would be without.
+
+    `paceline doctor -- torchrun train.py` runs a command and records it: torch's DDP or Paceline's, the script as it
+    is. `paceline doctor RUN` reads what was recorded. Without either, this machine and its network are checked.
+    """
+    from paceline.errors import ConfigurationError
+
+    command = context.meta[COMMAND]
+    if command is not None:
+        if run is not None or not command:
+            raise ConfigurationError(
+                "Pass a command behind --, as in `paceline doctor -- torchrun train.py`, or a run folder; not both."
+            )
+        return _watch(command, record, steps, as_json=as_json)
+    if record is not None or steps is not None:
+        raise ConfigurationError(
+            "--record and --steps are for a command. Pass one behind --, as in `paceline doctor -- torchrun train.py`."
+        )
+    if run is None:
+        return _check(machines, endpoint, as_json=as_json)
+    from paceline.diagnosis.findings import diagnose_folder
+
+    _show(diagnose_folder(run), as_json=as_json)
+    return 0
+
+
+def _check(machines: str | None, endpoint: str | None, *, as_json: bool) -> int:
+    """Before a run: what would go wrong on this machine, or between several."""
+    from paceline.preflight import check
+
+    checkup = check.checkup(machines, endpoint, as_json=as_json)
+    if checkup is None:  # another process prints it
+        return 0
+    if as_json:
+        print(checkup.as_json)
+        return 0
+    from rich.console import Console
+
+    console = Console()
+    for part in check.page(checkup):
+        console.print(part)
+    return 0
+
+
+def _watch(command: list[str], record: Path | None, steps: int | None, *, as_json: bool) -> int:
+    from paceline.launch.recorded_command import run_recorded
+
+    diagnosis, code = run_recorded(command, record, steps, _note, is_quiet=as_json)
+    if as_json:
+        _show(diagnosis, as_json=True)
+    else:
+        _note(_page(diagnosis))
+        if record is not None:
+            _note(f"the run is kept in {record}; `paceline doctor {record}` reads it again")
+    return code
+
+
+def _show(diagnosis: Diagnosis, *, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    print(json.dumps(asdict(diagnosis), indent=2) if as_json else _page(diagnosis))
+
+
+def _page(diagnosis: Diagnosis) -> str:
+    """The sentence, what it was not asked, and what is missing of the run."""
+    lines = [diagnosis.words]
+    if diagnosis.finding is not None:
+        seen = f"Seen in {diagnosis.finding.sureness:.0%} of {diagnosis.num_steps} steps"
+        lines.append(f"{seen} on {diagnosis.num_ranks} ranks.")
+    if diagnosis.not_measured:
+        lines.append(f"Not measured: {'; '.join(diagnosis.not_measured)}.")
+    lines += [f"Of the run: {note}." for note in diagnosis.notes]
+    return "\n".join(lines)
+
+
+def _note(text: str) -> None:
+    print(f"paceline doctor: {text}", file=sys.stderr, flush=True)

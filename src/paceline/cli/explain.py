@@ -1,0 +1,121 @@
+"""`paceline explain`: what a message or a term means, from the pages that are installed with the package."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Annotated
+
+import typer
+
+from paceline.errors import ConfigurationError
+
+_PAGES = files("paceline.cli") / "pages"  # links to docs/: the same files in a checkout, copies in a wheel
+_PLACEHOLDER = re.compile(r"\b(?:N|NAME)\b")
+_NEAR = 0.6  # of the telling words, at least so many are in a heading that answers
+# Words that every heading might have.
+_COMMON = re.compile(
+    "an?|and|are|as|at|be|but|by|did|do|does|for|has|have|in|is|its?|no|not|of|on|or|that|the|to|was"
+)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """An entry of the troubleshooting page, or a word of the glossary."""
+
+    heading: str
+    text: str
+    group: str
+
+    @property
+    def words(self) -> str:
+        """The heading as it is compared: lower case, without punctuation and placeholders."""
+        return _words(_PLACEHOLDER.sub(" ", self.heading))
+
+
+def explain(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="Words of a message, a whole message, or a term. None: list all headings."),
+    ] = None,
+) -> None:
+    """Explain an error message or a term, without a network."""
+    known = passages()
+    if not words:
+        for group in dict.fromkeys(passage.group for passage in known):
+            print(f"{group}\n")
+            for passage in known:
+                if passage.group == group:
+                    print(f"  {passage.heading}")
+            print()
+        print("`paceline explain WORDS` prints a passage.")
+        return
+    asked = " ".join(words)
+    found = answers(asked, known)
+    if not found:
+        near = sorted(known, key=lambda passage: -_likeness(_words(asked), passage))[:3]
+        raise ConfigurationError(
+            f"nothing explains {asked!r}. The nearest headings: {'; '.join(each.heading for each in near)}. "
+            "`paceline explain` lists all; with the fixed words of a message it prints what to do."
+        )
+    print(f"{found[0].heading}\n\n{found[0].text}")
+    if found[1:]:
+        print(f"\nSee also: {'; '.join(each.heading for each in found[1:4])}")
+
+
+def passages() -> list[Passage]:
+    """Every entry of the troubleshooting page, then every term of the glossary."""
+    page = (_PAGES / "troubleshooting.md").read_text(encoding="utf-8")
+    entries = []
+    for group, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL):
+        for heading, text in re.findall(r"^### (.+?)\n(.*?)(?=^### |\Z)", body, re.MULTILINE | re.DOTALL):
+            entries.append(Passage(heading, _readable(text), group))
+    rows = re.findall(
+        r"^\| ([^|]+?) \| ([^|]+?) \|", (_PAGES / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    return [*entries, *(Passage(word, _readable(text), "Terms") for word, text in rows if word != "word")]
+
+
+def answers(asked: str, known: list[Passage]) -> list[Passage]:
+    """The passages that these words are about, the best first.
+
+    Args:
+        asked: A term, words of a heading, or a whole message that contains a heading's words.
+        known: What to choose from.
+    """
+    query = _words(asked)
+    terms = [each for each in known if query in (_words(term) for term in each.heading.split(","))]
+    within = [each for each in known if f" {query} " in f" {each.words} "]
+    # The longest heading says the most about a whole message.
+    around = [each for each in known if each.group != "Terms" and _fixed_words_are_in(query, each)]
+    around.sort(key=lambda each: -len(each.words))
+    if found := list(dict.fromkeys([*terms, *around, *within])):
+        return found
+    near = [each for each in known if _likeness(query, each) >= _NEAR]
+    return sorted(near, key=lambda each: -_likeness(query, each))
+
+
+def _fixed_words_are_in(query: str, passage: Passage) -> bool:
+    parts = [_words(part) for part in _PLACEHOLDER.split(passage.heading)]
+    longest = max(parts, key=len)
+    return f" {longest} " in f" {query} "
+
+
+def _likeness(query: str, passage: Passage) -> float:
+    """The part of the query's telling words that the heading has; less if the text alone has them."""
+    telling = [word for word in query.split() if not _COMMON.fullmatch(word)] or query.split() or [""]
+    here, text = passage.words.split(), _words(passage.text).split()
+    in_heading = sum(any(each[:5] == word[:5] for each in here) for word in telling)  # skip, skipped, skips
+    in_text = sum(word in text for word in telling)
+    return max(in_heading, _NEAR * in_text) / len(telling)
+
+
+def _words(text: str) -> str:
+    return " ".join(re.findall(r"[a-z][a-z_=-]*", text.lower()))
+
+
+def _readable(text: str) -> str:
+    """Without the markup of links: where to read more stays as a path of the documentation."""
+    text = re.sub(r"\[([^\]]+)\]\(#[^)]*\)", r"\1", text)
+    return re.sub(r"\[([^\]]+)\]\(([\w/.-]+)(?:#[\w-]+)?\)", r"\1 (docs/\2)", text).strip()

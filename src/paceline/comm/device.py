@@ -1,0 +1,190 @@
+"""An accelerator's streams: what runs on which, what waits for what, and when the host may look at a value.
+
+Rules
+1. A device computes later, in the order of each of its streams. Whoever uses a tensor on another stream than the one
+   that wrote it orders the two by a `Mark`. Whoever drops a tensor that another stream still uses tells the allocator
+   (`keep_for_current_streams`).
+2. The host waits for a device in `to_host`, `Later.read`, `Mark.block` and `wait_for_all`, and nowhere else here.
+3. What a device copies to or from the host lies in pinned memory; in other memory a copy blocks the host.
+4. torch's names for any accelerator alone (`torch.accelerator`, `torch.Stream`, `torch.Event`): no vendor is known
+   here. On a CPU there are no streams, and all of this does nothing.
+
+Every wait, record and host synchronization of Paceline's is a call of this module. So tests can leave out each of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+Devices = Sequence[torch.device]
+
+
+def devices_of(tensors: Iterable[Tensor]) -> list[torch.device]:
+    """The accelerators on which some of these tensors lie; none for tensors of the host. Each once."""
+    return list(dict.fromkeys(tensor.device for tensor in tensors if is_accelerator(tensor.device)))
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether a device computes later than it is told to: all but the CPU, and `meta`, which computes nothing."""
+    return device.type not in ("cpu", "meta")
+
+
+def accelerator_type() -> str | None:
+    """The type of accelerator that this process can use, such as "cuda"; None: there is none in this build."""
+    found = torch.accelerator.current_accelerator()
+    return None if found is None else found.type
+
+
+def why_without_streams(device: torch.device) -> str | None:
+    """Why this process cannot order work on an accelerator by streams, in words; None: it can."""
+    here = accelerator_type()
+    if here != device.type:
+        return f"this process's accelerator is {here or 'none'}"
+    try:
+        torch.accelerator.current_stream(device).record_event()
+    except (RuntimeError, NotImplementedError) as error:
+        return f"torch has no streams and events for it ({str(error).splitlines()[0]})"
+    return None
+
+
+class Mark:
+    """A place in the current streams of some devices: behind all that they were told until now.
+
+    Args:
+        devices: Whose; without any, everything is past already.
+    """
+
+    __slots__ = ("_events",)
+
+    def __init__(self, devices: Devices) -> None:
+        self._events = [torch.accelerator.current_stream(device).record_event() for device in devices]
+
+    def order(self) -> None:
+        """Let the current streams of these devices wait for it. The host does not."""
+        for event in self._events:
+            torch.accelerator.current_stream(event.device).wait_event(event)
+
+    def is_past(self) -> bool:
+        """Whether the devices have come there. Does not wait."""
+        return all(event.query() for event in self._events)
+
+    def block(self) -> None:
+        """Wait, on the host, until the devices have come there."""
+        for event in self._events:
+            if not event.query():
+                event.synchronize()
+
+
+class SideStreams:
+    """A stream beside the current one, on each device; made at the first use.
+
+    For work that neither waits for what the main stream is told later, nor delays it.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.Stream] = {}
+
+    @contextmanager
+    def current(self, devices: Devices, after: Mark) -> Iterator[None]:
+        """Run what is within on these streams, behind `after`."""
+        streams = [self._of(device) for device in devices]
+        index = torch.accelerator.current_device_index()
+        before = [torch.accelerator.current_stream(device) for device in devices]
+        try:
+            for stream in streams:
+                torch.accelerator.set_stream(stream)  # and makes its device the current one
+            after.order()
+            yield
+        finally:
+            for stream in before:
+                torch.accelerator.set_stream(stream)
+            torch.accelerator.set_device_index(index)
+
+    def _of(self, device: torch.device) -> torch.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device)
+        return self._streams[device]
+
+
+def keep_for_current_streams(tensors: Iterable[Tensor]) -> None:
+    """The current streams use these tensors of other streams: their memory is not used again before that.
+
+    Needed where a tensor may be dropped before the stream that it was made on has been ordered behind the use.
+    """
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give the memory of a device that is not used back to it, where its allocator keeps any."""
+    empty = getattr(torch.get_device_module(device), "empty_cache", None) if is_accelerator(device) else None
+    if empty is not None:
+        empty()
+
+
+def wait_for_all(device: torch.device) -> None:
+    """Wait, on the host, until a device has done all that it was told. For measuring."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+# ---- values on the host
+
+
+@functools.cache
+def _can_pin() -> bool:
+    try:
+        return torch.empty(1, pin_memory=True).is_pinned()
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ):  # an accelerator without such memory: copies then block the host
+        return False
+
+
+def host_memory(like: Tensor) -> Tensor:
+    """Memory of the host, contiguous, shape and dtype as `like`; pinned if that is on an accelerator. Undefined."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=not like.is_cpu and _can_pin())
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor of an accelerator into memory of the host, behind the current stream's work. Waits for the copy."""
+    host = host_memory(tensor).copy_(tensor.detach(), non_blocking=True)
+    Mark([tensor.device]).block()
+    return host
+
+
+@torch.no_grad()
+def to_device(target: Tensor, host: Tensor) -> None:
+    """Copy values of the host to where `target` lies, on its current stream. The host does not wait.
+
+    `host` may be dropped, but not written before the device has come past this.
+    """
+    target.copy_(host.view(target.shape), non_blocking=True)
+
+
+class Later:
+    """A value of a device, on its way to the host behind the current stream's work; to be read when it has arrived.
+
+    Args:
+        value: Small; may be written again at once.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self._host = host_memory(value).copy_(value.detach(), non_blocking=True)
+        self._mark = Mark(devices_of([value]))
+
+    def has_arrived(self) -> bool:
+        """Whether `read` would not wait. Does not wait."""
+        return self._mark.is_past()
+
+    def read(self) -> Tensor:
+        """The value, on the host. Waits for the device, if it has not arrived."""
+        self._mark.block()
+        return self._host

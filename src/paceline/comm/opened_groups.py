@@ -1,0 +1,122 @@
+"""Groups that Paceline opens for itself: how they are named, opened, and closed again.
+
+Rules
+1. A name is never given twice: it is the largest of random numbers, one of each rank. So a rank that has died is
+   noticed before another waits for it in the new group. Torch names a group over a part of the ranks after these and
+   the number of open groups. So once one is closed, a later group has the name of another that is open, or finds in the
+   store what the closed one has left there.
+2. The number of groups that torch counts never falls by what is closed here. Ranks close at different times, as the
+   garbage collector decides, and the script's own groups over a part of the ranks are named by that number.
+3. A group ends on a thread that is none of its own, for it joins those.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import threading
+import time
+from typing import Any, cast
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm import BACKEND_NAME
+from paceline.comm.collectives import all_reduce_max, device_for_metadata, timeout_of
+from paceline.comm.peers import Peers
+
+HOST = torch.device("cpu")
+_NAME_BITS = 62
+_HELD_HERE_ALONE = 2  # references: a list's, and that of the function that counts them
+_closed: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def group_like(
+    group: dist.ProcessGroup,
+    backend: str | None = None,
+    device: torch.device = HOST,
+    peers: Peers | None = None,
+) -> dist.ProcessGroup:
+    """Return a new group with the ranks and the timeout of `group`.
+
+    Args:
+        group: Of c10d's.
+        backend: None: the default group's.
+        device: That `group` can send from, if not from the host.
+        peers: The ranks of `group`, to name who has died; None: it is said in the backend's words.
+
+    Contract:
+        Collective over the group's ranks.  Blocks: until every rank has come. It ends with the default group, or when
+        it is closed.
+
+    Raises:
+        PeerLostError: A rank died or hangs.
+    """
+    c10d: Any = dist.distributed_c10d
+    number = torch.tensor([secrets.randbits(_NAME_BITS)], device=device_for_metadata(group, device))
+    pending = all_reduce_max(number, group)
+    if peers is None:
+        pending.wait()
+    else:
+        peers.wait(pending, "opening a process group", on_host=number.is_cpu)
+    ranks = dist.get_process_group_ranks(group)
+    everyone = c10d._get_default_group()
+    of_everyone, store = c10d._world.pg_map[everyone]
+    made, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(backend or of_everyone),
+        store,
+        f"paceline/{number.item():x}",
+        timeout=timeout_of(group),
+        device_id=everyone.bound_device_id,
+    )
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return cast("dist.ProcessGroup", made)
+
+
+def close(group: dist.ProcessGroup) -> None:
+    """Give back the threads, descriptors and memory of a group that was opened here.
+
+    Contract:
+        Local: waits for no other rank; a second call does nothing. Who still waits in it, in shared memory, is told
+        that this rank has left.
+    """
+    if group in _closed:
+        return
+    _closed.add(group)
+    ours: Any = group
+    is_ours = getattr(ours, "name", str)() == BACKEND_NAME
+    if is_ours:
+        ours.abort()  # else its lane is waited for, which may wait for a rank that has died
+    world: Any = dist.distributed_c10d._world
+    if group in world.pg_map:
+        stands_for_it = cast("Any", dist.ProcessGroup)(group.rank(), group.size())
+        world.pg_names[stands_for_it] = world.pg_names[group]  # rule 2
+        dist.destroy_process_group(group)
+    elif is_ours:
+        ours.shutdown()  # c10d has forgotten it
+    # One of its threads may hold it by the callback of a collective that has just completed (rule 3).
+    threading.Thread(target=_end, args=([group],), name="paceline-close", daemon=True).start()
+
+
+def abort_ours() -> None:
+    """Break all groups of our backend that c10d knows: who waits in one raises, here and on neighbours. Local.
+
+    From any thread; again and again, until nobody waits any more.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        ours: Any = group
+        if getattr(ours, "name", str)() == BACKEND_NAME:
+            ours.abort()
+
+
+def _end(held: list[dist.ProcessGroup]) -> None:
+    """Let a group go, once nobody else holds it."""
+    pause_s = 0.001
+    while sys.getrefcount(held[0]) > _HELD_HERE_ALONE:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 1.0)
+    held.clear()

@@ -1,0 +1,92 @@
+"""What delays all ranks alike, so that none is late: too many threads for the cores, too many small buckets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+from paceline.diagnosis.step_table import StepTable
+from paceline.diagnosis.what_if import exposed_s
+from paceline.observe.run_reading import RankRun, Run
+from paceline.quantities import ms
+
+_QUEUED_RATIO = 0.2  # of a thread's time, waiting for a core
+_EXPOSED_RATIO = 0.2  # of a step
+_SMALL_BYTES, _MANY = 256 * 1024, 8
+
+
+@dataclass(frozen=True)
+class Everybody:
+    """Why all ranks are slow.
+
+    Attributes:
+        kind: A name for scripts.
+        host: Where; "": everywhere.
+        phase: Of the step.
+        lost_s: A step, at most.
+        words: For people.
+        advice: What to do, without a full stop.
+    """
+
+    kind: str
+    host: str
+    phase: str
+    lost_s: float
+    words: str
+    advice: str
+
+
+def everybody_waits(run: Run, table: StepTable) -> Everybody | None:
+    """The first of them that is there; None: neither."""
+    return _too_many_threads(run, table) or _small_buckets(run, table)
+
+
+def _too_many_threads(run: Run, table: StepTable) -> Everybody | None:
+    """On one host: threads that compute outnumber the cores, and threads of its ranks wait for one."""
+    by_host: dict[str, list[RankRun]] = {}
+    for rank in run.ranks:
+        by_host.setdefault(rank.header.host, []).append(rank)
+    for host, ranks in by_host.items():
+        threads = sum(rank.header.num_threads for rank in ranks)
+        cores = max(rank.header.num_cpus for rank in ranks)
+        queued = median(_queued_ratio(rank) for rank in ranks)
+        is_fewer_possible = max(rank.header.num_threads for rank in ranks) > 1
+        if is_fewer_possible and threads > cores and queued > _QUEUED_RATIO:
+            words = (
+                f"The {len(ranks)} ranks of host {host} compute with {threads} threads on {cores} cores, and a rank's "
+                f"threads wait for a core {queued:.0%} of the time."
+            )
+            each = max(1, cores // len(ranks))
+            return Everybody(
+                "too many threads",
+                host,
+                "computation",
+                queued * table.step_s,
+                words,
+                f"Set OMP_NUM_THREADS={each}",
+            )
+    return None
+
+
+def _queued_ratio(rank: RankRun) -> float:
+    """Seconds that all threads together waited for a core, a second; at most 1."""
+    looks = [x for x in rank.samples if x.neighbours is not None]
+    if len(looks) < 2:
+        return 0.0
+    return min(1.0, (looks[-1].queued_s - looks[0].queued_s) / max(1e-9, looks[-1].at_s - looks[0].at_s))
+
+
+def _small_buckets(run: Run, table: StepTable) -> Everybody | None:
+    """Paceline's buckets only: torch's reducer says nothing of its own."""
+    buckets = run.ranks[0].steps[-1].buckets
+    waited_s = exposed_s(table)
+    if len(buckets) < _MANY or waited_s < _EXPOSED_RATIO * table.step_s:
+        return None
+    size_bytes = median(bucket.size_bytes for bucket in buckets)
+    if size_bytes >= _SMALL_BYTES:
+        return None
+    words = (
+        f"Gradients travel in {len(buckets)} buckets of {size_bytes / 1024:.0f} KiB, and every step of "
+        f"{ms(table.step_s)} waits {ms(waited_s)} for them."
+    )
+    return Everybody("buckets too small", "", "communication", waited_s, words, 'Pass bucket_cap_mb="auto"')

@@ -1,0 +1,172 @@
+"""Why a rank is late, by what the kernel and the records say of it and of the others.
+
+Rules
+1. Phases that are their own cause come first: garbage collection, checkpoints.
+2. Throttling is asked before waiting for a core, which contains it; unequal work before a slower core.
+3. What differs from the other ranks counts, never the number alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+from paceline.diagnosis.culprit import Culprit
+from paceline.diagnosis.step_table import RankStep, StepTable
+from paceline.observe.run_reading import RankRun, Run
+from paceline.observe.run_records import HostFacts, Sample
+from paceline.quantities import ms
+
+_MORE_WORK = 1.1  # samples or tokens over the others'
+_COMPUTES = {"forward", "backward", "computation", "other"}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a rank is late.
+
+    Attributes:
+        kind: A name for scripts.
+        words: For people, after "because".
+    """
+
+    kind: str
+    words: str
+
+
+def cause_of(run: Run, table: StepTable, culprit: Culprit) -> Cause:
+    """The first cause that explains enough of the delay; "waits" or "computes" if the kernel knows no other."""
+    facts = _Facts(run, table, culprit)
+    own = {
+        "garbage": ("garbage collection", "Python's garbage collection runs in these steps"),
+        "checkpoint": ("checkpoint", "it writes a checkpoint in these steps"),
+    }
+    if culprit.phase in own:
+        return Cause(*own[culprit.phase])
+    for found in (facts.throttled, facts.stolen, facts.disk, facts.more_work, facts.shared_core):
+        cause = found()
+        if cause is not None:
+            return cause
+    if culprit.phase == "loading":
+        return Cause("loader", "its loader delivers later than the others'")
+    cpu_s = facts.excess_s(lambda host: host.cpu_s)
+    if cpu_s > 0.4 * culprit.delay_s:
+        return Cause("computes longer", f"it computes {ms(cpu_s)} more a step on a core of its own")
+    return Cause("waits", "it waits there for something else than a core: sleep, I/O or a lock")
+
+
+class _Facts:
+    """Medians over the steps that the culprit delays, against the other ranks'."""
+
+    def __init__(self, run: Run, table: StepTable, culprit: Culprit) -> None:
+        self._run, self._table, self._culprit = run, table, culprit
+        self._delay_s = max(culprit.delay_s, 1e-9)
+
+    def excess_s(self, fact: Callable[[HostFacts], float]) -> float:
+        culprit = self._culprit
+        return median(self._table.host_excess(i, culprit.places[i], fact) for i in culprit.indices)
+
+    def throttled(self) -> Cause | None:
+        throttled_s = self.excess_s(lambda host: host.throttled_s)
+        if throttled_s <= 0.3 * self._delay_s:
+            return None
+        return Cause("throttled", f"its cgroup is throttled for {ms(throttled_s)} a step")
+
+    def stolen(self) -> Cause | None:
+        stolen_s = self._sampled_s(lambda sample: sample.stolen_s)
+        if stolen_s <= 0.3 * self._delay_s:
+            return None
+        return Cause("stolen", f"the machine under it takes {ms(stolen_s)} a step from its host")
+
+    def disk(self) -> Cause | None:
+        disk_s = self._sampled_s(lambda sample: sample.disk_s)
+        faults = self.excess_s(lambda host: host.major_faults)
+        if disk_s <= 0.3 * self._delay_s and faults <= 2:
+            return None
+        if self._swaps():
+            return Cause("swap", f"its host swaps: {faults:.0f} pages a step come from a disk")
+        return Cause("disk", f"it waits for a disk ({faults:.0f} pages a step come from there)")
+
+    def _sampled_s(self, count: Callable[[Sample], float]) -> float:
+        """Seconds a step of something that is counted in samples: of this rank, more than of the others' median."""
+        own, others = 0.0, []
+        for rank in self._run.ranks:
+            looks = [x for x in rank.samples if x.neighbours is not None]
+            ratio = 0.0
+            if len(looks) > 1:
+                apart_s = max(1e-9, looks[-1].at_s - looks[0].at_s)
+                ratio = (count(looks[-1]) - count(looks[0])) / apart_s
+            if rank.header.rank == self._culprit.rank:
+                own = ratio
+            else:
+                others.append(ratio)
+        return (own - median(others)) * self._table.step_s if others else 0.0
+
+    def _swaps(self) -> bool:
+        rank = self._of_rank()
+        pages = [x.swapped_in_pages for x in rank.samples if x.neighbours is not None] if rank else []
+        return len(pages) > 1 and pages[-1] > pages[0]
+
+    def more_work(self) -> Cause | None:
+        if self._culprit.phase not in _COMPUTES | {"loading"}:
+            return None
+        for name, count in (("tokens", _tokens), ("samples", _samples)):
+            pairs = [self._count(i, count) for i in self._culprit.indices]
+            known = [pair for pair in pairs if pair is not None]
+            if len(known) < len(pairs) or not known:
+                continue
+            own, others = median(x[0] for x in known), median(x[1] for x in known)
+            if own > _MORE_WORK * others:
+                return Cause(f"more {name}", f"it trains {own:.0f} {name} a step, the others {others:.0f}")
+        return None
+
+    def _count(self, index: int, count: Callable[[RankStep], int | None]) -> tuple[int, float] | None:
+        row, place = self._table.rows[index], self._culprit.places[index]
+        counts = [count(rank) for rank in row]
+        if any(x is None for x in counts):
+            return None
+        own = counts[place]
+        assert own is not None
+        return own, median(x for other, x in enumerate(counts) if other != place and x is not None)
+
+    def shared_core(self) -> Cause | None:
+        if self._culprit.phase not in _COMPUTES | {"optimizer", "loading"}:
+            return None
+        queued_s = self.excess_s(lambda host: host.queued_s)
+        neighbour, load = self._neighbour()
+        if queued_s > 0.5 * self._delay_s:
+            who = f", which process {neighbour} uses as well" if neighbour else ""
+            return Cause("core shared", f"it waits {ms(queued_s)} a step for a core{who}")
+        if load > 0.25 and queued_s > 0.2 * self._delay_s:
+            return Cause("core shared", f"process {neighbour} keeps its core busy for {load:.0%} of the time")
+        return None
+
+    def _neighbour(self) -> tuple[str, float]:
+        """Who else used the culprit's core most, no rank of this run, and for which share of the time."""
+        rank = self._of_rank()
+        if rank is None:
+            return "", 0.0
+        own = {x.header.pid for x in self._run.ranks}
+        looks = [x for x in rank.samples if x.neighbours is not None]
+        used: dict[str, float] = {}
+        for look in looks[1:]:
+            for x in look.neighbours or ():
+                if x.pid not in own:
+                    name = f"{x.pid} ({x.name})"
+                    used[name] = used.get(name, 0.0) + x.cpu_s
+        if not used:
+            return "", 0.0
+        busiest = max(used, key=used.__getitem__)
+        return busiest, used[busiest] / max(1e-9, looks[-1].at_s - looks[0].at_s)
+
+    def _of_rank(self) -> RankRun | None:
+        return next((x for x in self._run.ranks if x.header.rank == self._culprit.rank), None)
+
+
+def _tokens(rank: RankStep) -> int | None:
+    return rank.num_tokens
+
+
+def _samples(rank: RankStep) -> int | None:
+    return rank.num_samples

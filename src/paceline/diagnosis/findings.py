@@ -1,0 +1,281 @@
+"""The doctor's answer: a sentence about a rank or a link, or silence and why; and what is missing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.diagnosis.all_ranks import everybody_waits
+from paceline.diagnosis.causes import cause_of
+from paceline.diagnosis.culprit import FEWEST_STEPS, LEAST_RATIO, Culprit, find_culprit
+from paceline.diagnosis.health import health_of
+from paceline.diagnosis.links import SlowLink, edges_of, slow_link
+from paceline.diagnosis.remedies import Remedy, remedies_of, remedies_of_link
+from paceline.diagnosis.step_table import StepTable, table_of
+from paceline.diagnosis.what_if import Prediction, exposed_s, without
+from paceline.observe.run_reading import Run, read_run
+from paceline.quantities import ms, show_rate
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that delays steps.
+
+    Attributes:
+        kind: "rank", "link" or "all ranks".
+        rank: Which; None: it changes, or all of them.
+        host: Its name.
+        phase: Where in the step; see `Culprit`.
+        layer: Within backward.
+        when: See `Culprit`.
+        cause: A name for scripts.
+        delay_s: How much longer it makes a step that it delays.
+        step_s: The median step now.
+        without: The step without it; None: not predicted.
+        remedies: What to do.
+        sureness: In how many of the steps it was seen, 0 to 1.
+        sentence: All of it for people.
+    """
+
+    kind: str
+    rank: int | None
+    host: str
+    phase: str
+    layer: str
+    when: str
+    cause: str
+    delay_s: float
+    step_s: float
+    without: Prediction | None
+    remedies: tuple[Remedy, ...]
+    sureness: float
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What can be said of a run.
+
+    Attributes:
+        finding: What delays its steps most; None: nothing worth a word, or too little is known.
+        health: What is wrong with the ranks' numbers.
+        num_steps: Compared.
+        num_ranks: Compared.
+        step_s: The median step; 0: none.
+        silence: Why nothing is said, if nothing is.
+        not_measured: What might be the cause and was not looked at.
+        notes: What of the run could not be read.
+    """
+
+    finding: Finding | None
+    health: tuple[str, ...]
+    num_steps: int
+    num_ranks: int
+    step_s: float
+    silence: str
+    not_measured: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def words(self) -> str:
+        """The sentence, or why there is none, and the ranks' health."""
+        return "\n".join([self.finding.sentence if self.finding else self.silence, *self.health])
+
+
+def diagnose_folder(folder: Path) -> Diagnosis:
+    """Read a run as far as it goes, also while it is written, and say what delays its steps.
+
+    Raises:
+        ConfigurationError: There is no run in the folder, or one of another version.
+    """
+    return diagnose(read_run(folder))
+
+
+def diagnose(run: Run) -> Diagnosis:
+    """Say what delays a run's steps. Local and pure: the same records give the same answer."""
+    table = table_of(run)
+    finding, silence = None, ""
+    if len(table.ranks) < 2:
+        silence = f"{len(table.ranks)} rank left records: there is nobody to compare it with."
+        if not table.ranks:
+            silence = "No rank left a record."
+    elif len(table) < FEWEST_STEPS:
+        silence = (
+            f"{len(table)} steps can be compared, and {FEWEST_STEPS} are needed: let it train some more."
+        )
+    else:
+        finding = _finding(run, table)
+        if finding is None:
+            silence = (
+                f"No rank and no link delays steps by {LEAST_RATIO:.0%} or more: {len(table)} steps of "
+                f"{ms(table.step_s)} on {len(table.ranks)} ranks were compared."
+            )
+    return Diagnosis(
+        finding,
+        health_of(run),
+        len(table),
+        len(table.ranks),
+        table.step_s if len(table) else 0.0,
+        silence,
+        _not_measured(run),
+        run.notes,
+    )
+
+
+def _finding(run: Run, table: StepTable) -> Finding | None:
+    """What delays the steps most: a rank, a link, or something that all ranks have in common."""
+    culprit, link = find_culprit(table), None
+    if exposed_s(table) > LEAST_RATIO * table.step_s:
+        link = slow_link(edges_of(run))
+    of_rank = _of_rank(run, table, culprit) if culprit is not None else None
+    of_link = _of_link(run, table, link) if link is not None else None
+    if of_rank is None or of_link is None:
+        found = of_rank or of_link
+    else:  # on a slow link ranks leave a collective one after the other, so that one of them may seem to work longer
+        found = max(of_rank, of_link, key=_saved_s)
+    if found is None or found.cause == "core shared":
+        crowded = _of_all(run, table)
+        # Of threads that fight for cores, one rank's always lose by chance.
+        found = crowded if found is None or (crowded and crowded.cause == "too many threads") else found
+    return found
+
+
+def _saved_s(finding: Finding) -> float:
+    return 0.0 if finding.without is None else finding.step_s - finding.without.step_s
+
+
+def _of_rank(run: Run, table: StepTable, culprit: Culprit) -> Finding:
+    cause = cause_of(run, table, culprit)
+    predicted = without(table, culprit)
+    remedies = remedies_of(table, culprit, cause)
+    is_lasting = culprit.when in {"always", "since", "moving"}
+    now_s = table.step_s if is_lasting else sum(table.steps_s) / len(table)
+    then_s = predicted.step_s if is_lasting else predicted.mean_s
+    host = _host(run, culprit.rank)
+    who = "A rank, not always the same one," if culprit.rank is None else f"Rank {_named(run, culprit.rank)}"
+    where = _WHERE.get(culprit.phase, f"in its {culprit.phase}")
+    where += f" of {culprit.layer}" if culprit.layer else ""
+    mean = "" if is_lasting else " in the mean"
+    sentence = (
+        f"{who} is {ms(culprit.delay_s)} late {_when(culprit, len(table))}, {where}, because {cause.words}. Without it "
+        f"a step takes {ms(then_s)} instead of {ms(now_s)}{mean}. {_advice(remedies[1:], remedies[0].words)}"
+    )
+    return Finding(
+        "rank",
+        culprit.rank,
+        host,
+        culprit.phase,
+        culprit.layer,
+        culprit.when,
+        cause.kind,
+        culprit.delay_s,
+        table.step_s,
+        predicted,
+        remedies,
+        culprit.sureness,
+        sentence,
+    )
+
+
+_WHERE = {
+    "other": "between the phases, in Python of its own",
+    "computation": "in forward and backward alike",
+    "loading": "waiting for its loader",
+    "garbage": "in Python's garbage collection",
+}
+
+
+def _when(culprit: Culprit, num_steps: int) -> str:
+    if culprit.when == "since":
+        return f"since step {culprit.since_step:,}"
+    if culprit.when == "periodic":
+        return f"in every {culprit.every}th step"
+    if culprit.when == "always" and culprit.sureness > 0.95:
+        return "in every step"
+    return f"in {len(culprit.indices)} of {num_steps} steps"
+
+
+def _advice(others: tuple[Remedy, ...], first: str = "") -> str:
+    """Remedies in one sentence, each with the step it is predicted to give; the first one's was said."""
+    words = [first] if first else []
+    words += [f"{x.words} (predicted {ms(x.predicted.step_s)})" if x.predicted else x.words for x in others]
+    sentence = ", or ".join(words)
+    return f"{sentence[0].upper()}{sentence[1:]}." if sentence else ""
+
+
+def _of_link(run: Run, table: StepTable, link: SlowLink) -> Finding:
+    host = _host(run, link.rank)
+    remedies = remedies_of_link(table, link)
+    waited_s = exposed_s(table)
+    to = f" towards rank {link.peer}" if link.peer is not None else ""
+    what = {
+        "rate": f"carries {show_rate(8 * link.value, 3)} where others carry {show_rate(8 * link.others, 3)}",
+        "loss": f"loses {link.value:.1%} of its segments{to}, others {link.others:.1%}",
+        "delay": f"takes {ms(link.value)} for a round trip, others {ms(link.others)}",
+    }[link.kind]
+    repaired = remedies[0].predicted if remedies else None
+    then = f" At their rate a step takes {ms(repaired.step_s)}." if repaired else ""
+    advice = _advice(remedies[1:], remedies[0].words) if repaired else _advice(remedies)
+    sentence = (
+        f"The link of rank {_named(run, link.rank)} {what}: every step of {ms(table.step_s)} waits {ms(waited_s)} for "
+        f"communication that nothing hides.{then} {advice}"
+    ).strip()
+    return Finding(
+        "link",
+        link.rank,
+        host,
+        "communication",
+        "",
+        "always",
+        f"slow link: {link.kind}",
+        waited_s,
+        table.step_s,
+        repaired,
+        remedies,
+        1.0,
+        sentence,
+    )
+
+
+def _of_all(run: Run, table: StepTable) -> Finding | None:
+    found = everybody_waits(run, table)
+    if found is None:
+        return None
+    return Finding(
+        "all ranks",
+        None,
+        found.host,
+        found.phase,
+        "",
+        "always",
+        found.kind,
+        found.lost_s,
+        table.step_s,
+        None,
+        (Remedy(found.advice, None),),
+        1.0,
+        f"{found.words} {found.advice}; what a step takes then is not predicted.",
+    )
+
+
+def _named(run: Run, rank: int) -> str:
+    """Its number, and its host's name where there are several."""
+    several = len({x.header.host for x in run.ranks}) > 1
+    return f"{rank} (host {_host(run, rank)})" if several else str(rank)
+
+
+def _host(run: Run, rank: int | None) -> str:
+    return next((x.header.host for x in run.ranks if x.header.rank == rank), "")
+
+
+def _not_measured(run: Run) -> tuple[str, ...]:
+    found = []
+    if any(x.header.device != "cpu" for x in run.ranks):
+        found.append(
+            "clocks and throttling of accelerators; times are the host's, which runs ahead of the device"
+        )
+    if run.ranks and not any(sample.links for x in run.ranks for sample in x.samples):
+        found.append("links: no TCP connection between ranks was seen")
+    elif len({x.header.host for x in run.ranks}) > 1:
+        found.append("which direction of a link is slow")
+    return tuple(found)

@@ -1,0 +1,173 @@
+"""A run's steps side by side: of every rank, where its own work went, from the end of its last backward.
+
+No common clock is needed. All ranks leave a backward at almost the same moment, so each measures from there to its own
+last gradient: the one with most work is the one that the others wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from paceline.observe.run_reading import RankRun, Run
+from paceline.observe.run_records import HostFacts, Interval, StepRecord
+
+_WARM_UP = 3
+"""Steps at a run's beginning that do not count: buckets are cut anew, caches are cold."""
+_INNER = ("garbage", "recording", "waiting", "checkpoint")
+_LONGEST_WINDOW = 400
+Part = tuple[str, str]
+"""A phase, and the layer if it is a part of the backward."""
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """What one rank did in one step.
+
+    Attributes:
+        parts: Seconds of its work by phase and layer.
+        work_s: Their sum, up to its own last gradient.
+        step_s: With waiting for the others.
+        host: What the kernel says.
+        num_samples: Trained; None: not known.
+        num_tokens: Trained; None: not known.
+    """
+
+    parts: dict[Part, float]
+    work_s: float
+    step_s: float
+    host: HostFacts
+    num_samples: int | None = None
+    num_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """Steps that all ranks have recorded.
+
+    Attributes:
+        ranks: Which; the order of the columns.
+        steps: Their numbers.
+        rows: Of each step a `RankStep` a rank.
+    """
+
+    ranks: tuple[int, ...]
+    steps: tuple[int, ...]
+    rows: tuple[tuple[RankStep, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def step_s(self) -> float:
+        """The median step."""
+        return median(self.steps_s)
+
+    @property
+    def steps_s(self) -> list[float]:
+        """Each step: the median of the ranks, which differ by how soon they leave a collective."""
+        return [median(rank.step_s for rank in row) for row in self.rows]
+
+    def leads_s(self) -> list[list[float]]:
+        """Of each step and rank, by how much its work is longer than the longest of the others."""
+        found = []
+        for row in self.rows:
+            works = [rank.work_s for rank in row]
+            found.append([work - max(_others(works, place)) for place, work in enumerate(works)])
+        return found
+
+    def excess_s(self, index: int, place: int) -> dict[Part, float]:
+        """By part, what a rank's work in a step is longer than the median of the others'."""
+        row = self.rows[index]
+        parts = set().union(*(rank.parts for rank in row))
+        return {
+            part: row[place].parts.get(part, 0.0)
+            - median(_others([rank.parts.get(part, 0.0) for rank in row], place))
+            for part in parts
+        }
+
+    def host_excess(self, index: int, place: int, fact: Callable[[HostFacts], float]) -> float:
+        """The same of what the kernel says."""
+        values = [fact(rank.host) for rank in self.rows[index]]
+        return values[place] - median(_others(values, place))
+
+
+def _others(values: Sequence[float], place: int) -> list[float]:
+    return [value for other, value in enumerate(values) if other != place]
+
+
+def table_of(run: Run) -> StepTable:
+    """The last steps of a run that all its ranks recorded, without those of its beginning."""
+    ranks = tuple(rank.header.rank for rank in run.ranks)
+    hosts = [_host_facts(rank) for rank in run.ranks]
+    rows = [row for row in run.rows() if row[0].step > _WARM_UP][-_LONGEST_WINDOW:]
+    return StepTable(
+        ranks,
+        tuple(row[0].step for row in rows),
+        tuple(
+            tuple(
+                _rank_step(record, rank, host[record.step])
+                for record, rank, host in zip(row, run.ranks, hosts, strict=True)
+            )
+            for row in rows
+        ),
+    )
+
+
+def _host_facts(rank: RankRun) -> dict[int, HostFacts]:
+    """Of each step: its own, or those of the next step that has some, which are the average of both."""
+    found, facts = {}, HostFacts()
+    for record in reversed(rank.steps):
+        facts = record.host or facts
+        found[record.step] = facts
+    return found
+
+
+def _rank_step(record: StepRecord, rank: RankRun, host: HostFacts) -> RankStep:
+    return RankStep(
+        _parts(record, rank.labels),
+        record.work_s,
+        record.step_s,
+        host,
+        record.num_samples,
+        record.num_tokens,
+    )
+
+
+def _length(x: Interval, record: StepRecord) -> float:
+    return max(0.0, min(x.end_s, record.work_ended_s) - max(x.start_s, record.began_s))
+
+
+def _parts(record: StepRecord, labels: Sequence[str]) -> dict[Part, float]:
+    """Where a rank's work went; what lies within another phase is taken out of that one."""
+    began_s, ended_s = record.began_s, record.work_ended_s
+    inner = [x for x in record.intervals if x.phase in _INNER]
+    found: dict[Part, float] = {}
+
+    def add(part: Part, start_s: float, end_s: float) -> None:
+        start_s, end_s = max(start_s, began_s), min(end_s, ended_s)
+        if end_s > start_s:
+            within_s = sum(max(0.0, min(end_s, x.end_s) - max(start_s, x.start_s)) for x in inner)
+            found[part] = found.get(part, 0.0) + max(0.0, end_s - start_s - within_s)
+
+    for x in inner:
+        found[x.phase, ""] = found.get((x.phase, ""), 0.0) + _length(x, record)
+    outer = [x for x in record.intervals if x.phase not in _INNER]
+    for x in outer:
+        if x.phase != "backward":
+            add((x.phase, ""), x.start_s, x.end_s)
+            continue
+        start_s = x.start_s  # an interval belongs to the gradient that ends it
+        for index, at_s in record.gradient_marks:
+            if start_s < at_s <= x.end_s:
+                add(("backward", labels[index] if index < len(labels) else ""), start_s, at_s)
+                start_s = at_s
+        add(("backward", ""), start_s, x.end_s)
+    at_s = began_s  # time in no phase
+    for x in sorted(outer, key=lambda x: x.start_s):
+        add(("other", ""), at_s, x.start_s)
+        at_s = max(at_s, x.end_s)
+    add(("other", ""), at_s, ended_s)
+    found.pop(("waiting", ""), None)  # others prolong it
+    return found

@@ -1,0 +1,134 @@
+"""What cannot outlive a lost rank, and is refused before training; and what a rank that comes must have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from paceline import version
+from paceline.comm.collectives import backend_of
+from paceline.data import GlobalShuffle
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import ConfigurationError
+from paceline.optim import LAMB, LARS
+from paceline.reductions import Mean
+
+_BACKENDS = ("gloo", "paceline")
+_DEFERS = "paceline.optim"
+
+
+def check(model: object, optimizers: Sequence[object], states: Sequence[object], sampler: object) -> None:
+    """Refuse what could not go on with other ranks. Local; the same on every rank.
+
+    Raises:
+        ConfigurationError: With the reason, and what to do instead.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigurationError(
+            f"Elastic(model={type(model).__name__}): give the model that paceline.DistributedDataParallel wraps."
+        )
+    for reason in (
+        *_of_sampler(model, sampler),
+        *_of_group(model),
+        *_of_model(model),
+        *_of_optimizers(optimizers),
+    ):
+        raise ConfigurationError(f"Elastic: {reason}")
+    for each in states:
+        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            raise ConfigurationError(
+                f"Elastic(scheduler={type(each).__name__}): a rank that comes must receive it. Give an object with "
+                "state_dict() and load_state_dict(), or leave it out."
+            )
+
+
+def _of_sampler(model: DistributedDataParallel, sampler: object) -> Iterator[str]:
+    shares = model._setting.shares
+    if not isinstance(sampler, GlobalShuffle):
+        yield (
+            f"sampler={type(sampler).__name__} cannot move a lost rank's samples to the others. Give a "
+            "paceline.data.GlobalShuffle or TokenShuffle; a GlobalStream is read in order, without going back."
+        )
+    elif shares is None or shares.sampler is not sampler:
+        yield (
+            "the model was not given this sampler, so it does not know the samples of its steps. Write "
+            "DistributedDataParallel(net, batch_sampler=sampler) and Elastic(..., sampler=sampler)."
+        )
+    elif shares.balance is not None:
+        yield 'balance= moves shares by measured times, which mean nothing for other ranks. Leave out balance="auto".'
+
+
+def _of_group(model: DistributedDataParallel) -> Iterator[str]:
+    members = model.membership
+    if members.process_group is not dist.group.WORLD or len(members.groups.asked_for) > 1:
+        yield (
+            "the model trains over a group of its own, and only the job's default group is replaced when ranks "
+            "change. Leave out process_group=."
+        )
+    elif backend_of(members.process_group) not in _BACKENDS or members.device.type != "cpu":
+        yield (
+            f"the backend is {backend_of(members.process_group)!r} and the model on {members.device.type!r}: a wait "
+            f"for a lost rank can be ended on the CPU only, over {' or '.join(_BACKENDS)}."
+        )
+
+
+def _of_model(model: DistributedDataParallel) -> Iterator[str]:
+    setting, steps = model._setting, model._steps
+    if type(setting.reduction) is not Mean:
+        yield (
+            f"{type(setting.reduction).__name__} keeps what this rank has not sent yet, or depends on the number of "
+            "ranks. A lost rank takes its part with it, and a repeated step would count residuals twice. Use the mean, "
+            "without compression=."
+        )
+    if steps.forward_overlap is not None or model.overlaps_forward:
+        yield (
+            "overlap_forward steps parameters while the next step runs, so a lost rank leaves some stepped and others "
+            "not. Leave it out."
+        )
+    if setting.droppable or setting.skips_unused:
+        yield (
+            "droppable= and skip_all_reduce_unused_params leave out buckets by agreement, and a step that is computed "
+            "again would need another agreement. Leave them out."
+        )
+    if steps.has_sync_batch_norm:
+        yield (
+            "synchronized batch normalisation needs all ranks in every forward, and ranks that take over a lost one's "
+            "samples have more micro-batches. Use BatchNorm, or GroupNorm."
+        )
+
+
+def _of_optimizers(optimizers: Sequence[object]) -> Iterator[str]:
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            yield f"optimizer={type(each).__name__} is no torch optimizer. Give the object itself, or a list of them."
+        elif type(each).__module__.startswith(_DEFERS) and not isinstance(each, (LARS, LAMB)):
+            yield (
+                f"{type(each).__name__} communicates in its step, or trains several steps apart: ranks cannot say "
+                "where a lost one was. Use an optimizer that steps on this rank alone."
+            )
+
+
+def card(
+    model: DistributedDataParallel,
+    optimizers: Sequence[Optimizer],
+    states: Sequence[Any],
+    sampler: GlobalShuffle,
+) -> str:
+    """What all ranks must have in common, a fact a line. Local."""
+    lines = [f"Paceline {version.__version__}", f"torch {torch.__version__.partition('+')[0]}"]
+    for kind, named in (
+        ("parameter", model.module.named_parameters()),
+        ("buffer", model.module.named_buffers()),
+    ):
+        lines += [f"{kind} {name}: {list(each.shape)} {each.dtype}" for name, each in named]
+    lines += [
+        f"optimizer {type(each).__name__} with {[len(group['params']) for group in each.param_groups]} parameters"
+        for each in optimizers
+    ]
+    lines += [f"state of {type(each).__name__}" for each in states]
+    lines.append(f"{type(sampler).__name__} of {sampler.num_samples} samples")
+    return "\n".join(lines)

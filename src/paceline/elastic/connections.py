@@ -1,0 +1,68 @@
+"""The connections of one membership: who is told to leave shuts them, so that every wait on them raises at once.
+
+Rules
+1. Gloo has no way to be interrupted: its `abort` does nothing, and a wait lasts to the group's timeout. What wakes it
+   is the end of its sockets. So these are shut, and nothing else of the process: not those that were open before.
+2. Never a socket that listens: Gloo ends the process (`std::terminate`). Only those with a peer.
+3. Once is not enough. A rank that is still connecting opens further ones, so who shuts them does it again until the
+   rank's main thread has noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+def connected() -> frozenset[int]:
+    """Inodes of this process's sockets that have a peer on a network (not AF_UNIX)."""
+    found = set()
+    for end in _ends():
+        found.add(os.fstat(end.fileno()).st_ino)
+    return frozenset(found)
+
+
+def shut(chosen: frozenset[int] | None, spared: frozenset[int]) -> int:
+    """Shut connected sockets: those `chosen`, or all (None) but those `spared`. Returns how many."""
+    count = 0
+    for end in _ends():
+        inode = os.fstat(end.fileno()).st_ino
+        if inode not in spared and (chosen is None or inode in chosen):
+            with contextlib.suppress(OSError):  # its peer was first
+                end.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+def to_port(port: int) -> frozenset[int]:
+    """Inodes of the connected sockets whose peer has this port."""
+    found = set()
+    for end in _ends():
+        with contextlib.suppress(OSError):
+            if end.getpeername()[1] == port:
+                found.add(os.fstat(end.fileno()).st_ino)
+    return frozenset(found)
+
+
+def _ends() -> Iterator[socket.socket]:
+    """Each connected socket, by a descriptor of our own: the original's number may be another file's meanwhile."""
+    for descriptor in list(_DESCRIPTORS.iterdir()):
+        try:
+            if not str(descriptor.readlink()).startswith("socket:"):
+                continue
+            end = socket.socket(fileno=os.dup(int(descriptor.name)))
+        except OSError:
+            continue
+        with end:
+            if end.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            try:
+                end.getpeername()  # rule 2
+            except OSError:
+                continue
+            yield end

@@ -1,0 +1,377 @@
+"""`Elastic`: a loop over steps that outlives lost ranks, and takes in new ones.
+
+Rules
+1. Between two steps a rank has parameters, optimizer, schedules, random numbers and a place in the data that belong
+   together. A step that is not completed is undone to there. A rank that is behind takes the state of one that is not.
+2. A step is completed when the loop asks for the next one, and its window was left without an error. Ranks differ by at
+   most one, because nobody's next step ends without all.
+3. Whoever hears that the membership is over says where it stands, waits for its seat in the next one, and follows. If
+   somebody is lost meanwhile, it begins again.
+4. A loop over steps is left together: no rank ends the epoch, or the program, while another has its last step to do.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from paceline.comm import peers
+from paceline.comm.collectives import all_reduce, backend_of, timeout_of
+from paceline.data import GlobalBatch, GlobalShuffle
+from paceline.ddp import DistributedDataParallel
+from paceline.ddp.membership import Change
+from paceline.elastic import conflicts, handover
+from paceline.elastic.handover import Carried, Place, Standings
+from paceline.elastic.line import LOST_AFTER, Following, InLoop, Line, Ready, Seat, Stopped, Trouble
+from paceline.elastic.rollback import Rollback
+from paceline.elastic.watcher import NO_EPOCH, OverError, Watcher
+from paceline.elastic.world import WorldKind, forget_world
+from paceline.errors import (
+    ConfigurationError,
+    PeerLostError,
+    ProtocolError,
+    ReplicaMismatchError,
+    forget_frames,
+)
+
+Batch = TypeVar("Batch")
+
+_NOT_YET = -1  # steps of a rank that has yet to receive its state
+_WORD_S = 1.0  # that the agent takes at most to hear of a death, for errors that may have another cause
+
+_in_use: list[Elastic] = []
+
+
+class Elastic:
+    """Lets a training loop go on when ranks are lost, and when others come.
+
+    Under `paceline run --min-ranks N` a lost rank costs the others one step. They compute it again with the lost rank's
+    samples as well, so the global batch stays as it is. The launcher starts a replacement, which receives the
+    state of a rank. Without that option the loop is a plain one over `sampler.steps(loader)`.
+
+    Args:
+        model: A `paceline.DistributedDataParallel` with `batch_sampler=sampler`, over the default group, on the CPU.
+        optimizer: Of its parameters; or a list of them.
+        scheduler: What else a new rank must receive: learning-rate schedules, averages. One object with `state_dict`
+            and `load_state_dict`, a list of them, or None. What is stepped behind a window belongs here.
+        sampler: The model's `GlobalShuffle` or `TokenShuffle`.
+
+    Attributes:
+        step: Steps that have been completed since training began, on whichever ranks.
+
+    Contract:
+        Collective: the constructor, and every step.  Blocks: the constructor until all ranks are there; a replacement's
+        until the others let it in. Afterwards `dist.group.WORLD` is another group, and groups of the script are gone.
+
+    Raises:
+        ConfigurationError: Something that was asked for cannot go on with other ranks; with the reason.
+        ReplicaMismatchError: This rank came later, and has another model, version or data set than the others.
+        PeerLostError: The launcher has ended.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizer: Optimizer | Sequence[Optimizer],
+        scheduler: Any = None,
+        sampler: GlobalShuffle | None = None,
+    ) -> None:
+        optimizers: list[Any] = _listed(optimizer)
+        others = _listed(scheduler)
+        conflicts.check(model, optimizers, others, sampler)
+        assert sampler is not None
+        self._model, self._sampler = model, sampler
+        self._place = self._place_of_sampler(0)
+        line = Line.of_this_process()
+        if line is None:
+            self._crew: _Crew | None = None
+            return
+        if _in_use:
+            raise ConfigurationError(
+                "Elastic: this process has one already. Make one, with the model that takes the loader's batches."
+            )
+        _in_use.append(self)
+        carried = Carried(model.module, optimizers, others, sampler)
+        carried.packed(self._place, sampler.batch)  # refuses what cannot be sent
+        self._rollback = Rollback(lambda: dict(model.module.named_buffers()), optimizers, others)
+        self._is_given_up = False  # the step under way, or the last one
+        self._is_in_step = False
+        self._agreed_at = _NOT_YET  # the step at which all ranks were seen to be
+        self._crew = _Crew(line, model, carried, sampler)
+        model._steps.survive(self)
+        peers.ask_first(self._crew.witness)
+        line.tell(Ready(conflicts.card(model, optimizers, others, sampler)))
+        self._meet()
+
+    @property
+    def step(self) -> int:
+        """As the class says."""
+        return self._place.step
+
+    # ---- the loop
+
+    def steps(self, loader: Iterable[Batch]) -> Generator[list[Batch], None, None]:
+        """The steps of the sampler's next epoch, or of what is left of one: a list of this rank's micro-batches each.
+
+        Train each list within one `with model.accumulate(batches) as micro_batches:`, and step the optimizer behind it.
+        When a rank is lost, the window is left without an error and without gradients, and its `repeats` is True. The
+        next turn of the loop has the same samples, with the lost rank's among them. What you step behind the window in
+        such a turn is undone, if `Elastic` was given it; an optimizer has nothing to do.
+
+        Contract:
+            Collective. What else communicates in the loop belongs into the window.
+
+        Raises:
+            As `sampler.steps`, and as the constructor.
+        """
+        handed_out = self._sampler.steps(loader)
+        if self._crew is None:
+            for batches in handed_out:
+                under_way = self._place_behind_step()
+                yield batches
+                self._place = under_way
+            return
+        line = self._crew.line
+        self._place = self._place_of_sampler(self.step)
+        line.tell(InLoop(inside=True))
+        try:
+            while True:
+                self._meet()
+                self._rollback.note()
+                found = next(handed_out, None)
+                if found is None:
+                    self._end_together()
+                    return
+                yield from self._one_step(found)
+        finally:
+            self._is_in_step = False
+            handed_out.close()
+            line.tell(InLoop(inside=False))
+
+    def _one_step(self, batches: list[Batch]) -> Generator[list[Batch], None, None]:
+        """Hand out one step; afterwards it has been completed, or given up."""
+        behind = self._place_behind_step()
+        step = self._sampler.step
+        assert step is not None
+        self._place = Place(
+            self.step, self._sampler.epoch, step.position
+        )  # no longer the end of the epoch before
+        self._is_in_step, self._is_given_up = True, False
+        try:
+            yield batches
+        except GeneratorExit:
+            if not self._is_given_up:
+                self._place = behind
+            raise
+        self._is_in_step = False
+        if not self._is_given_up:
+            self._place = behind
+
+    def _end_together(self) -> None:
+        """Wait until no rank has a step of this loop to do (rule 4). Collective; blocks."""
+        assert self._crew is not None
+        if self._agreed_at != self.step:
+            try:
+                self._crew.meet_at_end()
+            except RuntimeError as error:
+                if not self._crew.is_over_because_of(error):
+                    raise
+                forget_frames(error)
+                self._meet()
+            self._agreed_at = self.step
+
+    def _place_of_sampler(self, step: int) -> Place:
+        state = self._sampler.state_dict()
+        return Place(step, state["epoch"], state["position"])
+
+    def _place_behind_step(self) -> Place:
+        step = self._sampler.step
+        assert step is not None
+        return Place(self.step + 1, self._sampler.epoch, step.end)
+
+    # ---- other members
+
+    def outlives(self, error: Exception) -> bool:
+        """As `ddp.coordinator.Survivor`: whether the step under way is left, and comes again."""
+        if not self._is_in_step or self._crew is None or not self._crew.is_over_because_of(error):
+            return False
+        self._is_given_up = True
+        return True
+
+    def _meet(self) -> None:
+        """Go on in the next membership, if this one is over or all leave it. Collective then; blocks."""
+        crew = self._crew
+        assert crew is not None
+        while crew.is_leaving:
+            seat = crew.next_seat(self.step)
+            try:
+                self._follow(seat)
+            except ReplicaMismatchError:
+                raise
+            except RuntimeError as error:
+                if not crew.is_over_because_of(error):
+                    raise
+                forget_frames(error)
+
+    def _follow(self, seat: Seat) -> None:
+        """Take this seat (rules 1 and 3)."""
+        crew = self._crew
+        assert crew is not None
+        if crew.is_new and seat.num_new < seat.size:
+            self._place = Place(_NOT_YET, 0, 0)
+        standings = crew.open(seat, self.step)
+        is_behind = self.step < max(standings.steps)
+        if self._is_given_up and not is_behind:
+            self._rollback.undo()
+            self._is_given_up = False
+        given = crew.rebuild(seat, standings, self._place)
+        if is_behind:
+            crew.carried.take(given, is_new=self.step == _NOT_YET)
+            self._place, self._is_given_up = Place(*given["place"]), False
+        crew.go_on(seat, self._place)
+        self._agreed_at = self.step
+
+
+def _listed(given: Any) -> list[Any]:
+    """One object or several, as a list; None is nothing."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+class _Crew:
+    """This rank's place among the others: its launcher's word, the group, and what is carried from one to another.
+
+    Args:
+        line: To the agent.
+        model: The wrapped model.
+        carried: What a rank that is behind receives.
+        sampler: The model's.
+    """
+
+    def __init__(
+        self, line: Line, model: DistributedDataParallel, carried: Carried, sampler: GlobalShuffle
+    ) -> None:
+        self.line, self.carried = line, carried
+        self._model, self._sampler = model, sampler
+        world = model.membership.process_group
+        self._kind = WorldKind(backend_of(world), timeout_of(world))
+        self._watcher = Watcher(line)
+        self._limit_s = float(os.environ.get(LOST_AFTER, "30"))
+        self._first_batch: GlobalBatch = sampler.batch  # of the job; a rank that comes is told
+        self._shares = model._setting.shares
+        self._troubled_in = NO_EPOCH  # the last epoch whose failure was reported
+        self._pauses_since_s: float | None = None
+        assert self._shares is not None
+        self._shares.pause_when(lambda: self._watcher.wants_pause)
+
+    # ---- the end of a membership
+
+    @property
+    def is_new(self) -> bool:
+        """Whether this rank has not been in a membership."""
+        return self._watcher.epoch == NO_EPOCH
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this membership is over, or all have agreed to leave it behind the last step."""
+        assert self._shares is not None
+        if self._shares.pauses and self._pauses_since_s is None:
+            self._pauses_since_s = time.monotonic()
+        return self._watcher.is_over or self._shares.pauses
+
+    def is_over_because_of(self, error: Exception) -> bool:
+        """Whether an error comes from a lost rank. Waits for the agent's word, if it looks like that."""
+        if self._watcher.is_over:
+            return True
+        if isinstance(error, (PeerLostError, ProtocolError)):
+            self._tell_trouble(str(error))
+            return self._watcher.wait_until_over(self._limit_s)
+        return isinstance(error, RuntimeError) and self._watcher.wait_until_over(_WORD_S)
+
+    def witness(self) -> str | None:
+        """As `peers.ask_first`: who is gone, by the agent's word."""
+        if not self.is_new and not self._watcher.is_over:
+            self._tell_trouble("communication failed")
+            self._watcher.wait_until_over(_WORD_S)
+        return self._watcher.why if self._watcher.is_over else None
+
+    def _tell_trouble(self, words: str) -> None:
+        epoch = self._watcher.epoch
+        if epoch != self._troubled_in:
+            self._troubled_in = epoch
+            self.line.tell(Trouble(epoch, words[:500]))
+
+    def next_seat(self, step: int) -> Seat:
+        """Leave this membership, after so many completed steps; returns the place in the next one. Blocks."""
+        self._watcher.acknowledge()
+        if not self.is_new:
+            self.line.tell(Stopped(self._watcher.epoch, step))
+        return self._watcher.next_seat()
+
+    # ---- the next one
+
+    def open(self, seat: Seat, step: int) -> Standings:
+        """Open the group of a seat, and tell each other how far all are. Collective; blocks."""
+        if not self.is_new and seat.epoch <= self._watcher.epoch:
+            raise OverError(f"a seat of epoch {seat.epoch} came after epoch {self._watcher.epoch}")
+        self._watcher.begin(seat.epoch)
+        forget_world()
+        host, port = seat.store
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._kind.timeout)
+        group = self._kind.open(dist.PrefixStore(f"epoch {seat.epoch}", store), seat.rank, seat.size)
+        os.environ.update(RANK=str(seat.rank), WORLD_SIZE=str(seat.size), LOCAL_WORLD_SIZE=str(seat.num_here))
+        return Standings.of(step, group)
+
+    def rebuild(self, seat: Seat, standings: Standings, place: Place) -> Any:
+        """Let the model go on over the group; returns the state of the rank that is furthest, if any is behind.
+
+        Collective; blocks. Nothing of this rank's state has been changed.
+        """
+        given, tensors = None, []
+        group = dist.group.WORLD
+        assert group is not None
+        if not standings.are_equal:
+            is_holder = seat.rank == standings.holder
+            packed = self.carried.packed(place, self._first_batch) if is_holder else None
+            words = handover.send_words(packed.words if packed else None, standings.holder, group)
+            tensors = handover.tensors_for(words, packed)
+            given = handover.whole(words, tensors)
+            self._first_batch = GlobalBatch.from_dict(given["batch"])
+        batch = self._first_batch.among(seat.size)
+        self._before = self._sampler.batch
+        self._model.membership.rebuild(group, batch=batch, same_step=False)
+        if tensors:
+            doing = f"receiving the state of rank {standings.holder}"
+            self._model._steps.broadcast_tensors(tensors, standings.holder, doing)
+        return given
+
+    def go_on(self, seat: Seat, place: Place) -> None:
+        """The seat is taken: train from there. Local."""
+        batch = self._first_batch.among(seat.size)
+        self._sampler.move(batch, seat.rank, place.epoch, place.position)
+        self._watcher.settle(seat.store[1])
+        began_s, self._pauses_since_s = self._pauses_since_s, None
+        if seat.num_new < seat.size:
+            since_s = began_s or self._watcher.since_s or time.monotonic()
+            moved = sum(self._before.samples[rank] for rank in seat.lost if rank < self._before.num_ranks)
+            moved += sum(batch.samples[seat.size - seat.num_new :])
+            stalled_s = time.monotonic() - since_s
+            self._model.membership.note(
+                Change(place.step, seat.lost, seat.num_new, seat.size, seat.why, stalled_s, moved)
+            )
+        self.line.tell(Following(seat.epoch))
+
+    def meet_at_end(self) -> None:
+        """Wait for all ranks. Collective; blocks."""
+        members = self._model.membership
+        word = torch.zeros(1)
+        members.peers.wait(
+            all_reduce(word, members.process_group), "waiting for the others at the end of the epoch"
+        )

@@ -1,0 +1,187 @@
+"""What a rank and the agent of its host say to each other, and the socket between them.
+
+Rules
+1. A message is a frozen dataclass of plain values, sent as JSON; what is no message of this list ends the line.
+2. Every message about a membership says its epoch. Who gets one of another epoch ignores it.
+3. The agent never waits for a rank: a rank that has stopped reading counts as lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.errors import ProtocolError
+
+FD = "PACELINE_LINE"
+"""Environment variable: the descriptor of a rank's end."""
+LOST_AFTER = "PACELINE_LOST_AFTER"
+"""Environment variable: after how many seconds a rank that stands still counts as lost."""
+_MOST_BYTES = 64 * 1024
+
+
+# ---- a rank says
+
+
+@dataclass(frozen=True)
+class Ready:
+    """It has made its model, and waits for a membership."""
+
+    card: str  # what all ranks must have in common, a fact a line
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Its communication failed, and nobody has told it why."""
+
+    epoch: int
+    words: str
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """It has left this membership's communication, after so many completed steps, and waits for the next one."""
+
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Following:
+    """It is in the new membership, and goes on."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class InLoop:
+    """It has entered a loop over steps, or left it as all samples were trained."""
+
+    inside: bool
+
+
+# ---- the agent says
+
+
+@dataclass(frozen=True)
+class Stop:
+    """This membership is over: leave its communication at once, and say where you are."""
+
+    epoch: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Somebody waits to come in: all leave this membership between the same two steps."""
+
+    epoch: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The rank's place in the next membership."""
+
+    epoch: int
+    rank: int
+    size: int
+    num_here: int  # members on this host
+    store: tuple[str, int]  # where they meet
+    lost: tuple[int, ...]  # ranks of the last membership that are not in it
+    num_new: int  # of its members that were not in the last one
+    why: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The rank cannot come in."""
+
+    why: str
+
+
+Message = Ready | Trouble | Stopped | Following | InLoop | Stop | Pause | Seat | Refused
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (Ready, Trouble, Stopped, Following, InLoop, Stop, Pause, Seat, Refused)
+}
+
+
+class Line:
+    """One end of the socket. Messages arrive whole and in order."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    @classmethod
+    def pair(cls) -> tuple[Line, socket.socket]:
+        """The agent's end, and the rank's, to be inherited."""
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(mine), theirs
+
+    @classmethod
+    def of_this_process(cls) -> Line | None:
+        """The rank's end; None without an agent that waits for it. Not for this process's own children."""
+        number = os.environ.get(FD)
+        if number is None:
+            return None
+        try:
+            os.set_inheritable(int(number), False)
+            return cls(socket.socket(fileno=int(number)))
+        except (ValueError, OSError):  # inherited the variable without the descriptor
+            return None
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def close(self) -> None:
+        self._end.close()
+
+    def tell(self, message: Message, waits: bool = True) -> bool:
+        """Send it; returns whether it was: not to somebody who is gone, or, without `waits`, who does not read."""
+        words = json.dumps({"kind": type(message).__name__, **asdict(message)}).encode()
+        with contextlib.suppress(OSError):
+            self._end.sendmsg([words], [], 0 if waits else socket.MSG_DONTWAIT)
+            return True
+        return False
+
+    def hear(self) -> Message | None:
+        """The next message; waits for it. None: the other end is closed.
+
+        Raises ProtocolError if it is none.
+        """
+        try:
+            words = self._end.recvmsg(_MOST_BYTES)[0]
+        except OSError:
+            return None
+        return decode(words) if words else None
+
+
+def decode(words: bytes) -> Message:
+    """The message that `Line.tell` sent. Raises ProtocolError if it is none."""
+    try:
+        fields = json.loads(words)
+        kind = _KINDS[fields.pop("kind")]
+        message: Message = kind(
+            **{name: tuple(value) if type(value) is list else value for name, value in fields.items()}
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ProtocolError(
+            f"{words[:80]!r} is no message between a rank and its agent: {error!r}"
+        ) from error
+    return message
+
+
+def difference(theirs: str, mine: str) -> str | None:
+    """How the card of a rank that comes differs from the others', in words; None: it does not."""
+    if theirs == mine:
+        return None
+    others, own = theirs.split("\n"), mine.split("\n")
+    for left, right in zip(others, own, strict=False):
+        if left != right:
+            return f"it has {right!r} where the others have {left!r}"
+    more = (own if len(own) > len(others) else others)[min(len(own), len(others))]
+    return f"{'it has' if len(own) > len(others) else 'the others have'} {more!r} besides"

@@ -1,0 +1,158 @@
+"""The thread that hears the agent: when a membership is over, it wakes this rank's main thread, wherever that waits.
+
+Rules
+1. The main thread says when a membership begins (`begin`), which connections it has (`settle`), and when it has noticed
+   that it is over (`acknowledge`). The thread shuts connections from the agent's word until that moment.
+2. While a membership begins, every new connection of the process counts as its own, the store's as well: a rank may
+   wait there for one that has died. Afterwards only what was opened for it.
+3. The connection to the store comes last, if the main thread has not noticed by then: it may ask a store whose host is
+   switched off, which says nothing any more.
+"""
+
+from __future__ import annotations
+
+import queue
+import select
+import threading
+import time
+
+from paceline.comm.opened_groups import abort_ours
+from paceline.elastic import connections
+from paceline.elastic.line import Line, Pause, Refused, Seat, Stop
+from paceline.errors import PeerLostError, ReplicaMismatchError
+
+_AGAIN_S = 0.005  # between two times that connections are shut
+_STORE_S = 0.2  # from the agent's word until the store's is
+NO_EPOCH = -1
+
+
+class OverError(PeerLostError):
+    """The membership is over: somebody was lost, or somebody comes in."""
+
+
+class Watcher:
+    """This rank's ear for its agent.
+
+    Attributes:
+        epoch: Of the membership that this rank is in, or was in last.
+        since_s: When the agent's last word came that it is over, by `time.monotonic`.
+    """
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self.epoch = NO_EPOCH
+        self._over = NO_EPOCH  # the last epoch that has ended, by the agent's word
+        self._why = ""
+        self._pause: Pause | None = None
+        self.since_s = 0.0
+        self._acknowledged = True
+        self._spared: frozenset[int] = frozenset()
+        self._chosen: frozenset[int] | None = None
+        self._to_store: frozenset[int] = frozenset()
+        self._is_alone = False  # the agent is gone
+        self._seats: queue.SimpleQueue[Seat | Refused | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        threading.Thread(target=self._watch, name="paceline-watcher", daemon=True).start()
+
+    # ---- for the main thread
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the membership that this rank is in has ended."""
+        return self._over >= self.epoch
+
+    @property
+    def why(self) -> str:
+        """Why it has, in words."""
+        return self._why
+
+    @property
+    def wants_pause(self) -> bool:
+        """Whether all shall leave it between two steps."""
+        pause = self._pause
+        return pause is not None and pause.epoch == self.epoch
+
+    def begin(self, epoch: int) -> None:
+        """The membership of this epoch begins: what is connected from now on is its own. Raises OverError if late."""
+        with self._changed:
+            self.epoch = epoch
+            self._spared, self._chosen = connections.connected(), None
+            self._acknowledged = False
+            if self._over >= epoch:
+                self._acknowledged = True
+                raise OverError(f"the membership of epoch {epoch} was over before it began: {self._why}")
+
+    def settle(self, store_port: int) -> None:
+        """All of its connections are open. Raises OverError if it is over already."""
+        with self._changed:
+            opened = connections.connected() - self._spared
+            self._to_store = opened & connections.to_port(store_port)
+            self._chosen = opened - self._to_store
+            if self._over >= self.epoch:
+                raise OverError(f"the membership of epoch {self.epoch} was over as it began: {self._why}")
+
+    def acknowledge(self) -> None:
+        """The main thread waits for nothing any more. What it has launched, and not waited for, ends."""
+        with self._changed:
+            if self.is_over and not self._acknowledged:
+                self._break()
+            self._acknowledged = True
+
+    def wait_until_over(self, limit_s: float) -> bool:
+        """Whether the membership is over within a time limit."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_over or self._is_alone, limit_s) and self.is_over
+
+    def next_seat(self) -> Seat:
+        """This rank's place in the next membership. Blocks until the agent says it.
+
+        Raises:
+            ReplicaMismatchError: This rank cannot come in.
+            PeerLostError: The agent is gone.
+        """
+        told = self._seats.get()
+        while not self._seats.empty():
+            told = self._seats.get()
+        if isinstance(told, Refused):
+            raise ReplicaMismatchError(told.why)
+        if told is None:
+            raise PeerLostError(
+                "the launcher has ended, and with it the job: nobody says any more which ranks train together. "
+                "Start again from the last checkpoint."
+            )
+        return told
+
+    # ---- the thread
+
+    def _watch(self) -> None:
+        while True:
+            is_breaking = self.is_over and not self._acknowledged
+            if select.select([self._line], [], [], _AGAIN_S if is_breaking else None)[0]:
+                message = self._line.hear()
+                self._take(message)
+                if message is None:
+                    return
+            with self._changed:
+                if self.is_over and not self._acknowledged:
+                    self._break()
+
+    def _break(self) -> None:
+        abort_ours()
+        connections.shut(self._chosen, self._spared)
+        if self._chosen is not None and time.monotonic() - self.since_s > _STORE_S:
+            connections.shut(self._to_store, self._spared)
+
+    def _take(self, message: object) -> None:
+        with self._changed:
+            if isinstance(message, Stop):
+                if not self.is_over:
+                    self.since_s = time.monotonic()
+                self._over, self._why = max(self._over, message.epoch), message.why
+            elif isinstance(message, Pause):
+                self._pause = message
+            elif isinstance(message, (Seat, Refused)):
+                self._seats.put(message)
+            elif message is None:
+                self._is_alone = True
+                self._seats.put(None)
+            self._changed.notify_all()

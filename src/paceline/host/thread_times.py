@@ -1,0 +1,107 @@
+"""What the kernel says of the calling thread: on a core, waiting for one, stopped by a quota.
+
+Each file is opened once and read by `pread`: a microsecond each, fifteen times less than opening it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class ThreadTimes:
+    """Counts since the thread began; 0 where the kernel does not say.
+
+    Attributes:
+        cpu_s: On a core.
+        queued_s: Ready, and waiting for a core; contains `throttled_s`.
+        throttled_s: Its cgroup's processes: stopped by their quota.
+        major_faults: Pages that came from a disk.
+        preemptions: Times it was put off its core.
+    """
+
+    cpu_s: float
+    queued_s: float
+    throttled_s: float
+    major_faults: int
+    preemptions: int
+
+
+class ThreadClock:
+    """Reads the times of the thread that made it; in another thread, or a forked process, make another.
+
+    Its files are closed with it.
+    """
+
+    def __init__(self) -> None:
+        self._schedstat = self._quota = -1
+        self._schedstat = _opened(Path("/proc/thread-self/schedstat"))
+        self._quota = next((fd for path in _quota_files() if (fd := _opened(path)) >= 0), -1)
+
+    def read(self) -> ThreadTimes:
+        """The counts now. Never raises; five microseconds."""
+        cpu_ns, queued_ns = _numbers(self._schedstat, 2)
+        usage = resource.getrusage(resource.RUSAGE_THREAD)
+        throttled_s = _throttled_s(_read(self._quota))
+        return ThreadTimes(1e-9 * cpu_ns, 1e-9 * queued_ns, throttled_s, usage.ru_majflt, usage.ru_nivcsw)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in (self._schedstat, self._quota):
+            if file >= 0:
+                os.close(file)
+        self._schedstat = self._quota = -1
+
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+def _read(file: int, size: int = 512) -> bytes:
+    try:
+        return os.pread(file, size, 0) if file >= 0 else b""
+    except OSError:
+        return b""
+
+
+def _numbers(file: int, count: int) -> list[int]:
+    found = _read(file, 64).split()[:count]
+    return [int(x) for x in found] if len(found) == count else [0] * count
+
+
+def _throttled_s(words: bytes) -> float:
+    """Of a cgroup's cpu.stat: version 2 counts microseconds, version 1 nanoseconds."""
+    for line in words.splitlines():
+        if line.startswith(b"throttled_usec "):
+            return 1e-6 * int(line.split()[1])
+        if line.startswith(b"throttled_time "):
+            return 1e-9 * int(line.split()[1])
+    return 0.0
+
+
+def _quota_files() -> list[Path]:
+    """Where this process's cgroup may say how often its quota stopped it, likeliest first."""
+    found = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        place = path.strip("/")
+        if "cpu" in controllers.split(","):  # version 1: by controller, mounted under one of two names
+            found += [_CGROUP_ROOT / name / place / "cpu.stat" for name in ("cpu", "cpu,cpuacct")]
+        elif not controllers:
+            found.append(_CGROUP_ROOT / place / "cpu.stat")
+    return found

@@ -1,0 +1,464 @@
+"""The agent of one host: starts its ranks, sees them die, and leads the others from one membership into the next.
+
+Rules
+1. A rank is lost when the kernel says that it ends, when it stands still for too long, or when it ends otherwise than
+   by leaving its loop over steps. Whoever is lost is killed: nobody comes back from the dead with an old epoch.
+2. The end of a membership: every rank is told to stop, and says how many steps it has completed. When all that live
+   have said so, the next one is decided. If somebody is lost meanwhile, it is one less.
+3. A rank that comes in asks all to pause between two steps; nothing is computed twice for it.
+4. This process waits for all of its ranks at once, and a few milliseconds at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+from paceline.elastic.line import (
+    Following,
+    InLoop,
+    Message,
+    Pause,
+    Ready,
+    Refused,
+    Seat,
+    Stop,
+    Stopped,
+    Trouble,
+    difference,
+)
+from paceline.host.processes import is_stopped
+from paceline.launch.command_line import LaunchArguments
+from paceline.launch.elastic.one_host import OneHost
+from paceline.launch.elastic.plan import NOT_STARTED, Decider, Member, Plan, Proposal, Start
+from paceline.launch.elastic.rank_process import RankProcess, how_it_ended
+from paceline.launch.elastic.seats import Phase, Rank, Seats
+from paceline.launch.elastic.several_hosts import connected
+from paceline.launch.elastic.starting import EpochStores, Starter
+from paceline.launch.launch_errors import InterruptedLaunchError, LaunchError
+from paceline.launch.watchdog import GRACE_S
+
+_LOOK_S = 0.005  # between two looks at the ranks: the kernel shows a death so early nowhere else
+_STOPPED_RATIO = 0.1  # of --lost-after, that a stopped process may stand still
+_MISSING_RATIO = 10.0  # of it, that the others wait while fewer than --min-ranks are there
+_MOST_STARTS = (
+    3  # of all ranks before the first membership; of one seat's replacements, if none of them comes in
+)
+_EARLY_S = 1.0  # that a rank's death may be seen later than those that it causes
+_MOST_TRIES = 10  # memberships in a row in which no step is completed
+
+
+def run(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
+    """Run the script on every rank of this host, and go on without those that are lost.
+
+    Contract:
+        Blocks: until all ranks that are left have ended well. Afterwards no process of them is left.
+
+    Raises:
+        LaunchError: Training did not begin, or could not go on.
+        InterruptedLaunchError: A signal arrived.
+    """
+    with _signals(arguments) as received, contextlib.ExitStack() as stack:
+
+        def check() -> None:
+            if received:
+                raise InterruptedLaunchError(
+                    f"{received[0].name} received; all rank(s) of {arguments.script} were stopped.",
+                    received[0],
+                )
+
+        starter = Starter(arguments)
+        decider: Decider = OneHost()
+        start: Start | None = Start(0, arguments.num_local_ranks, 0, 1, None)
+        if arguments.num_machines > 1:
+            several = stack.enter_context(connected(arguments, starter.new_store(), note))
+            decider, start = several, several.meet(check)
+        agent = Agent(arguments, decider, starter, start, note)
+        try:
+            while not agent.is_over:
+                agent.look()
+                check()
+            if arguments.num_machines > 1:
+                several.finish(check)
+        finally:
+            agent.end(received[0] if received else signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _signals(arguments: LaunchArguments) -> Iterator[list[signal.Signals]]:
+    """The signals that arrive meanwhile, of those to be handled."""
+    received: list[signal.Signals] = []
+
+    def take(number: int, _: FrameType | None) -> None:
+        received.append(signal.Signals(number))
+
+    names = [word.strip() for word in arguments.torchrun.signals_to_handle.split(",")]
+    before = {name: signal.signal(signal.Signals[name], take) for name in names}
+    try:
+        yield received
+    finally:
+        for name, handler in before.items():
+            signal.signal(signal.Signals[name], handler)
+
+
+@dataclass(frozen=True)
+class EarlyEnd:
+    """A process that has ended otherwise than well before the first membership."""
+
+    why: str
+    was_killed: bool
+    at_s: float
+
+
+class Agent:
+    """One host's.
+
+    Args:
+        arguments: A checked command line.
+        decider: Says who trains together, when this host's ranks have stopped.
+        starter: Starts processes.
+        start: How they begin; None: the job has begun without this host.
+        note: Called with one line for what people should know.
+
+    Attributes:
+        is_over: Whether all ranks have ended well.
+    """
+
+    def __init__(
+        self,
+        arguments: LaunchArguments,
+        decider: Decider,
+        starter: Starter,
+        start: Start | None,
+        note: Callable[[str], None],
+    ) -> None:
+        self._arguments, self._decider, self._note = arguments, decider, note
+        self._starter, self._start = starter, start
+        self._stores = EpochStores(starter.host)
+        self._seats = Seats(arguments.num_local_ranks)
+        self._num_started = 0
+        self._dying: list[Rank] = []  # lost, and not yet buried
+        self._failed_starts: dict[int, int] = {}  # of replacements in a row, by seat
+        self._num_finished = 0
+        self._early_ends: list[EarlyEnd] = []
+        self._card: str | None = None
+        # The membership
+        self._epoch = NOT_STARTED
+        self._members: tuple[Member, ...] = ()
+        self._is_stopping = False  # its ranks were told to stop, or to pause
+        self._is_pausing = False
+        self._because: list[str] = []  # why it ends
+        self._since_s = time.monotonic()  # when its end began; for the first one, the launch
+        self._furthest, self._num_tries = NOT_STARTED, 0
+        self._has_said_missing = False
+        self.is_over = False
+        self._start_all()
+
+    # ---- processes
+
+    def _start_all(self) -> None:
+        for local_rank, process in enumerate(self._starter.start_all(self._start)):
+            self._add(process, local_rank)
+
+    def _add(self, process: RankProcess, local_rank: int) -> None:
+        member = Member(self._decider.name, self._num_started)
+        self._num_started += 1
+        self._seats.add(Rank(process, member, local_rank))
+
+    def end(self, number: signal.Signals) -> None:
+        """End all processes: by a signal, and by force if they take too long."""
+        ranks = [*self._seats, *self._dying]
+        for rank in ranks:
+            rank.process.ask_to_end(number)
+            rank.process.ask_to_end(signal.SIGCONT)
+        until_s = time.monotonic() + GRACE_S
+        while time.monotonic() < until_s and not all(rank.process.has_ended() for rank in ranks):
+            time.sleep(_LOOK_S)
+        for rank in ranks:
+            rank.process.bury()
+
+    # ---- the loop
+
+    def look(self) -> None:
+        """See what has happened, and do what follows. Returns after a few milliseconds."""
+        self._hear()
+        self._look_at_processes()
+        self._bury()
+        self._begin_again()
+        why = self._decider.why_over(self._epoch)
+        if why is not None and not self._is_stopping:
+            self._stop(why)
+        self._decide()
+        is_done = not self._seats.in_phase(Phase.TRAINING, Phase.LOST) and not self._dying
+        if is_done and self._num_finished and (self._epoch != NOT_STARTED or not list(self._seats)):
+            self.is_over = True  # what still starts, or waits to come in, is ended
+
+    def _hear(self) -> None:
+        poll = select.poll()
+        by_descriptor = {}
+        for rank in self._seats:
+            if not rank.is_silent:
+                by_descriptor[rank.process.line.fileno()] = rank
+                poll.register(rank.process.line, select.POLLIN)
+        for descriptor, _ in poll.poll(_LOOK_S * 1000):
+            self._listen_to(by_descriptor[descriptor])
+
+    def _listen_to(self, rank: Rank) -> None:
+        """Take in a message that has come."""
+        message = rank.process.hear()
+        if message is None:
+            rank.is_silent = True
+        else:
+            self._take(rank, message)
+
+    def _look_at_processes(self) -> None:
+        now_s = time.monotonic()
+        for rank in self._seats:
+            if rank not in self._seats:
+                continue  # all were started again
+            vitals = rank.process.vitals()
+            if vitals.is_ending:
+                self._see_end(rank)
+                continue
+            if vitals.cpu_ticks != rank.cpu_ticks:
+                rank.cpu_ticks, rank.moved_s = vitals.cpu_ticks, now_s
+            still_s, limit_s = now_s - rank.moved_s, self._arguments.lost_after_s
+            if rank.phase is not Phase.TRAINING:
+                continue
+            if is_stopped(vitals.state) and still_s > limit_s * _STOPPED_RATIO:
+                self._lose(rank, f"{rank.name} was stopped for {still_s:.1f} s")
+            elif self._awaits(rank) and now_s - max(self._since_s, rank.moved_s) > limit_s:
+                self._lose(rank, f"{rank.name} did not answer for {limit_s:g} s, and did nothing")
+
+    def _awaits(self, rank: Rank) -> bool:
+        return self._is_stopping and not self._is_pausing and rank.is_inside and rank.step is None
+
+    def _see_end(self, rank: Rank) -> None:
+        """The kernel says that a process ends: at once within its loop, else by its exit code, a little later."""
+        while not rank.is_silent and select.select([rank.process.line], [], [], 0)[0]:
+            self._listen_to(rank)  # its last words
+        if rank.phase is Phase.TRAINING and rank.is_inside:
+            self._lose(rank, f"{rank.name} ended")
+        elif rank.process.has_ended():
+            self._seats.remove(rank)
+            code = rank.process.bury()
+            if code == 0:
+                self._num_finished += 1
+            else:
+                self._lose_outside(rank, f"{rank.name} {how_it_ended(code)}", was_killed=code < 0)
+
+    def _lose(self, rank: Rank, why: str) -> None:
+        """A rank of the membership, within its loop, does not go on."""
+        rank.phase = Phase.LOST
+        self._seats.remove(rank)
+        self._dying.append(rank)
+        rank.process.ask_to_end(signal.SIGKILL)
+        if why != f"{rank.name} ended":
+            self._note(why)
+        self._stop(why)
+
+    def _lose_outside(self, rank: Rank, why: str, *, was_killed: bool) -> None:
+        """A process has ended otherwise than well, that was not in its loop."""
+        if self._epoch == NOT_STARTED:
+            self._early_ends.append(EarlyEnd(why, was_killed, time.monotonic()))
+        elif rank.phase is Phase.TRAINING:
+            self._note(why)
+            self._stop(why)
+            self._replace(rank)
+        else:
+            self._failed_starts[rank.local_rank] = self._failed_starts.get(rank.local_rank, 0) + 1
+            self._note(f"{why} before it came in")
+            self._replace(rank)
+
+    def _begin_again(self) -> None:
+        """Ranks have ended before training began. If one was killed, nothing is lost if all start again.
+
+        Others may have ended first, by errors for that reason; so this waits a moment.
+        """
+        ends = self._early_ends
+        if not ends or time.monotonic() - ends[0].at_s < _EARLY_S:
+            return
+        first = next((end for end in ends if end.was_killed), ends[0])
+        self._num_tries += 1
+        begins_with_others = self._start is not None and not self._decider.is_alone
+        may_start_again = first.was_killed and not begins_with_others and not self._num_finished
+        if not may_start_again or self._num_tries >= _MOST_STARTS:
+            raise LaunchError(
+                f"{first.why} before the ranks had met in paceline.Elastic; the others were stopped. Its own message, "
+                "if it wrote one, is above. A script without paceline.Elastic cannot outlive a rank."
+            )
+        self._note(
+            f"{first.why} before training began: all ranks start again ({self._num_tries} of {_MOST_STARTS})"
+        )
+        for rank in self._seats:
+            self._seats.remove(rank)
+            rank.process.bury()
+        self._early_ends, self._card = [], None
+        self._start_all()
+
+    def _bury(self) -> None:
+        """What has been killed has ended: say how, and start a replacement."""
+        for rank in list(self._dying):
+            if rank.process.has_ended():
+                self._dying.remove(rank)
+                how = f"{rank.name} {how_it_ended(rank.process.bury())}"
+                self._note(how)
+                self._because = [how if each == f"{rank.name} ended" else each for each in self._because]
+                self._replace(rank)
+
+    def _replace(self, rank: Rank) -> None:
+        tries = self._failed_starts.get(rank.local_rank, 0)
+        if self._num_finished or not self._seats.is_empty(rank.local_rank):
+            return
+        if tries >= _MOST_STARTS:
+            self._note(
+                f"local rank {rank.local_rank} is not started again: {tries} replacements in a row did not come in"
+            )
+            return
+        self._add(self._starter.start_one(rank.local_rank), rank.local_rank)
+
+    # ---- what ranks say
+
+    def _take(self, rank: Rank, message: Message) -> None:
+        if isinstance(message, Ready):
+            self._let_wait(rank, message.card)
+        elif isinstance(message, InLoop):
+            rank.is_inside = message.inside
+        elif isinstance(message, Trouble) and message.epoch == self._epoch and rank.phase is Phase.TRAINING:
+            self._stop(f"communication of {rank.name} failed: {message.words}")
+        elif isinstance(message, Stopped) and message.epoch == self._epoch and rank.phase is Phase.TRAINING:
+            rank.step = message.step
+        elif isinstance(message, Following):
+            self._failed_starts.pop(rank.local_rank, None)
+
+    def _let_wait(self, rank: Rank, card: str) -> None:
+        """A rank has made its model."""
+        self._card = card if self._card is None else self._card
+        why = difference(self._card, card)
+        if why is not None:
+            self._note(f"{rank.name} cannot come in: {why}")
+            rank.process.tell(
+                Refused(f"this rank cannot join the others: {why}. Start it as they were started.")
+            )
+            self._failed_starts[rank.local_rank] = _MOST_STARTS
+            return
+        rank.phase = Phase.WAITING
+        if self._epoch != NOT_STARTED and not self._is_stopping:
+            self._is_stopping = self._is_pausing = True
+            self._since_s = time.monotonic()
+            for member in self._seats.training:
+                member.process.tell(Pause(self._epoch, f"a replacement (pid {rank.process.pid}) comes in"))
+
+    # ---- from one membership to the next
+
+    def _stop(self, why: str) -> None:
+        """Something is wrong with the membership: end it."""
+        self._because.append(why)
+        if self._epoch == NOT_STARTED or (self._is_stopping and not self._is_pausing):
+            return
+        self._is_stopping, self._is_pausing = True, False
+        self._since_s = time.monotonic()
+        for rank in self._seats.training:
+            rank.process.tell(Stop(self._epoch, why))
+
+    def _decide(self) -> None:
+        """Begin the next membership, if all ranks that live have left this one."""
+        training, waiting = self._seats.training, self._seats.in_phase(Phase.WAITING)
+        if self._epoch == NOT_STARTED:
+            if waiting and self._num_finished:
+                raise LaunchError(
+                    f"{self._num_finished} rank(s) of {self._arguments.script} ended without paceline.Elastic, in "
+                    f"which {len(waiting)} wait for them. All ranks have to make one, or none."
+                )
+            if len(waiting) < self._seats.num_seats:
+                return
+        elif not self._is_stopping or any(rank.step is None for rank in training):
+            return
+        elif not training and self._decider.is_alone:
+            self._raise_if_all_are_lost()
+            return
+        if self._num_finished:
+            waiting = []
+        elif self._decider.is_alone and self._is_too_few(len(training) + len(waiting)):
+            return
+        steps = {
+            rank.member: NOT_STARTED if rank.step is None else rank.step for rank in (*training, *waiting)
+        }
+        plan = self._decider.decide(Proposal(self._epoch + 1, steps, self._stores.of(self._epoch + 1)))
+        if plan is not None:
+            self._count_tries(plan)
+            self._follow(plan)
+
+    def _raise_if_all_are_lost(self) -> None:
+        if not self._num_finished and not self._dying:
+            raise LaunchError(
+                f"all ranks of {self._arguments.script} were lost, and with them what they had trained: "
+                f"{'; '.join(self._because[-self._seats.num_seats :])}. Their own messages, if they wrote any, are "
+                "above. Start again from the last checkpoint."
+            )
+
+    def _is_too_few(self, number: int) -> bool:
+        """Whether the others have to wait; says so, and for how long."""
+        least, waited_s = self._arguments.min_ranks or 1, time.monotonic() - self._since_s
+        if number >= least:
+            self._has_said_missing = False
+            return False
+        limit_s = _MISSING_RATIO * self._arguments.lost_after_s
+        coming = len(self._seats.in_phase(Phase.STARTING)) + len(self._dying)
+        said = f"{number} rank(s) are left of at least {least} (--min-ranks): {'; '.join(self._because)}"
+        if waited_s > limit_s or (not coming and waited_s > 1.0):
+            why = f"none came in {limit_s:g} s" if coming else "no replacement is starting"
+            raise LaunchError(f"{said}. {why.capitalize()}. Start again from the last checkpoint.")
+        if not self._has_said_missing:
+            self._has_said_missing = True
+            self._note(f"{said}; waiting up to {limit_s:g} s for {coming} replacement(s) that start")
+        return True
+
+    def _count_tries(self, plan: Plan) -> None:
+        self._num_tries = 0 if plan.step > self._furthest else self._num_tries + 1
+        self._furthest = max(plan.step, self._furthest)
+        if self._num_tries >= _MOST_TRIES:
+            raise LaunchError(
+                f"{_MOST_TRIES} memberships in a row did not complete step {plan.step + 1} of "
+                f"{self._arguments.script}; the last one ended because {'; '.join(self._because)}. "
+                "Look at the ranks' own messages above: what fails in that step on every rank is no lost rank."
+            )
+
+    def _follow(self, plan: Plan) -> None:
+        """Tell this host's ranks their seats."""
+        numbers = {member: number for number, member in enumerate(plan.members)}
+        lost = tuple(old for old, member in enumerate(self._members) if member not in numbers)
+        here = [
+            rank
+            for rank in (*self._seats.training, *self._seats.in_phase(Phase.WAITING))
+            if rank.member in numbers
+        ]
+        why = "; ".join(self._because) or "a replacement has come in"
+        for rank in here:
+            rank.rank, rank.step, rank.phase = numbers[rank.member], None, Phase.TRAINING
+            rank.process.tell(
+                Seat(plan.epoch, rank.rank, len(plan.members), len(here), plan.store, lost, plan.num_new, why)
+            )
+        if here and self._epoch != NOT_STARTED:
+            gone = f"without rank(s) {', '.join(map(str, lost))}" if lost else ""
+            come = f"with {plan.num_new} that came in" if plan.num_new else ""
+            who = " and ".join(filter(None, (gone, come)))
+            self._note(f"{len(plan.members)} ranks go on after step {plan.step}, {who}")
+        self._epoch, self._members = plan.epoch, plan.members
+        self._is_stopping = self._is_pausing = False
+        self._because = []
+        for rank in self._seats.training:
+            if rank.member not in numbers:
+                self._fence(rank)
+
+    def _fence(self, rank: Rank) -> None:
+        """Others went on without it: what it holds is old. A replacement takes their state."""
+        rank.phase = Phase.LOST
+        self._seats.remove(rank)
+        self._dying.append(rank)
+        rank.process.ask_to_end(signal.SIGKILL)

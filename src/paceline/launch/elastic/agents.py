@@ -1,0 +1,288 @@
+"""The agents of several hosts: decides with the others who trains on. A thread beside the agent of one host.
+
+Rules
+1. The thread reads, answers and beats whatever the agent does; the agent asks `why_over`, `decide`, which never wait.
+2. What is decided by whom, and when, is `council.py`'s; how it is said, `links.py`'s. Here is neither.
+3. Who needs nobody else needs no thread: one host alone is its own majority.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.errors import ProtocolError
+from paceline.launch.elastic.council import Council
+from paceline.launch.elastic.decree import Decree, Voter
+from paceline.launch.elastic.links import Closed, Links, Received, Refused
+from paceline.launch.elastic.plan import NOT_STARTED, Address, Plan, Proposal, Start
+from paceline.launch.elastic.vote import Quorum
+from paceline.launch.elastic.wire import decode, encode
+from paceline.launch.launch_errors import LaunchError
+
+_TURN_S = 0.1
+
+
+@dataclass(frozen=True)
+class AgentSetting:
+    """Which agent this is.
+
+    Attributes:
+        name: What people call its host; agents are sorted by it.
+        num_ranks: That its host begins with.
+        start: Where ranks meet that begin with the job, if this is its first host.
+        listen: Where it listens; port 0 takes a free one.
+        first: Where the job's first agent listens; None: this is the first.
+        token: The job's.
+        needs: What training needs.
+        patience_s: How long to wait for a majority, or for enough ranks.
+    """
+
+    name: str
+    num_ranks: int
+    start: Address
+    listen: Address
+    first: Address | None
+    token: str
+    needs: Quorum
+    patience_s: float
+
+
+class Agents:
+    """This agent among the others; a `Decider`.
+
+    Args:
+        setting: Which one it is.
+
+    Attributes:
+        name: Which no other agent of the job has, nor this host's next one.
+        is_alone: No.
+
+    Raises:
+        OSError: The address to listen on is taken, or is none of this host.
+    """
+
+    is_alone = False
+
+    def __init__(self, setting: AgentSetting) -> None:
+        self._setting = setting
+        self._links = Links(setting.listen, setting.token)
+        self.name = f"{setting.name}/{secrets.token_hex(3)}"
+        own = Voter(self.name, self._links.address, start=setting.start, num_ranks=setting.num_ranks)
+        self._council = Council(own, setting.needs, setting.first, time.monotonic())
+        self._lock = threading.Lock()
+        self._names: dict[int, str] = {}  # of incoming connections
+        self._waits_since_s: float | None = None
+        self._forgotten: set[str] = set()  # missing agents whose connections are closed
+        self._ends = False
+        self._broken: BaseException | None = None  # what the thread died of
+        self._thread = threading.Thread(target=self._run, name="paceline agents", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> Address:
+        """Where it listens."""
+        return self._links.address
+
+    # ---- the beginning
+
+    def meet(self, check: Callable[[], None]) -> Start | None:
+        """Wait for the other hosts; returns how this one's ranks begin, or None if the job has begun before.
+
+        Args:
+            check: Called again and again; what it raises ends the wait.
+
+        Raises:
+            LaunchError: They did not come in time.
+        """
+        began_s = time.monotonic()
+        while True:
+            check()
+            self._check_thread()
+            with self._lock:
+                decree, start = self._council.decree, self._council.start
+                if start is not None:
+                    return self._start_by(start)
+                if decree is not None and decree.trained != NOT_STARTED:
+                    return None
+                missing = self._what_is_missing()
+            if time.monotonic() - began_s > self._setting.patience_s:
+                raise LaunchError(
+                    f"the hosts of this launch did not meet in {self._setting.patience_s:.0f} s: {missing}. All need "
+                    "the same --nnodes and PACELINE_TOKEN, and a way to each other."
+                )
+            time.sleep(_TURN_S)
+
+    def _start_by(self, decree: Decree) -> Start:
+        voters = sorted(decree.voters, key=lambda voter: voter.name)
+        host = [voter.name for voter in voters].index(self.name)
+        before = sum(voter.num_ranks for voter in voters[:host])
+        return Start(before, sum(v.num_ranks for v in voters), host, len(voters), voters[0].start)
+
+    # ---- a Decider
+
+    def decide(self, proposal: Proposal) -> Plan | None:
+        """See `Decider`: the ranks of this host have stopped, and `proposal` says which can go on.
+
+        Raises:
+            LaunchError: There was no plan for too long, because agents or ranks are missing.
+        """
+        self._check_thread()
+        now_s = time.monotonic()
+        with self._lock:
+            plan = self._council.decide(proposal, now_s)
+            if plan is None:
+                self._check_patience(now_s)
+            else:
+                self._waits_since_s = None
+        self._links.wake()
+        return plan
+
+    def why_over(self, epoch: int) -> str | None:
+        """See `Decider`."""
+        self._check_thread()
+        with self._lock:
+            if epoch == NOT_STARTED:
+                self._check_beginning()
+                return None
+            if self._council.is_all_over():
+                raise LaunchError(
+                    f"the job has ended well on the other hosts, while {self.name} was out of touch. Nothing is left "
+                    "to do here."
+                )
+            if not self._council.is_over(epoch):
+                return None
+            missing = self._council.missing()
+        return (
+            f"{', '.join(missing)} is not heard any more"
+            if missing
+            else "another host asks for other members"
+        )
+
+    def _check_beginning(self) -> None:
+        """Training does not begin without a host that began with this one."""
+        start, decree = self._council.start, self._council.decree
+        if start is None or decree is None or decree.trained != NOT_STARTED:
+            return
+        lost = sorted(
+            set(start.names) & (set(self._council.missing()) | set(start.names) - set(decree.names))
+        )
+        if lost:
+            raise LaunchError(
+                f"{', '.join(lost)} was lost before training began; the ranks of {self.name} were stopped. What "
+                "happened is said there. Start all hosts again."
+            )
+
+    def _check_patience(self, now_s: float) -> None:
+        if self._waits_since_s is None:
+            self._waits_since_s = now_s
+        waited_s = now_s - self._waits_since_s
+        if waited_s > self._setting.patience_s:
+            raise LaunchError(f"no plan for {waited_s:.0f} s: {self._what_is_missing()}")
+
+    def waits_for(self) -> str:
+        """In words, what is missing until there is a plan."""
+        with self._lock:
+            return self._what_is_missing()
+
+    def _what_is_missing(self) -> str:
+        council = self._council
+        decree, missing = council.decree, council.missing()
+        if decree is None:
+            return f"nobody of this job answers at {':'.join(map(str, self._setting.first or self.address))}"
+        heard = [name for name in decree.names if name not in missing]
+        if not decree.has_quorum(heard):
+            half = 2 * len(heard) == len(decree.names)
+            ties = f", and {decree.tie_breaker}, which breaks ties, is missing" if half else ""
+            reached = f"{self.name} reaches {len(heard)} of {len(decree.names)} agents{ties}"
+            return f"{reached}. Not heard: {', '.join(missing)}."
+        needs = self._setting.needs
+        if decree.trained == NOT_STARTED:
+            return f"{len(heard)} of {needs.hosts} hosts are here: {', '.join(heard)}"
+        return (
+            f"fewer than {needs.ranks} ranks (--min-ranks) can train on, or none of them holds the training's state; "
+            f"agents: {', '.join(heard)}."
+        )
+
+    def _check_thread(self) -> None:
+        if self._broken is not None:
+            raise LaunchError(
+                f"{self.name} can no longer talk to the other hosts: {self._broken!r}"
+            ) from self._broken
+
+    # ---- the end
+
+    def finish(self, check: Callable[[], None]) -> None:
+        """This host's ranks have ended well: wait until the others' have, as they may need this agent's vote.
+
+        Args:
+            check: Called again and again; what it raises ends the wait.
+        """
+        with self._lock:
+            self._council.leave()
+        while True:
+            check()
+            self._check_thread()
+            with self._lock:
+                if self._council.all_done():
+                    break
+            time.sleep(_TURN_S)
+        time.sleep(_TURN_S)  # so that the others hear it, too
+
+    def close(self) -> None:
+        """End the thread and all connections."""
+        self._ends = True
+        self._links.wake()
+        self._thread.join()
+        self._links.close()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            self._talk()
+        except BaseException as error:
+            self._broken = error
+            raise
+
+    def _talk(self) -> None:
+        while not self._ends:
+            events = self._links.turn(_TURN_S, time.monotonic())
+            with self._lock:
+                now_s = time.monotonic()
+                for event in events:
+                    self._take(event, now_s)
+                for address, packet in self._council.turn(now_s):
+                    self._links.post(address, encode(packet), now_s)
+                self._forget_missing()
+
+    def _take(self, event: Received | Refused | Closed, now_s: float) -> None:
+        if isinstance(event, Refused):
+            self._council.refused(event.address, now_s)
+        elif isinstance(event, Closed):
+            name = self._names.pop(event.connection, "")
+            if name in self._council.peers:  # whether it has died shows by who listens there now
+                address = self._council.peers[name].voter.address
+                self._links.forget(address)
+                self._council.call(address)
+        else:
+            try:
+                packet = decode(event.body)
+                self._council.heard(packet, now_s)
+                self._names[event.connection] = packet.sender.name
+            except ProtocolError:
+                self._links.drop(event.connection)
+
+    def _forget_missing(self) -> None:
+        """A connection to a host that is not heard is half open: what is sent next shall not wait for TCP."""
+        missing = {name for name, peer in self._council.peers.items() if peer.is_missing}
+        for connection, name in list(self._names.items()):
+            if name in missing:
+                self._links.drop(connection)
+                del self._names[connection]
+        for name in missing - self._forgotten:
+            self._links.forget(self._council.peers[name].voter.address)
+        self._forgotten = missing

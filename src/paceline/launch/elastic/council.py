@@ -1,0 +1,372 @@
+"""One agent's part in a job of several hosts: who is alive, when a vote is due, what is said again. Time is told.
+
+Rules
+1. A voter that was not heard for `SILENCE_S`, or whose host refuses connections, is missing: an attempt is due. A
+   wrong suspicion costs one attempt, as all voters are asked, and who answers stays.
+2. Whoever is heard is waited for: it may have ranks that take long to stop, which is its own agent's affair. Who is
+   missing is not waited for.
+3. This host's ranks stop before it promises or proposes: until then what it is asked waits.
+4. Survivors see the same loss at once, so they propose one after the other, in the order of the decree.
+5. An agent that was stopped itself (SIGSTOP, a suspended machine) has heard nobody: after a pause it listens first.
+6. Hosts that were lost are told the newest decree now and then, at their old addresses: who starts there again joins,
+   although it was told to begin a job.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+
+from paceline.launch.elastic import vote
+from paceline.launch.elastic.decree import Candidate, Decree, Voter
+from paceline.launch.elastic.plan import NOT_STARTED, Address, Member, Plan, Proposal
+from paceline.launch.elastic.vote import NO_BALLOT, Message, Quorum, Report, State
+from paceline.launch.elastic.wire import Packet
+
+BEAT_S = 1.0
+SILENCE_S = 2.5
+REPEAT_S = 0.5  # what is unanswered so long is said again
+STAGGER_S = 0.2  # between one proposer and the next
+RETRY_S = 2.0  # an attempt that is not decided by then is followed by another
+ANYBODY = ""  # who listens at an address, whatever its name
+PAUSE_S = 1.0  # between two turns: so long this agent did not run itself
+
+
+@dataclass
+class Peer:
+    """Another agent, as it was heard last."""
+
+    voter: Voter
+    heard_s: float
+    is_missing: bool = False
+    is_done: bool = False
+
+
+class Council:
+    """What an agent knows of the others, and what it says to them.
+
+    Args:
+        own: Itself.
+        needs: How many ranks a decree needs.
+        first: Where the job's first agent listens; None: it is this one.
+        now_s: The time.
+
+    Attributes:
+        state: Of the vote.
+        peers: The others, by name.
+        is_done: Whether this host's ranks have ended well.
+        start: The first decree of as many hosts as the job begins with; None until then.
+    """
+
+    def __init__(self, own: Voter, needs: Quorum, first: Address | None, now_s: float) -> None:
+        self.job = secrets.token_hex(8) if first is None else ""  # of others it is not known yet
+        self.state = vote.begin(Report(own), needs) if first is None else State(Report(own), needs)
+        self.peers: dict[str, Peer] = {}
+        self.is_done = False
+        self.start: Decree | None = None
+        self._first = first
+        self._has_stopped = True  # its ranks; there are none yet
+        self._wants_vote = False
+        self._changed_late = False  # what it has reported is not all
+        self._holds: dict[Member, int] = {}  # of which epoch ranks of this host hold the state
+        self._waiting: list[Message] = []  # asked while its ranks ran
+        self._out: list[tuple[Address, Packet]] = []
+        self._places: dict[str, Address] = {}  # of all agents ever heard
+        self._turn_s = self._beat_s = now_s
+        self._due_s = now_s  # when it may propose, or propose again
+        self._repeat_s = now_s
+
+    # ---- this host's ranks
+
+    @property
+    def own(self) -> Voter:
+        return self.state.report.voter
+
+    @property
+    def decree(self) -> Decree | None:
+        return self.state.decree
+
+    def is_over(self, epoch: int) -> bool:
+        """Whether the ranks that follow this epoch have to stop."""
+        decree = self.state.decree
+        if decree is None or decree.epoch != epoch:
+            return decree is not None and decree.epoch > epoch
+        return bool(self._waiting) or self._wants_vote or self.state.promised != NO_BALLOT
+
+    def decide(self, proposal: Proposal, now_s: float) -> Plan | None:
+        """See `Decider`: no rank of this host trains, and `proposal` says which could."""
+        plan = self._plan(proposal.epoch)
+        if plan is None:
+            candidates = tuple(
+                self._candidate(member, step) for member, step in sorted(proposal.steps.items())
+            )
+            self._report(proposal.store, candidates, now_s)
+            plan = self._plan(proposal.epoch)
+        if plan is not None:
+            self._holds = {member: plan.epoch for member in plan.members if member.host == self.own.name}
+            self._has_stopped = not self._holds
+            if self._has_stopped:
+                self.state = replace(self.state, report=replace(self.state.report, candidates=()))
+        return plan
+
+    def _plan(self, epoch: int) -> Plan | None:
+        """The newest, if it is of this epoch or later, and no later one is asked for."""
+        decree = self.state.decree
+        may_follow = self.state.trains or not self.state.is_voter
+        plan = None if decree is None or not may_follow else decree.plan()
+        return plan if plan is not None and plan.epoch >= epoch else None
+
+    def _candidate(self, member: Member, step: int) -> Candidate:
+        known = {each.member: each for each in self.state.report.candidates}.get(member, Candidate(member))
+        if step == NOT_STARTED:  # it is new; but with all members new they are equal, and hold what there is
+            return known
+        return Candidate(member, max(known.epoch, self._holds.get(member, NOT_STARTED)), step)
+
+    def _report(self, store: Address, candidates: tuple[Candidate, ...], now_s: float) -> None:
+        changed = candidates != self.state.report.candidates
+        self.state = replace(self.state, report=Report(replace(self.own, store=store), candidates))
+        if not self._has_stopped or changed:
+            self._changed_late = changed and self.state.promised != NO_BALLOT
+            if not self._waiting:
+                self._wants_vote, self._due_s = True, now_s
+        self._has_stopped = True
+        waiting, self._waiting = self._waiting, []
+        for message in waiting:
+            self._take(message, now_s)
+
+    def leave(self) -> None:
+        """This host's ranks have ended well."""
+        self.is_done = self._has_stopped = True
+        self._wants_vote = False
+        self.state = replace(self.state, report=replace(self.state.report, candidates=()))
+        self._beat_s = 0.0
+
+    # ---- others
+
+    def call(self, address: Address) -> None:
+        """Say something there, to see who listens."""
+        self._beat(address)
+
+    def heard(self, packet: Packet, now_s: float) -> bool:
+        """Take what another agent says; whether it is of this job."""
+        if packet.sender.name == self.own.name:  # who has listened here before is invited, too
+            return True
+        message = packet.message
+        asks_to_join = not packet.job and message is not None and message.kind == "join"
+        if packet.job != self.job and not asks_to_join and not self._adopts(packet):
+            return False
+        sender, known = packet.sender, self._epoch
+        self._meet(sender, packet, now_s)
+        if message is not None and message.to in (self.own.name, ANYBODY):
+            self._take(message, now_s)
+        if packet.epoch < known and (message is None or message.kind != "join"):
+            self._say(Message("decree", self.own.name, sender.name, decree=self.state.decree))
+        elif packet.epoch > self._epoch:
+            self._beat(sender.address)  # it answers with what it knows
+        return True
+
+    def _meet(self, sender: Voter, packet: Packet, now_s: float) -> None:
+        self.peers[sender.name] = Peer(sender, now_s, is_done=packet.is_done)
+        names = () if self.state.decree is None else self.state.decree.names
+        for name in [
+            n for n, address in self._places.items() if address == sender.address and n not in names
+        ]:
+            del self._places[name]  # who has listened there before
+        self._places[sender.name] = sender.address
+
+    def refused(self, address: Address, now_s: float) -> None:
+        """Nobody listens there any more."""
+        for peer in self.peers.values():
+            if peer.voter.address == address and not peer.is_missing:
+                peer.is_missing = True
+                self._consider(now_s)
+
+    def turn(self, now_s: float) -> list[tuple[Address, Packet]]:
+        """Do what is due; returns what is to be sent, and where."""
+        if now_s - self._turn_s > PAUSE_S:
+            for peer in self.peers.values():
+                peer.heard_s += now_s - self._turn_s
+        self._turn_s = now_s
+        for peer in self.peers.values():
+            peer.is_missing |= now_s - peer.heard_s > SILENCE_S
+        if now_s >= self._beat_s:
+            self._beat_s = now_s + BEAT_S
+            self._beat_all()
+        self._consider(now_s)
+        self._propose(now_s)
+        if now_s >= self._repeat_s:
+            self._repeat_s = now_s + REPEAT_S
+            for message in vote.repeat(self.state):
+                self._say(message)
+        out, self._out = self._out, []
+        return out
+
+    def missing(self) -> list[str]:
+        """The voters of the newest decree that are not heard."""
+        names = () if self.state.decree is None else self.state.decree.names
+        return [n for n in names if n != self.own.name and (n not in self.peers or self.peers[n].is_missing)]
+
+    def is_all_over(self) -> bool:
+        """Whether the job has ended well, without this host."""
+        decree = self.state.decree
+        if decree is None or decree.trained == NOT_STARTED or self.own.name in decree.names:
+            return False
+        return all(name in self.peers and self.peers[name].is_done for name in decree.names)
+
+    def all_done(self) -> bool:
+        """Whether nobody needs this agent any more: all others' ranks have ended well, or they are gone."""
+        names = () if self.state.decree is None else self.state.decree.names
+        others = [self.peers[name] for name in names if name in self.peers]
+        return self.is_done and all(peer.is_done or peer.is_missing for peer in others)
+
+    # ---- within
+
+    @property
+    def _epoch(self) -> int:
+        return NOT_STARTED if self.state.decree is None else self.state.decree.epoch
+
+    def _adopts(self, packet: Packet) -> bool:
+        """Whether this agent has nothing to lose, and there is a job that it can join."""
+        mine = self.state.decree
+        if mine is None:
+            can_join = not self.job and bool(packet.job)
+        else:
+            theirs = None if packet.message is None else packet.message.decree
+            can_join = len(mine.voters) == 1 and mine.trained == NOT_STARTED
+            can_join &= theirs is not None and theirs.trained != NOT_STARTED
+        if not can_join:
+            return False
+        self.job = packet.job
+        self.state = State(self.state.report, self.state.needs)
+        self._first = packet.sender.address
+        return True
+
+    def _take(self, message: Message, now_s: float) -> None:
+        before = self.state.decree
+        if message.kind == "ask" and message.decree is not None and message.decree.epoch > self._epoch:
+            self._apply(
+                vote.receive(self.state, Message("decree", message.sender, message.to, decree=message.decree))
+            )
+            self._followed_another(before, now_s)
+        if message.kind == "ask" and not self._has_stopped and message.epoch == self._epoch:
+            self._waiting.append(message)
+            return
+        before, promised = self.state.decree, self.state.promised
+        self._apply(vote.receive(self.state, message))
+        self._followed_another(before, now_s)
+        if self.state.promised not in (promised, NO_BALLOT):  # to another: that attempt comes first
+            self._wants_vote, self._due_s = False, now_s + RETRY_S + STAGGER_S * self._place
+        if message.kind == "join":
+            self._consider(now_s)
+
+    def _followed_another(self, before: Decree | None, now_s: float) -> None:
+        """If there is a new decree: what belonged to the old one is over."""
+        decree = self.state.decree
+        if decree is before or decree is None:
+            return
+        self._waiting = []
+        self._wants_vote, self._changed_late = self._changed_late, False
+        self._due_s = now_s + STAGGER_S
+        if (
+            self.start is None
+            and decree.trained == NOT_STARTED
+            and len(decree.voters) == self.state.needs.hosts
+        ):
+            self.start = decree
+        for voter in decree.voters:
+            self._places[voter.name] = voter.address
+            if voter.name != self.own.name:
+                self.peers.setdefault(voter.name, Peer(voter, now_s))
+        in_it = {member.member for member in decree.members}
+        if in_it and not any(each.member in in_it for each in self.state.report.candidates):
+            # Others train without its ranks: these bring nothing before its agent says so anew.
+            self._has_stopped = True
+            if self.state.report.candidates and not self._wants_vote:
+                self.state = replace(self.state, report=replace(self.state.report, candidates=()))
+        self._beat_s = now_s
+
+    def _consider(self, now_s: float) -> None:
+        """Whether an attempt is due because somebody is missing or wants to join."""
+        decree = self.state.decree
+        if decree is None or not self.state.is_voter or self._wants_vote:
+            return
+        gone = [name for name in self.missing() if not (name in self.peers and self.peers[name].is_done)]
+        for name in self.state.joiners:
+            if name in self.peers and self.peers[name].is_missing:
+                self.state = vote.forget(self.state, name)
+        if gone or self.state.joiners:
+            self._wants_vote = True
+            live = [name for name in decree.names if name not in gone]
+            self._due_s = now_s + STAGGER_S * live.index(self.own.name)
+
+    def _propose(self, now_s: float) -> None:
+        state = self.state
+        if not state.is_voter:
+            if self._has_stopped and (state.report.candidates or self._is_young):
+                self._ask_to_join(now_s)
+            return
+        leads = state.own != NO_BALLOT and state.own >= state.promised
+        waits_for_missing = all(
+            name not in self.peers or self.peers[name].is_missing for name in state.unanswered
+        )
+        if leads and state.offered is None and waits_for_missing:
+            self._step(vote.lose_patience(self.state), now_s)
+        is_stale = state.promised != NO_BALLOT and not leads
+        if now_s < self._due_s or not self._has_stopped or not (self._wants_vote or is_stale):
+            return
+        if leads and (state.unanswered - set(self.missing())):
+            return  # somebody who is heard has not stopped yet
+        self._due_s = now_s + RETRY_S + STAGGER_S * self._place
+        self._step(vote.suspect(self.state), now_s)
+
+    @property
+    def _place(self) -> int:
+        """Among the voters."""
+        decree = self.state.decree
+        return decree.names.index(self.own.name) if decree is not None and self.state.is_voter else 0
+
+    @property
+    def _is_young(self) -> bool:
+        return self.state.decree is None or self.state.decree.trained == NOT_STARTED
+
+    def _ask_to_join(self, now_s: float) -> None:
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + REPEAT_S
+        if self.state.decree is None:
+            if self._first is not None:  # whose name is not known
+                self._out.append((self._first, self._packet(Message("join", self.own.name, ANYBODY))))
+            return
+        self._apply(vote.ask_to_join(self.state, self.state.decree.names))
+
+    def _step(self, result: vote.Result, now_s: float) -> None:
+        before = self.state.decree
+        self._apply(result)
+        self._followed_another(before, now_s)
+
+    def _apply(self, result: vote.Result) -> None:
+        self.state, messages = result
+        for message in messages:
+            self._say(message)
+
+    def _say(self, message: Message) -> None:
+        address = self._places.get(message.to)
+        if address is not None:
+            self._out.append((address, self._packet(message)))
+
+    def _packet(self, message: Message | None = None) -> Packet:
+        return Packet(self.job, self.own, self._epoch, self.is_done, message)
+
+    def _beat(self, address: Address) -> None:
+        self._out.append((address, self._packet()))
+
+    def _beat_all(self) -> None:
+        decree = self.state.decree
+        names = set() if decree is None else set(decree.names)
+        for name, address in self._places.items():
+            if name in names:
+                self._beat(address)
+            elif decree is not None and decree.trained != NOT_STARTED and self.state.is_voter:
+                self._out.append(
+                    (address, self._packet(Message("decree", self.own.name, ANYBODY, decree=decree)))
+                )

@@ -1,0 +1,107 @@
+"""What the agents of several hosts decide on: which of them decide next, and which ranks train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline.launch.elastic.plan import NOT_STARTED, Address, Member, Plan
+
+NOWHERE = Address("", 0)
+
+
+@dataclass(frozen=True)
+class Voter:
+    """A host's agent. One that lost its memory is another: it comes with another name.
+
+    Attributes:
+        name: Unique in the job's life.
+        address: Where it listens for other agents.
+        store: Where the ranks of the next epoch can meet at its host.
+        start: Where all ranks meet that the job begins with, if this is its first host.
+        num_ranks: That the job begins with at its host.
+    """
+
+    name: str
+    address: Address = NOWHERE
+    store: Address = NOWHERE
+    start: Address = NOWHERE
+    num_ranks: int = 0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A rank that could train, as its agent reports it.
+
+    Attributes:
+        member: Which process.
+        epoch: Of which decree it holds the training's state; `NOT_STARTED` for a rank that is new.
+        step: How many steps that state has completed.
+    """
+
+    member: Member
+    epoch: int = NOT_STARTED
+    step: int = NOT_STARTED
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """What has been trained; ranks that are equal in it hold the same state."""
+        return self.epoch, self.step
+
+
+@dataclass(frozen=True)
+class Decree:
+    """What is decided for one epoch. There is at most one an epoch.
+
+    Attributes:
+        epoch: Its number.
+        members: The ranks that train, in their order; none while they are too few: nobody trains.
+        voters: The agents that decide on the next one. A live agent is among them although its ranks are out.
+        tie_breaker: The voter with which half of them suffices.
+        trained: The newest epoch that had members, this one included.
+    """
+
+    epoch: int
+    members: tuple[Candidate, ...]
+    voters: tuple[Voter, ...]
+    tie_breaker: str
+    trained: int = NOT_STARTED
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the voters."""
+        return tuple(voter.name for voter in self.voters)
+
+    @property
+    def holder(self) -> Candidate:
+        """The member that is furthest; the others take its state if theirs is older."""
+        return max(self.members, key=lambda candidate: candidate.progress)
+
+    def has_quorum(self, names: Iterable[str]) -> bool:
+        """Whether these suffice to decide on the next one: more than half, or half with the tie-breaker."""
+        voting = set(names) & set(self.names)
+        votes, whole = len(voting), len(self.voters)
+        return 2 * votes > whole or (2 * votes == whole and self.tie_breaker in voting)
+
+    def updated(self, candidate: Candidate) -> Candidate:
+        """What a rank holds once this is decided: nobody trains before all follow, so equal states stay equal."""
+        for member in self.members:
+            if member.member == candidate.member and member.progress == self.holder.progress:
+                return Candidate(candidate.member, self.epoch, candidate.step)
+        return candidate
+
+    def plan(self) -> Plan | None:
+        """What its ranks are told; None if it has none."""
+        if not self.members:
+            return None
+        stores = {voter.name: voter.store for voter in self.voters}
+        return Plan(
+            epoch=self.epoch,
+            members=tuple(candidate.member for candidate in self.members),
+            voters=self.names,
+            tie_breaker=self.tie_breaker,
+            step=max(self.holder.step, 0),
+            holder=self.holder.member,
+            store=stores[self.holder.member.host],
+            num_new=sum(candidate.step == NOT_STARTED for candidate in self.members),
+        )

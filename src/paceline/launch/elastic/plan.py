@@ -1,0 +1,168 @@
+"""`Plan`: who trains together from now on, as the agents of all hosts have decided it; and what one of them proposes.
+
+Rules
+1. A plan is the whole truth of its epoch: who has it needs no earlier one.
+2. Of one epoch there is at most one plan, whoever asks and whenever. Every message says its epoch.
+3. Nothing here reads a clock, opens a socket or is unpickled: JSON, checked when it is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Protocol
+
+from paceline.errors import ProtocolError
+
+NOT_STARTED = -1  # the epoch of a launch before its first plan, and the step of a rank that has just come
+
+
+class Member(NamedTuple):
+    """One process of a rank: a replacement on the same host has another number."""
+
+    host: str  # the name of its agent, which no other agent of the launch has
+    number: int  # of its start on that host, from 0
+
+
+class Address(NamedTuple):
+    """Where something listens."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What one host's agent brings into the next membership: its ranks that have stopped, and those that wait.
+
+    Attributes:
+        epoch: The number of the plan that is asked for.
+        steps: How many steps each rank of this host has completed that can go on. `NOT_STARTED`: it has just come, and
+            takes another's state.
+        store: Where this host would open the store of that epoch.
+    """
+
+    epoch: int
+    steps: Mapping[Member, int]
+    store: Address
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A membership.
+
+    Attributes:
+        epoch: Its number: larger than that of any plan before.
+        members: The ranks, in the order of their new numbers. Those that were there before come first.
+        voters: Agents, by name, of which the next plan needs more than half; or half, with the tie-breaker.
+        tie_breaker: One of the voters.
+        step: How many steps the rank that is furthest has completed.
+        holder: That rank: whoever is behind takes its state.
+        store: Where the ranks meet; of this epoch alone.
+        num_new: How many members have no state of the training yet.
+    """
+
+    epoch: int
+    members: tuple[Member, ...]
+    voters: tuple[str, ...]
+    tie_breaker: str
+    step: int
+    holder: Member
+    store: Address
+    num_new: int = 0
+
+    def __post_init__(self) -> None:
+        if self.holder not in self.members or self.tie_breaker not in self.voters:
+            raise ProtocolError(
+                f"a plan of epoch {self.epoch} names {self.holder} as the holder of the state and {self.tie_breaker!r} "
+                f"as the tie-breaker; its members are {self.members}, its voters {self.voters}."
+            )
+
+    @property
+    def holder_rank(self) -> int:
+        """The new number of the rank that has the state."""
+        return self.members.index(self.holder)
+
+    def to_bytes(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, words: bytes) -> Plan:
+        """The plan that `to_bytes` wrote. Raises ProtocolError if it is none."""
+        try:
+            fields: dict[str, Any] = json.loads(words)
+            return cls(
+                epoch=_whole(fields["epoch"]),
+                members=tuple(_member(each) for each in fields["members"]),
+                voters=tuple(_text(each) for each in fields["voters"]),
+                tie_breaker=_text(fields["tie_breaker"]),
+                step=_whole(fields["step"]),
+                holder=_member(fields["holder"]),
+                store=Address(_text(fields["store"][0]), _whole(fields["store"][1])),
+                num_new=_whole(fields["num_new"]),
+            )
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise ProtocolError(f"{words[:80]!r} is no plan of a membership: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class Start:
+    """How ranks of a host begin that begin with the job: as under torchrun, before the first plan.
+
+    Attributes:
+        first_rank: Of this host.
+        num_ranks: Of all hosts.
+        host: This one's number.
+        num_hosts: Of the job.
+        store: Where all of them meet; None: where this host's agent chooses.
+    """
+
+    first_rank: int
+    num_ranks: int
+    host: int
+    num_hosts: int
+    store: Address | None
+
+
+class Decider(Protocol):
+    """Whoever knows what all hosts have decided: alone on one host, a vote among several. Asked again and again.
+
+    Attributes:
+        name: Of this host's agent, in plans.
+        is_alone: Whether there is no other host.
+    """
+
+    name: str
+    is_alone: bool
+
+    def decide(self, proposal: Proposal) -> Plan | None:
+        """Return the plan of the proposal's epoch, or of a later one; None: not decided yet, ask again.
+
+        Local; never blocks. This host's ranks may be missing in it: they have lost touch, and what they hold is old.
+        Raises LaunchError if there never will be one.
+        """
+
+    def why_over(self, epoch: int) -> str | None:
+        """Why this epoch has ended, so that this host's ranks have to stop; None: it goes on. Local; never blocks.
+
+        Raises LaunchError if training cannot begin.
+        """
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _member(value: Any) -> Member:
+    host, number = value
+    return Member(_text(host), _whole(number))

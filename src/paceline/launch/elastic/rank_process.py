@@ -1,0 +1,86 @@
+"""One process of a rank, as its agent has it: started in a session of its own, with a line to the agent, watched."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from paceline.elastic.line import FD, Line, Message
+from paceline.errors import ProtocolError
+from paceline.host.processes import Vitals, VitalSigns
+
+
+class RankProcess:
+    """Starts it.
+
+    Args:
+        command: The script's.
+        environment: All of it.
+
+    Attributes:
+        line: To hear and to tell.
+        pidfd: Readable once it has ended.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.line, theirs = Line.pair()
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                env={**environment, FD: str(theirs.fileno())},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # so that what it has started can be ended with it
+            )
+        self.pidfd = os.pidfd_open(self.pid)
+        self._signs = VitalSigns(self.pid)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def vitals(self) -> Vitals:
+        return self._signs.look()
+
+    def tell(self, message: Message) -> None:
+        self.line.tell(message, waits=False)
+
+    def hear(self) -> Message | None:
+        """A message that has come. None: it has closed its end, or speaks no language of ours."""
+        with contextlib.suppress(ProtocolError):
+            return self.line.hear()
+        return None
+
+    def ask_to_end(self, number: signal.Signals) -> None:
+        """Send a signal to it and to what it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def bury(self) -> int:
+        """End it, with all that it has started, and free what belongs to it; returns its exit code.
+
+        Blocks until the kernel has freed its memory.
+        """
+        if not self.has_ended():
+            self._process.kill()
+        code = self._process.wait()
+        self.ask_to_end(signal.SIGKILL)  # the session outlives its leader
+        self.line.close()
+        os.close(self.pidfd)
+        self._signs.close()
+        return code
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

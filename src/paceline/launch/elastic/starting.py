@@ -1,0 +1,115 @@
+"""Starts ranks: the script's command, the environment that torchrun would give, and the stores in which they meet."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch.distributed import run as torchrun
+
+from paceline.elastic.line import LOST_AFTER
+from paceline.host.addresses import LOOPBACK
+from paceline.launch.command_line import LaunchArguments
+from paceline.launch.elastic.plan import Address, Start
+from paceline.launch.elastic.rank_process import RankProcess
+
+_BACKLOG = 2048
+_KEPT = 4  # a rank may still write into the store of the membership that it leaves
+
+
+class EpochStores:
+    """Stores for the ranks of one membership each, on an address of this host."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._open: deque[tuple[int, Address, dist.Store]] = deque(maxlen=_KEPT)
+
+    def of(self, epoch: int) -> Address:
+        """Where the store of this epoch listens; opened when first asked for. Earlier ones are closed in time."""
+        if not self._open or self._open[-1][0] != epoch:
+            store = listening_store(self._host)
+            self._open.append((epoch, Address(self._host, store.port), store))
+        return self._open[-1][1]
+
+
+def listening_store(host: str) -> dist.TCPStore:
+    """A store that listens on this address alone, at a port that the kernel chooses."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+class Starter:
+    """Starts processes of the script.
+
+    Args:
+        arguments: A checked command line.
+
+    Attributes:
+        host: The address of this host that ranks reach.
+    """
+
+    def __init__(self, arguments: LaunchArguments) -> None:
+        args = arguments.torchrun
+        self.host: str = args.local_addr or LOOPBACK
+        self._arguments = arguments
+        config, command, words = torchrun.config_from_args(args)
+        self._run_id, self._command = config.run_id, [str(command), *words]
+        self._stores: deque[dist.TCPStore] = deque(maxlen=_KEPT * arguments.num_local_ranks)
+        self._num_starts = 0
+
+    def new_store(self) -> Address:
+        """Where ranks that start can meet; of one start, because a store keeps the addresses of ranks that are gone."""
+        self._stores.append(listening_store(self.host))
+        return Address(self.host, self._stores[-1].port)
+
+    def start_all(self, start: Start | None) -> list[RankProcess]:
+        """All ranks of this host, which meet each other as under torchrun. None: the job has begun without them."""
+        size = self._arguments.num_local_ranks
+        if start is None:
+            return [self.start_one(local_rank) for local_rank in range(size)]
+        number, store = self._next(), start.store or self.new_store()
+        return [
+            self._start(number, local_rank, size, replace(start, store=store)) for local_rank in range(size)
+        ]
+
+    def start_one(self, local_rank: int) -> RankProcess:
+        """A rank that meets nobody, until a membership takes it in."""
+        return self._start(self._next(), local_rank, 1, Start(0, 1, 0, 1, self.new_store()))
+
+    def _next(self) -> int:
+        self._num_starts += 1
+        return self._num_starts - 1
+
+    def _start(self, number: int, local_rank: int, size: int, start: Start) -> RankProcess:
+        assert start.store is not None
+        rank = start.first_rank + (local_rank if size > 1 else 0)
+        numbers = {
+            "LOCAL_RANK": local_rank,
+            "RANK": rank,
+            "GROUP_RANK": start.host,
+            "ROLE_RANK": rank,
+            "LOCAL_WORLD_SIZE": size,
+            "WORLD_SIZE": start.num_ranks,
+            "GROUP_WORLD_SIZE": start.num_hosts,
+            "ROLE_WORLD_SIZE": start.num_ranks,
+            "MASTER_PORT": start.store.port,
+            "TORCHELASTIC_RESTART_COUNT": number,
+            "TORCHELASTIC_MAX_RESTARTS": 0,
+        }
+        texts = {
+            "MASTER_ADDR": start.store.host,
+            "ROLE_NAME": self._arguments.torchrun.role,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": str(self._run_id),
+            LOST_AFTER: f"{self._arguments.lost_after_s:g}",
+        }
+        environment = {**os.environ, **{name: str(value) for name, value in numbers.items()}, **texts}
+        command = [word.replace("${local_rank}", str(local_rank)) for word in self._command]
+        return RankProcess(command, environment)

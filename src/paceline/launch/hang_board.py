@@ -1,0 +1,175 @@
+"""What the launchers of several machines tell each other about ranks that stand still, in the store where they met.
+
+Rules
+1. Nobody writes while all goes well: each launcher reads one counter a second.
+2. A launcher whose ranks wait asks, by that counter. Then each one writes how far its ranks are, and reads the rest.
+3. Whether a rank does anything, its own machine's launcher alone can see. It judges and tells; others pass that on.
+4. What is written is sealed with the job's token (`comm/sealed_store.py`). A store that is gone is not asked again.
+5. A store beyond a network that is cut does not answer for minutes. So a thread of its own asks it (`Correspondent`),
+   and neither the look at this machine's ranks nor the launch's end waits for it longer than a moment.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.comm.sealed_store import SealedStore
+from paceline.files_given import parse_json
+from paceline.observe.progress import Entered
+
+_ASKS_S, _READS_S = 2.0, 10.0  # between two questions; how long after one answers are read
+_MACHINES, _ASKED, _TOLD = "machines", "asked", "told"
+_MOST_MACHINES = 10_000  # whatever a stranger writes
+_MOMENT_S = 0.25  # a store that is well answers in milliseconds
+
+
+class Board:
+    """One launcher's view of it.
+
+    Args:
+        store: Where the machines met.
+        job: The launch's id: several may meet in one store.
+        num_ranks: Of all machines; 0: not known, because some may still come.
+    """
+
+    def __init__(self, store: Any, job: str, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        try:
+            own = store.clone()  # with a connection of its own: the launcher's may be waiting
+        except (AttributeError, RuntimeError):
+            own = store
+        self._store = dist.PrefixStore(f"paceline hangs {job}", own)
+        self._sealed = SealedStore(self._store, "hangs")
+        self._number = self._store.add(_MACHINES, 1) - 1
+        self._num_asked = self._num_told = 0
+        self._asked_s = self._reads_until_s = float("-inf")
+        self._seen: dict[int, tuple[bytes, float]] = {}  # each machine's words, and when they came
+
+    def look(self, own: Sequence[Entered], now_s: float, *, asks: bool) -> list[Entered]:
+        """Ask and answer, as it is time; returns how far other machines' ranks are, with 0 for their processes.
+
+        Raises RuntimeError if the store is gone.
+        """
+        asks = asks and now_s - self._asked_s > _ASKS_S
+        if asks:
+            self._asked_s = now_s
+        num_asked = self._store.add(_ASKED, int(asks))
+        if num_asked != self._num_asked:
+            self._num_asked = num_asked
+            self._reads_until_s = now_s + _READS_S
+            rows = [
+                asdict(replace(each, at_s=now_s - each.at_s)) | {"group": each.group.hex()} for each in own
+            ]
+            self._sealed.set(f"machine/{self._number}", json.dumps(rows))
+        if now_s > self._reads_until_s:
+            return []
+        others = range(min(self._store.add(_MACHINES, 0), _MOST_MACHINES))
+        return [each for number in others if number != self._number for each in self._read(number, now_s)]
+
+    def _read(self, number: int, now_s: float) -> list[Entered]:
+        words = self._sealed.get(f"machine/{number}")
+        if words is None:
+            return []
+        if number not in self._seen or self._seen[number][0] != words:
+            self._seen[number] = words, now_s
+        came_s = self._seen[number][1]
+        try:
+            return [_entered(row, came_s) for row in parse_json(words)]
+        except (ValueError, TypeError, KeyError):
+            return []
+
+    def tell(self, lines: Sequence[str]) -> None:
+        """Tell the others of a hang on this machine."""
+        self._num_told = self._store.add(_TOLD, 1)
+        self._sealed.set(f"{_TOLD}/{self._num_told}", json.dumps(list(lines)))
+
+    def heard(self) -> list[str]:
+        """What another machine has told since the last time."""
+        number = self._store.add(_TOLD, 0)
+        if number == self._num_told:
+            return []
+        words = self._sealed.get(f"{_TOLD}/{number}")
+        if words is None:
+            return []  # it is being written
+        self._num_told = number
+        return [str(line) for line in parse_json(words) if str(line).isprintable()]
+
+
+class Correspondent:
+    """Asks a board on a thread of its own, so that nobody waits for a store that does not answer.
+
+    Args:
+        board: Nobody else may use it.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._others: list[Entered] = []
+        self._heard: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._is_gone = False
+        self._has_answered = threading.Event()
+        self._has_answered.set()
+        self._thread = threading.Thread(target=self._serve, name="paceline-hang-board", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all machines; 0: not known."""
+        return self._board.num_ranks
+
+    def look(self, own: Sequence[Entered], now_s: float, *, asks: bool) -> tuple[list[Entered], list[str]]:
+        """As `Board.look`, and as `Board.heard`; nothing while the store does not answer. Waits for a moment at most.
+
+        Raises RuntimeError if the store is gone.
+        """
+
+        def call() -> None:
+            self._others = self._board.look(own, now_s, asks=asks)
+            for line in self._board.heard():
+                self._heard.put(line)
+            self._has_answered.set()
+
+        if self._has_answered.is_set():
+            self._has_answered.clear()
+            self._calls.put(call)
+        has_answered = self._has_answered.wait(_MOMENT_S)
+        if self._is_gone:
+            raise RuntimeError("the store is gone")
+        lines = [self._heard.get() for _ in range(self._heard.qsize())]
+        return (self._others if has_answered else []), lines
+
+    def tell(self, lines: Sequence[str]) -> None:
+        """As `Board.tell`, as soon as the store answers."""
+        self._calls.put(lambda: self._board.tell(lines))
+
+    def close(self) -> None:
+        """Ask no more. A call that the store does not answer is left behind: it ends with this process."""
+        self._calls.put(None)
+        self._thread.join(_MOMENT_S)
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except RuntimeError:  # the store went with its launcher
+                self._is_gone = True
+                self._has_answered.set()
+                return
+
+
+def _entered(row: dict[str, Any], came_s: float) -> Entered:
+    fields = row | {
+        "pid": 0,
+        "group": bytes.fromhex(row["group"]),
+        "ranks": tuple(row["ranks"]),
+        "at_s": came_s - float(row["at_s"]),
+    }
+    return Entered(**fields)

@@ -1,0 +1,247 @@
+"""Watches a launch for ranks that hang: says who is missing, where it is, and what the others wait for.
+
+Rules
+1. A rank hangs if others wait for it in a collective that it has not entered, nobody involved has entered or left one
+   for some seconds, and the rank does nothing: it neither computes, nor reads, nor writes (`host/activity.py`). So an
+   evaluation, a checkpoint or a compilation on one rank is no hang, however long; after minutes it is mentioned.
+2. Who waits is not to blame. Where everybody waits, in different collectives, all of them are named.
+3. It only looks and tells: nothing is ended. What goes on after all is told, too, and the next time waited for longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from paceline.host.activity import Activity, activity_of
+from paceline.host.foreign_output import write_to_stderr_of
+from paceline.host.processes import GONE, parent_of, state_of
+from paceline.host.stacks import stack_of
+from paceline.launch import hang_words
+from paceline.launch.hang_board import Board, Correspondent
+from paceline.launch.standstill import Standstill, StepLengths, standstill
+from paceline.launch.watchdog import marked
+from paceline.observe import progress
+from paceline.observe.progress import Entered
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+QUIET_S = 5.0
+_LOOK_S = 0.5
+_WINDOW_S = 3.0  # so long a rank must have done nothing
+_START_S = 30.0  # ... that has not entered anything yet: it may be importing
+_NETWORK_S = 60.0  # everybody is in the same collective: it may be large
+_BUSY_S = 300.0  # a rank that computes while others wait is worth a line after that
+_ASK_AFTER_S = 1.0  # ranks here have waited so long: other machines are asked about theirs
+_END_S = 10.0  # a look may be under way as the launch ends: py-spy
+_STEPS = 2.0  # steps of usual length may be that long
+
+
+@dataclass
+class _Suspicion:
+    """A standstill that is being looked at."""
+
+    what: Standstill
+    counts: Mapping[tuple[int, bytes], int]  # how far every rank here was, in each group
+    pids: Mapping[int, int]  # of the ranks here
+    looked_s: float
+    before: Mapping[int, Activity]  # what each missing rank had done then
+    told_s: float | None = None
+    busy_is_told: bool = False
+
+    def went_on(self, entered: Iterable[Entered]) -> bool:
+        """Whether those that were waited for have entered something since. At the launch's end nobody does."""
+        awaited = self.what.missing or tuple(each.rank for each in self.what.waiting)
+        return any(
+            each.rank in awaited and each.count > self.counts.get((each.rank, each.group), 0)
+            for each in entered
+        )
+
+
+class HangWatch:
+    """Looks at the ranks of this machine twice a second; a context manager around the launch.
+
+    Args:
+        folder: Where the ranks write how far they are.
+        launch_id: What marks their environments.
+        num_ranks: Of the job, if all of them are here; 0 otherwise.
+        quiet_s: For how long nothing may move before a rank is called hung.
+        note: Called with each line for the user.
+    """
+
+    def __init__(
+        self, folder: Path, launch_id: str, num_ranks: int, quiet_s: float, note: Callable[[str], None]
+    ) -> None:
+        self._folder = folder
+        self._launch_id = launch_id
+        self._num_ranks = num_ranks
+        self._quiet_s = quiet_s
+        self._note = note
+        self._board: Correspondent | None = None
+        self._suspicion: _Suspicion | None = None
+        self._steps = StepLengths()
+        self._last_words = ""
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="paceline-hang-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ends.set()
+        self._thread.join(_END_S)
+        if self._board is not None:
+            self._board.close()
+
+    def meet(self, store: Any, job: str, num_ranks: int) -> None:
+        """The machines of this launch have met in a store; arguments as `Board`'s."""
+        self._board = Correspondent(Board(store, job, num_ranks))
+
+    @property
+    def last_words(self) -> str:
+        """For the launcher's last message: the hang that it ended in, or nothing."""
+        return self._last_words
+
+    def _watch(self) -> None:
+        while not self._ends.wait(_LOOK_S):
+            with contextlib.suppress(OSError):  # a file or a process that went meanwhile
+                self._look(time.monotonic())
+
+    def _look(self, now_s: float) -> None:
+        own = [each for each in progress.read(self._folder) if state_of(each.pid) != GONE]
+        self._steps.note(own, now_s)
+        entered = own if self._board is None else [*own, *self._of_others(self._board, own, now_s)]
+        found = standstill(entered, self._num_known)
+        known = self._suspicion
+        if known is not None and (found is None or self._has_moved(found, known.what)):
+            if known.told_s is not None and known.went_on(entered):
+                self._tell_that_it_went_on(known, now_s)
+            known = self._suspicion = None
+        if found is not None and known is None and now_s - found.since_s > _LOOK_S:
+            counts = {(each.rank, each.group): each.count for each in entered}
+            pids = _processes(self._launch_id) | {each.rank: each.pid for each in own}
+            self._suspicion = _Suspicion(found, counts, pids, now_s, _activities(found, pids))
+        elif (
+            known is not None
+            and known.told_s is None
+            and now_s - known.looked_s >= min(_WINDOW_S, self._quiet_s)
+        ):
+            self._judge(known, now_s)
+
+    @property
+    def _num_known(self) -> int:
+        """Ranks of the job; 0: not known."""
+        return self._num_ranks if self._board is None else self._board.num_ranks
+
+    def _has_moved(self, now: Standstill, before: Standstill) -> bool:
+        """Whether it is another standstill. Times of other machines' ranks are known to a look or two."""
+        off_s = 0.0 if self._board is None else 2 * _LOOK_S
+        return now.who != before.who or now.since_s > before.since_s + off_s
+
+    def _judge(self, suspicion: _Suspicion, now_s: float) -> None:
+        """Nobody involved has moved for a while: is that a hang?"""
+        what, quiet_s = suspicion.what, now_s - suspicion.what.since_s
+        if what.missing and not set(what.missing) & set(suspicion.pids):
+            return  # none of them is here: their launcher tells
+        if not what.missing and not what.differs:
+            if quiet_s > max(_NETWORK_S, self._patience_s()):
+                self._tell(suspicion, now_s, hang_words.headline_of_all(what, self._num_known, quiet_s))
+            return
+        activities = _activities(what, suspicion.pids)
+        elapsed_s = now_s - suspicion.looked_s
+        busy = [
+            rank
+            for rank, now in activities.items()
+            if rank in suspicion.before and now.has_done_something(suspicion.before[rank], elapsed_s)
+        ]
+        if busy:
+            suspicion.before, suspicion.looked_s = activities, now_s
+            if quiet_s > _BUSY_S and not suspicion.busy_is_told:
+                suspicion.busy_is_told = True
+                self._note(
+                    f"{hang_words.names_of(busy)} has been busy for {quiet_s:.0f} s without entering a collective, "
+                    f"while {hang_words.waiting(what)}. That is no hang; if it is no evaluation or checkpoint either, "
+                    f"py-spy dump --pid {suspicion.pids[busy[0]]} shows where it is."
+                )
+        elif quiet_s > max(self._patience_s(), _START_S if what.starting else 0.0):
+            self._tell(suspicion, now_s, hang_words.headline(what, quiet_s))
+
+    def _patience_s(self) -> float:
+        return max(self._quiet_s, _STEPS * self._steps.usual_s)
+
+    def _tell(self, suspicion: _Suspicion, now_s: float, headline: str) -> None:
+        what, pids = suspicion.what, suspicion.pids
+        suspicion.told_s = now_s
+        stacks = {
+            rank: stack_of(pids[rank], self._folder)
+            for rank in what.missing[: hang_words.MOST_SHOWN]
+            if rank in pids
+        }
+        waits = next((each for each in what.waiting if each.pid), None)
+        lines = [headline]
+        for rank, stack in stacks.items():
+            lines += hang_words.describe(rank, pids[rank], stack)
+        if waits is not None:
+            lines += hang_words.describe_briefly(waits, stack_of(waits.pid))
+        lines.append(hang_words.NEXT)
+        where = "; ".join(f"rank {rank} was in {hang_words.place(stack)}" for rank, stack in stacks.items())
+        self._last_words = f" Before that: {headline}" + (f" {where}." if where else "")
+        self._say(lines, what)
+        if self._board is not None:
+            self._board.tell(lines)
+
+    def _say(self, lines: Sequence[str], what: Standstill) -> None:
+        """To the user, and to each rank here that waits."""
+        for line in lines:
+            self._note(line)
+        text = "".join(f"paceline: {line}\n" for line in lines)
+        write_to_stderr_of([each.pid for each in what.waiting if each.pid], text)
+
+    def _of_others(self, board: Correspondent, own: Sequence[Entered], now_s: float) -> list[Entered]:
+        """How far other machines' ranks are; passes on what is told of them."""
+        here = standstill(own, 0)
+        try:
+            others, lines = board.look(
+                own, now_s, asks=here is not None and now_s - here.since_s > _ASK_AFTER_S
+            )
+        except RuntimeError:  # the store went with its launcher
+            self._board = None
+            return []
+        if lines and here is not None:
+            self._last_words = f" Before that: {lines[0]}"
+            self._say([f"{lines[0]} That is on another machine.", *lines[1:]], here)
+        return others
+
+    def _tell_that_it_went_on(self, suspicion: _Suspicion, now_s: float) -> None:
+        stood_s = now_s - suspicion.what.since_s
+        self._quiet_s = min(max(self._quiet_s, 2.0 * stood_s), _BUSY_S)
+        self._last_words = ""
+        who = hang_words.names_of(suspicion.what.missing) if suspicion.what.missing else "every rank"
+        self._note(
+            f"{who} went on after {stood_s:.1f} s; it was no hang. The next one is called one after "
+            f"{self._quiet_s:.0f} s (--hang-after)"
+        )
+
+
+def _activities(what: Standstill, pids: Mapping[int, int]) -> dict[int, Activity]:
+    return {rank: activity_of(pids[rank]) for rank in what.missing if rank in pids}
+
+
+def _processes(launch_id: str) -> dict[int, int]:
+    """Of each rank here the process that carries its number, and whose parent does not."""
+    rank_of: dict[int, int] = {}
+    for pid in marked(launch_id):
+        with contextlib.suppress(OSError, ValueError, StopIteration):
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            rank_of[pid] = int(next(word[5:] for word in environment if word.startswith(b"RANK=")))
+    return {rank: pid for pid, rank in rank_of.items() if rank_of.get(parent_of(pid)) != rank}

@@ -1,0 +1,140 @@
+"""Runs any command with its ranks recorded, and says what delays them: while it runs, and at its end.
+
+Rules
+1. The command is the user's: its output passes through, its exit code is ours, a signal to us reaches it.
+2. Nothing of it outlives us, also if we are killed: the watchdog ends whatever bears this launch's mark.
+3. Looking costs at most 1 % of one core's time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.diagnosis import Diagnosis, diagnose
+from paceline.errors import ConfigurationError
+from paceline.integrations import at_start
+from paceline.launch.watchdog import MARK, Watchdog
+from paceline.observe.run_folder import DETACHED, begin_run
+from paceline.observe.run_reading import Run, read_run
+
+_LOOK_S = 2.0  # between two looks, at least
+_LOOK_RATIO = 100  # of what a look takes
+_POLL_S = 0.2
+
+
+def run_recorded(
+    command: Sequence[str],
+    folder: Path | None,
+    num_steps: int | None,
+    note: Callable[[str], None],
+    *,
+    is_quiet: bool = False,
+) -> tuple[Diagnosis, int]:
+    """Run a command to its end, and diagnose what its ranks have recorded.
+
+    Args:
+        command: And its arguments.
+        folder: A new run folder that is kept; None: a temporary one.
+        num_steps: After so many steps recording ends, and the command runs on; None: never.
+        note: Called with a sentence when something else delays the steps than before.
+        is_quiet: The command's output goes to stderr.
+
+    Returns:
+        The diagnosis at its end, and the command's exit code, as of `record_command`.
+
+    Raises:
+        ConfigurationError: As `record_command`.
+    """
+    said: object = None
+
+    def look(place: Path) -> None:
+        nonlocal said
+        run = read_run(place)
+        found = diagnose(run).finding
+        what = found and (found.kind, found.rank, found.phase, found.cause)
+        if found is not None and what != said:
+            note(found.sentence)
+        said = what
+        if num_steps is not None and _num_common(run) >= num_steps and not (place / DETACHED).exists():
+            (place / DETACHED).touch()
+            note(f"{num_steps} steps are recorded; the command runs on unrecorded")
+
+    run, code = record_command(command, folder, look, is_quiet=is_quiet)
+    return diagnose(run), code
+
+
+def record_command(
+    command: Sequence[str], folder: Path | None, look: Callable[[Path], None], *, is_quiet: bool = False
+) -> tuple[Run, int]:
+    """Run a command to its end, and record its ranks.
+
+    Args:
+        command: And its arguments.
+        folder: A new run folder that is kept; None: a temporary one.
+        look: Called now and then with the run folder.
+        is_quiet: The command's output goes to stderr.
+
+    Returns:
+        What was recorded, and the command's exit code, 128 + the number of a signal that ended it.
+
+    Raises:
+        ConfigurationError: There is no such command, or the folder cannot be used; nothing was started.
+    """
+    if shutil.which(command[0]) is None:
+        raise ConfigurationError(
+            f"there is no command {command[0]}. Pass one that a shell would run, such as `paceline doctor -- torchrun "
+            "train.py`."
+        )
+    launch_id = uuid.uuid4().hex
+    with Watchdog(launch_id) as watchdog:
+        place = folder or watchdog.folder / "run"
+        begin_run(place, command)
+        environment = {**os.environ, **at_start.recording_environment(place), MARK: launch_id}
+        process = subprocess.Popen(command, env=environment, stdout=sys.stderr if is_quiet else None)
+        with _signals_passed_on(process):
+            _watch(process, place, look)
+        run = read_run(place)
+    return run, process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def _watch(process: subprocess.Popen[Any], place: Path, look: Callable[[Path], None]) -> None:
+    next_look_s = time.monotonic() + _LOOK_S
+    while process.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_POLL_S)
+        began_s = time.monotonic()
+        if began_s >= next_look_s:
+            look(place)
+            next_look_s = began_s + max(_LOOK_S, _LOOK_RATIO * (time.monotonic() - began_s))
+
+
+def _num_common(run: Run) -> int:
+    """Steps that every rank of the job has recorded."""
+    complete = len(run.ranks) == run.num_ranks
+    return min((len(rank.steps) for rank in run.ranks), default=0) if complete else 0
+
+
+@contextlib.contextmanager
+def _signals_passed_on(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """Let the command end by itself on Ctrl-C, which it gets too, and on signals that only we get."""
+
+    def pass_on(number: int, _: Any) -> None:
+        if number != signal.SIGINT:  # the terminal sends that one to both
+            process.send_signal(number)
+
+    before = {x: signal.signal(x, pass_on) for x in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

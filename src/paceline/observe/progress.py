@@ -1,0 +1,182 @@
+"""How far a rank has got in the collectives of each of its groups, where its launcher can read it: a mapped file.
+
+Rules
+1. A rank counts a collective as it enters it, before anything can hang in it. So who hangs has counted less.
+2. Writing is a store to memory: it needs no lock, no system call and nobody who reads.
+3. The file lies in the launch's folder, which the launcher removes. Without a launcher of ours nothing is written.
+4. Times are of `time.monotonic()`, one clock for all processes of a host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+VARIABLE = "PACELINE_PROGRESS"
+"""In the ranks' environment: the folder in which each writes how far it is."""
+_MAGIC = b"paceprg1"
+_HEADER = struct.Struct("<8sii16x")
+_GROUP = struct.Struct("<16s96s")  # which group: a digest of its name, and its ranks
+_NOW = struct.Struct("<qdqi4x")  # collectives entered, when, in which step, whether it waits there
+_WHAT = struct.Struct("<80s")  # in words
+_SLOT_BYTES = _GROUP.size + _NOW.size + _WHAT.size
+_NUM_SLOTS = 32  # groups of a rank; those that come later are not counted
+_FILE_BYTES = _HEADER.size + _NUM_SLOTS * _SLOT_BYTES
+
+
+@dataclass(frozen=True)
+class Entered:
+    """How far one rank has got in one group's collectives.
+
+    Attributes:
+        rank: In the job.
+        pid: Its process.
+        group: Tells groups apart; the same on every rank of one.
+        ranks: Of the group, in the job; empty: too many to say.
+        count: Collectives that it has entered.
+        at_s: When it entered, or left, the last one.
+        step: In which step; -1: unknown.
+        what: The last collective that it entered, in words.
+        waits: Whether it is still within it.
+    """
+
+    rank: int
+    pid: int
+    group: bytes
+    ranks: tuple[int, ...]
+    count: int
+    at_s: float
+    step: int
+    what: str
+    waits: bool
+
+
+class Counter:
+    """This rank's count in one group."""
+
+    def __init__(self, memory: mmap.mmap, slot: int) -> None:
+        self._memory = memory
+        self._at = _HEADER.size + slot * _SLOT_BYTES + _GROUP.size
+        self._count = 0
+        self._step = -1
+        self._what = ""
+
+    def enter(self, what: str, step: int = -1, *, waits: bool = True) -> None:
+        """This rank enters a collective.
+
+        Args:
+            what: In words; the same on every rank.
+            step: In which step.
+            waits: Whether it stays there until `leave`.
+        """
+        self._count += 1
+        self._step = step
+        if what != self._what:
+            self._what = what
+            _WHAT.pack_into(self._memory, self._at + _NOW.size, what.encode())
+        _NOW.pack_into(self._memory, self._at, self._count, time.monotonic(), step, waits)
+
+    def leave(self) -> None:
+        """The collective that was entered last is over."""
+        _NOW.pack_into(self._memory, self._at, self._count, time.monotonic(), self._step, False)
+
+
+class _File:
+    """This process's file, made when the first group is counted."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._slots: dict[bytes, Counter] = {}
+
+    def counter(self, name: str, ranks: Sequence[int]) -> Counter | None:
+        self._memory = self._memory or _new_file()
+        members = _words(ranks)
+        group = blake2b(f"{members}/{name}".encode(), digest_size=16).digest()
+        slot = len(self._slots)
+        if self._memory is not None and group not in self._slots and slot < _NUM_SLOTS:
+            self._slots[group] = Counter(self._memory, slot)
+            _GROUP.pack_into(self._memory, _HEADER.size + slot * _SLOT_BYTES, group, members.encode())
+        return self._slots.get(group)
+
+
+def _new_file() -> mmap.mmap | None:
+    """One of this process's own; None if nobody wants it."""
+    folder, rank = os.environ.get(VARIABLE), os.environ.get("RANK", "")
+    if not folder or not rank.isdecimal():
+        return None
+    with contextlib.suppress(OSError), Path(folder, f"progress.{rank}.{os.getpid()}").open("x+b") as file:
+        file.truncate(_FILE_BYTES)
+        memory = mmap.mmap(file.fileno(), _FILE_BYTES)
+        _HEADER.pack_into(memory, 0, _MAGIC, int(rank), os.getpid())
+        return memory
+    return None
+
+
+_file = _File()
+
+
+def _forget_parents() -> None:
+    global _file  # noqa: PLW0603  a forked process is no rank
+    _file = _File()
+
+
+os.register_at_fork(after_in_child=_forget_parents)
+
+
+def counter(name: str, ranks: Sequence[int]) -> Counter | None:
+    """Return this rank's count in a group; None if nobody reads it. Local.
+
+    Args:
+        name: Of the group, the same on its ranks; a name that was used before goes on counting.
+        ranks: Of the group, in the job.
+    """
+    return _file.counter(name, ranks)
+
+
+def read(folder: Path) -> Iterator[Entered]:
+    """How far the ranks are that write in this folder; processes that have ended included."""
+    for path in folder.glob("progress.*"):
+        with contextlib.suppress(OSError, struct.error, UnicodeDecodeError, ValueError):
+            yield from _read(path.read_bytes())
+
+
+def _read(content: bytes) -> Iterator[Entered]:
+    magic, rank, pid = _HEADER.unpack_from(content, 0)
+    if magic != _MAGIC:
+        return
+    for slot in range(_NUM_SLOTS):
+        at = _HEADER.size + slot * _SLOT_BYTES
+        group, members = _GROUP.unpack_from(content, at)
+        count, at_s, step, waits = _NOW.unpack_from(content, at + _GROUP.size)
+        (what,) = _WHAT.unpack_from(content, at + _GROUP.size + _NOW.size)
+        if count:
+            words = what.rstrip(b"\0").decode(errors="ignore")  # it may be cut within a letter
+            yield Entered(rank, pid, group, _ranks(members), count, at_s, step, words, bool(waits))
+
+
+def _words(ranks: Sequence[int]) -> str:
+    """As `0-3,6`; nothing if that is too long."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+    return words if len(words) <= 96 else ""
+
+
+def _ranks(members: bytes) -> tuple[int, ...]:
+    words = members.rstrip(b"\0").decode()
+    found: list[int] = []
+    for run in words.split(",") if words else []:
+        first, _, last = run.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)

@@ -1,0 +1,186 @@
+"""Reads a run folder: as far as it goes, and what is missing in words. No torch.
+
+A file that is cut off, ranks that left nothing, lines of another job or of an unknown kind: they are left out, and
+`Run.notes` says so. A folder without a run, or with one of another version, is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.observe.run_folder import header_of
+from paceline.observe.run_lines import from_line
+from paceline.observe.run_records import (
+    Health,
+    Labels,
+    RankHeader,
+    Record,
+    RunHeader,
+    Sample,
+    StepRecord,
+)
+
+
+@dataclass
+class RankRun:
+    """What one rank left: of its last life, if it was started again.
+
+    Attributes:
+        header: Who it is.
+        steps: In order.
+        samples: In order.
+        labels: What indices in `StepRecord.gradient_marks` mean.
+        health: In order.
+        is_cut: Whether its file ends in mid-line.
+    """
+
+    header: RankHeader
+    steps: list[StepRecord] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    labels: tuple[str, ...] = ()
+    health: list[Health] = field(default_factory=list)
+    is_cut: bool = False
+
+    def add(self, record: Record) -> None:
+        if isinstance(record, StepRecord):
+            self.steps.append(record)
+        elif isinstance(record, Sample):
+            self.samples.append(record)
+        elif isinstance(record, Labels):
+            self.labels = record.names
+        elif isinstance(record, Health):
+            self.health.append(record)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as far as it can be read.
+
+    Attributes:
+        header: Who ran what.
+        ranks: Those that left something, in order of rank.
+        notes: What is missing or was left out, in words.
+    """
+
+    header: RunHeader
+    ranks: tuple[RankRun, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """As the ranks say; 0 if none left anything."""
+        return max((rank.header.num_ranks for rank in self.ranks), default=0)
+
+    def rows(self) -> list[tuple[StepRecord, ...]]:
+        """Steps that every rank here has recorded, in order; of each a record a rank, in the order of `ranks`."""
+        by_step = [{record.step: record for record in rank.steps} for rank in self.ranks]
+        common = set(by_step[0]).intersection(*by_step[1:]) if by_step else set()
+        return [tuple(steps[step] for steps in by_step) for step in sorted(common)]
+
+
+def read_run(folder: Path) -> Run:
+    """Read what is there, also while ranks still write.
+
+    Raises:
+        ConfigurationError: There is no run in the folder, or one of another version.
+    """
+    header = header_of(folder)
+    paths = [(int(found[1]), path) for path in folder.iterdir() if (found := _RANK_FILE.fullmatch(path.name))]
+    paths.sort(key=lambda x: (x[0], ".before." not in x[1].name))
+    return run_of(header, {path.name: path.read_bytes() for _, path in paths})
+
+
+def run_of(header: RunHeader, files: Mapping[str, bytes]) -> Run:
+    """Read ranks' lines, by the names of the files that they come from; a rank's earlier ones first."""
+    reader = _Reader(header.run_id)
+    for name, lines in files.items():
+        reader.read(name, lines)
+    ranks = tuple(reader.ranks[rank] for rank in sorted(reader.ranks))
+    run = Run(header, ranks)
+    return Run(header, ranks, (*reader.notes(), *_missing(run)))
+
+
+_RANK_FILE = re.compile(r"rank(\d+)(\.before)?\.jsonl")
+
+
+class _Reader:
+    """Collects ranks' lines, and what was wrong with them."""
+
+    def __init__(self, run_id: str) -> None:
+        self.ranks: dict[int, RankRun] = {}
+        self._run_id = run_id
+        self._unreadable: Counter[str] = Counter()
+        self._unknown: Counter[str] = Counter()
+        self._foreign: Counter[str] = Counter()
+        self._restarted: Counter[int] = Counter()
+
+    def read(self, name: str, words: bytes) -> None:
+        lines = words.split(b"\n")
+        under: RankRun | None = None
+        for line in filter(None, lines[:-1]):
+            try:
+                record = from_line(line)
+            except (ValueError, RecursionError):
+                self._unreadable[name] += 1
+                continue
+            if record is None:
+                self._unknown[name] += 1
+            elif isinstance(record, RankHeader):
+                under = self._life(record)
+            if under is None:
+                self._foreign[name] += 1
+            elif record is not None:
+                under.add(record)
+        if under is not None:
+            under.is_cut = bool(lines[-1])
+
+    def _life(self, header: RankHeader) -> RankRun | None:
+        """The life whose header this is; None for one of another run."""
+        if header.run_id != self._run_id:
+            return None
+        before = self.ranks.get(header.rank)
+        if before is not None and before.header == header:
+            return before  # its second file
+        if before is not None:
+            self._restarted[header.rank] += 1
+        self.ranks[header.rank] = RankRun(header)
+        return self.ranks[header.rank]
+
+    def notes(self) -> list[str]:
+        found = [
+            f"{name}: {count} lines could not be read" for name, count in sorted(self._unreadable.items())
+        ]
+        found += [
+            f"{name}: {count} lines of kinds that this version does not know"
+            for name, count in sorted(self._unknown.items())
+        ]
+        found += [
+            f"{name}: {count} lines of another job, which writes into the same folder, were left out"
+            for name, count in sorted(self._foreign.items())
+        ]
+        found += [
+            f"rank {rank} was started {count + 1} times; its last life counts"
+            for rank, count in sorted(self._restarted.items())
+        ]
+        return found
+
+
+def _missing(run: Run) -> list[str]:
+    here = {rank.header.rank for rank in run.ranks}
+    absent = [rank for rank in range(run.num_ranks) if rank not in here]
+    notes = []
+    if not here:
+        notes.append("no rank has recorded anything: it trains with another wrapper, or ended before")
+    if absent:
+        notes.append(f"ranks {', '.join(map(str, absent))} of {run.num_ranks} left no record")
+    for rank in run.ranks:
+        last = rank.steps[-1].step if rank.steps else 0
+        if rank.is_cut:
+            notes.append(f"rank {rank.header.rank}'s file is cut off in mid-write, after step {last}")
+        elif not rank.steps:
+            notes.append(f"rank {rank.header.rank} has completed no step")
+    return notes

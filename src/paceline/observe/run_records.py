@@ -1,0 +1,303 @@
+"""What is recorded of a run: a step of a rank, facts of its host, counters of its links. Plain numbers, no torch.
+
+`run_folder` writes them, `run_reading` reads them. Times are seconds of the rank's own `time.perf_counter()`, which
+never steps; fields named `_unix_s` are the host's clock, for people. Across ranks: `run_clocks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PHASES = (
+    "loading",
+    "forward",
+    "backward",
+    "optimizer",
+    "checkpoint",
+    "garbage",
+    "recording",
+    "waiting",
+)
+"""What an `Interval` may be; time of a step in none of them is Python between them. Waiting is for other ranks within a
+forward: for buffers, or for gradients of the step before (forward overlap)."""
+# What may lie within other phases, and what in turn within that: the innermost takes the time.
+_WITHIN_INNER: dict[str, tuple[str, ...]] = {
+    "garbage": (),
+    "recording": ("garbage",),
+    "checkpoint": ("garbage", "recording"),
+    "waiting": ("garbage", "recording"),
+}
+"""Lie within others, out of which they are taken."""
+
+
+@dataclass(frozen=True)
+class BucketTiming:
+    """The life of one bucket in one step.
+
+    Attributes:
+        index: Its place in the order in which backward fills buckets.
+        size_bytes: Bytes of this rank's gradients in it; 0 if no rank needed them, so that nothing was sent.
+        ready_s: When its last gradient was in.
+        launched_s: When its reduction was started; later than `ready_s` when an earlier bucket was late.
+        done_s: When its reduction had completed.
+        waited_s: How long the end of backward waited for it: its share of the exposed communication.
+    """
+
+    index: int
+    size_bytes: int
+    ready_s: float
+    launched_s: float
+    done_s: float
+    waited_s: float
+
+    @property
+    def communication_s(self) -> float:
+        return self.done_s - self.launched_s
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A phase of a step, from start to end; phases may lie within others, as garbage collection does."""
+
+    phase: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What the kernel says of the training thread during one step; 0 where it does not say.
+
+    Attributes:
+        cpu_s: Time on a core.
+        queued_s: Ready to run, and waiting for a core; contains `throttled_s`.
+        throttled_s: Stopped by the quota of its cgroup.
+        major_faults: Pages that came from a disk.
+        preemptions: Times it was put off its core.
+    """
+
+    cpu_s: float = 0.0
+    queued_s: float = 0.0
+    throttled_s: float = 0.0
+    major_faults: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One rank's step: from the end of its backward before to the end of this one.
+
+    Attributes:
+        step: Counts synchronized backwards of this process, from 1.
+        began_s: When the backward before was left; of the first step, when recording began.
+        work_ended_s: When its own last gradient was there; after that it waits for others.
+        ended_s: When this backward was left.
+        intervals: Phases within, in order of their ends.
+        buckets: Of Paceline's reducer; torch's says nothing of its own.
+        gradients: Of torch's DDP: pairs of an index into `RankRun.labels` and the time at which that layer's last
+            gradient was there, in order. Paceline's buckets say it by `ready_s`.
+        num_samples: The first dimension of what forward was given; None: it was given no tensor.
+        num_tokens: Elements of it if it was whole numbers of two dimensions or more.
+        host: Of the whole step; read every few steps where these are short, and then their average. None: the next
+            step with facts says it.
+    """
+
+    step: int
+    began_s: float
+    work_ended_s: float
+    ended_s: float
+    intervals: tuple[Interval, ...] = ()
+    buckets: tuple[BucketTiming, ...] = ()
+    gradients: tuple[tuple[int, float], ...] = ()
+    num_samples: int | None = None
+    num_tokens: int | None = None
+    host: HostFacts | None = HostFacts()
+
+    @property
+    def step_s(self) -> float:
+        return self.ended_s - self.began_s
+
+    @property
+    def work_s(self) -> float:
+        """From the end of the backward before to its own last gradient, less waiting: what others cannot prolong."""
+        inner_s = sum(
+            max(0.0, min(x.end_s, self.work_ended_s) - max(x.start_s, self.began_s))
+            for x in self.intervals
+            if x.phase == "waiting"
+        )
+        return self.work_ended_s - self.began_s - inner_s
+
+    @property
+    def waited_s(self) -> float:
+        """For other ranks, in all."""
+        return self.step_s - self.work_s
+
+    @property
+    def gradient_marks(self) -> tuple[tuple[int, float], ...]:
+        """Pairs of an index into `RankRun.labels` and when that part of the gradients was there, in order of time."""
+        marks = self.gradients or tuple((bucket.index, bucket.ready_s) for bucket in self.buckets)
+        return tuple(sorted(marks, key=lambda mark: mark[1]))
+
+    def phases_s(self) -> dict[str, float]:
+        """Where the step went: every phase, with all waiting in `waiting`, and `other`; they add up to it."""
+        found = dict.fromkeys(PHASES, 0.0)
+        for x in self.intervals:
+            start_s, end_s = max(x.start_s, self.began_s), min(x.end_s, self.work_ended_s)
+            inside = _WITHIN_INNER.get(x.phase, tuple(_WITHIN_INNER))
+            within_s = _covered_s([y for y in self.intervals if y.phase in inside], start_s, end_s)
+            found[x.phase] = found.get(x.phase, 0.0) + max(0.0, end_s - start_s - within_s)
+        found["other"] = max(0.0, self.work_ended_s - self.began_s - sum(found.values()))
+        found["waiting"] += self.ended_s - self.work_ended_s
+        return found
+
+
+def _covered_s(intervals: Sequence[Interval], start_s: float, end_s: float) -> float:
+    """How much of a span lies in any of these intervals, which may overlap."""
+    covered_s, at_s = 0.0, start_s
+    for each in sorted(intervals, key=lambda x: x.start_s):
+        from_s, until_s = max(each.start_s, at_s), min(each.end_s, end_s)
+        if until_s > from_s:
+            covered_s, at_s = covered_s + until_s - from_s, until_s
+    return covered_s
+
+
+@dataclass(frozen=True)
+class LinkCounters:
+    """One end of a connection, counted since it was made; `diagnosis.links` finds whose end the other one is.
+
+    Attributes:
+        local: Address and port here, "10.0.0.1:4000".
+        remote: Address and port there.
+        sent_bytes: Acknowledged by the other end.
+        received_bytes: Arrived from there.
+        busy_s: During which something sent was not yet acknowledged.
+        num_resent: Segments, or datagrams, that were sent again or lost.
+        rtt_s: The last round trip, smoothed.
+        least_rtt_s: The shortest one.
+        kind: "tcp" or "udp".
+    """
+
+    local: str
+    remote: str
+    sent_bytes: int
+    received_bytes: int
+    busy_s: float
+    num_resent: int
+    rtt_s: float
+    least_rtt_s: float
+    kind: str = "tcp"
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """Another process that ran on the training thread's core between two samples."""
+
+    pid: int
+    name: str
+    cpu_s: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Facts that are dearer, taken between steps, a few times a second at most.
+
+    Attributes:
+        step: The last one that was complete.
+        at_s: When.
+        clock_unix_s: The host's clock then; it may step.
+        links: Connections to other processes.
+        neighbours: Those that ran on the same core most; None: not looked at this time.
+        swapped_in_pages: Of the whole host, since it started.
+        num_threads: Of this process.
+        queued_s: Of all its threads, since they started.
+        disk_s: The training thread, waiting for a disk since it started.
+        stolen_s: From this machine by the one that hosts it, all cores together, since it started.
+        loader_disk_s: Of its child processes: waiting for a disk.
+        frequency_ratio: Of its core, to the highest; None: the kernel does not say.
+    """
+
+    step: int
+    at_s: float
+    clock_unix_s: float
+    links: tuple[LinkCounters, ...] = ()
+    neighbours: tuple[Neighbour, ...] | None = None
+    swapped_in_pages: int = 0
+    num_threads: int = 0
+    queued_s: float = 0.0
+    disk_s: float = 0.0
+    stolen_s: float = 0.0
+    loader_disk_s: float = 0.0
+    frequency_ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Names of what `StepRecord.gradient_marks` counts, from this line on: a layer, or the layers of a bucket."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Health:
+    """What a rank found of its own numbers.
+
+    Attributes:
+        step: After which.
+        fingerprint: Of some parameters, the same ones on every rank; equal bits give equal ones. "": none taken.
+        buffers: The same, of the model's buffers.
+        not_finite: A parameter whose own gradient was not finite. "": none.
+    """
+
+    step: int
+    fingerprint: str = ""
+    buffers: str = ""
+    not_finite: str = ""
+
+
+@dataclass(frozen=True)
+class RunHeader:
+    """Who runs what; `run_id` is in every rank's first line, too."""
+
+    run_id: str
+    command: tuple[str, ...]
+    began_unix_s: float
+    paceline: str
+
+
+@dataclass(frozen=True)
+class RankHeader:
+    """One rank, as its recording began.
+
+    Attributes:
+        run_id: The run's.
+        rank: In the default group.
+        num_ranks: Of the job.
+        host: Its name.
+        boot_id: Equal on ranks whose `perf_counter` is one clock.
+        pid: Of the process.
+        num_cpus: Cores that it may run on.
+        num_threads: That torch computes with.
+        wrapper: "paceline" or "torch": whose DDP.
+        device: Type of the first parameter's device.
+        torch: Its version.
+        began_s: When recording began.
+        began_unix_s: The host's clock then.
+    """
+
+    run_id: str
+    rank: int
+    num_ranks: int
+    host: str
+    boot_id: str
+    pid: int
+    num_cpus: int
+    num_threads: int
+    wrapper: str
+    device: str
+    torch: str
+    began_s: float
+    began_unix_s: float
+
+
+Record = StepRecord | Sample | Labels | Health | RankHeader

@@ -1,0 +1,31 @@
+"""When this process was in which phase, lately: noted by whoever sees one end, read by who records a step. No torch.
+
+One list a process: phases are of the process, not of a model. Appending costs a third of a microsecond.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from paceline.observe.run_records import Interval
+
+_MOST = 256  # phases that are kept
+_MOST_OF_A_STEP = 64
+
+_noted: deque[tuple[str, float, float]] = deque(maxlen=_MOST)
+
+
+def note(phase: str, start_s: float, end_s: float) -> None:
+    """A phase has ended; see `run_records.PHASES`."""
+    _noted.append((phase, start_s, end_s))
+
+
+def between(start_s: float, end_s: float) -> tuple[Interval, ...]:
+    """Phases that ended after `start_s` and began before `end_s`, in the order in which they ended; the last 64."""
+    found: list[Interval] = []
+    for phase, began_s, ended_s in reversed(_noted):
+        if ended_s <= start_s or len(found) == _MOST_OF_A_STEP:
+            break
+        if began_s < end_s:
+            found.append(Interval(phase, began_s, ended_s))
+    return tuple(reversed(found))

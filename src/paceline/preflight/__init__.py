@@ -1,0 +1,5 @@
+"""`paceline doctor` before a run: would a training run well here, and if not, which command mends it?"""
+
+from paceline.preflight.findings import Finding
+
+__all__ = ["Finding"]

@@ -1,0 +1,34 @@
+"""What was looked at on this machine, what was found, and what mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["good", "note", "bad"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        topic: What.
+        found: What was found, with numbers.
+        level: "bad": a training fails or is slow here. "note": it may be, depending on what it does. "good" otherwise.
+        remedy: A command that mends it, or what to do; "" where nothing has to be done.
+    """
+
+    topic: str
+    found: str
+    level: Level = "good"
+    remedy: str = ""
+
+
+def looked_at(topic: str, check: Callable[[], Finding]) -> Finding:
+    """Return what a check finds. One that cannot look says so; it does not end the others."""
+    try:
+        return check()
+    except (OSError, ValueError, IndexError, KeyError, ImportError) as error:
+        return Finding(topic, f"could not be read ({type(error).__name__}: {error})", "note")

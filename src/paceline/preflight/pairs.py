@@ -1,0 +1,201 @@
+"""Whether every two ranks reach each other, how long a message takes between them and how fast the link is.
+
+Rules
+1. Two ranks talk over a connection of their own, one pair of each rank at a time, so that no link is shared: in round r
+   of a tournament (the circle method) every rank has one partner, and after P-1 rounds everyone has met everyone.
+2. A rank listens on its address towards the job's master only, and talks to who knows the word that the ranks have
+   exchanged through the job's store. Bytes that arrive are counted, never interpreted.
+3. Nothing waits for ever: a connection, an answer and a round have time limits, and what failed is what was found out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+_PATIENCE_S = 5.0  # of a connection or an answer
+_ROUND_S = 60.0
+_JOB_S = 300.0
+_WORD_BYTES = 16
+_NUM_PINGS = 21
+_SIZES_BYTES = tuple(1 << exponent for exponent in (16, 18, 20, 22, 24, 26))
+_LONG_ENOUGH_S = 0.1
+_NUM_LARGEST = 3  # of which the fastest counts: others may use the host for a moment
+_CHUNK = bytes(1 << 18)
+
+
+@dataclass(frozen=True)
+class Link:
+    """From one rank to another.
+
+    Attributes:
+        source: Who sent.
+        target: Who received.
+        latency_s: Half of a round trip of one byte.
+        bytes_per_s: Rate of the largest message, over one TCP connection.
+        error: Why there is no connection, in words; "": there is one.
+    """
+
+    source: int
+    target: int
+    latency_s: float = 0.0
+    bytes_per_s: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Card:
+    """Where a rank can be reached, and what it knows of itself."""
+
+    host: str
+    address: str
+    port: int
+    word: str
+
+
+def measure(store: Any, rank: int, num_ranks: int, address: str) -> tuple[list[Link], list[Card]]:
+    """Measure this rank's links to all others.
+
+    Args:
+        store: The job's, torch's.
+        rank: This one's.
+        num_ranks: Of the job.
+        address: Of this host, on which the others come.
+
+    Contract:
+        Collective over the ranks. Blocks: about a second a rank.
+
+    Returns:
+        A link from this rank to each other one, and every rank's card.
+    """
+    with socket.create_server((address, 0)) as listener:
+        own = Card(socket.gethostname(), address, listener.getsockname()[1], secrets.token_hex(_WORD_BYTES))
+        store.set(f"card/{rank}", json.dumps(asdict(own)))
+        keys = [f"card/{other}" for other in range(num_ranks)]
+        store.wait(keys, timedelta(seconds=_JOB_S))
+        cards = [Card(**json.loads(store.get(key))) for key in keys]
+        links = []
+        for number, partners in enumerate(rounds(num_ranks)):
+            partner = partners.get(rank)
+            if partner is not None:
+                links.append(_meet(listener, rank, partner, cards))
+            if store.add(f"round/{number}", 1) == num_ranks:
+                store.set(f"round/{number}/over", "")
+            store.wait([f"round/{number}/over"], timedelta(seconds=_ROUND_S))
+    return sorted(links, key=lambda link: link.target), cards
+
+
+def rounds(num_ranks: int) -> Iterator[dict[int, int]]:
+    """Who meets whom in each round; with an odd number one rank pauses."""
+    places: list[int | None] = list(range(num_ranks))
+    if num_ranks % 2:
+        places.append(None)
+    half = len(places) // 2
+    for _ in range(len(places) - 1):
+        found: dict[int, int] = {}
+        for one, other in zip(places[:half], reversed(places[half:]), strict=True):
+            if one is not None and other is not None:
+                found |= {one: other, other: one}
+        yield found
+        places = [places[0], places[-1], *places[1:-1]]
+
+
+def _meet(listener: socket.socket, rank: int, partner: int, cards: Sequence[Card]) -> Link:
+    """The lower rank connects. Both measure, one after the other."""
+    try:
+        if rank < partner:
+            line = _connect(cards[partner])
+        else:
+            line = _accept(listener, cards[rank].word)
+        with line:
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if rank < partner:
+                found = _probe(line)
+                _serve(line)
+            else:
+                _serve(line)
+                found = _probe(line)
+        return Link(rank, partner, *found)
+    except TimeoutError:
+        where = f"{cards[partner].address}:{cards[partner].port}"
+        words = f"no answer from {where} within {_PATIENCE_S:.0f} s" if rank < partner else "it did not come"
+        return Link(rank, partner, error=words)
+    except OSError as error:
+        return Link(rank, partner, error=error.strerror or str(error))
+
+
+def _connect(card: Card) -> socket.socket:
+    line = socket.create_connection((card.address, card.port), timeout=_PATIENCE_S)
+    line.sendall(bytes.fromhex(card.word))
+    return line
+
+
+def _accept(listener: socket.socket, word: str) -> socket.socket:
+    until_s = time.monotonic() + 2 * _PATIENCE_S  # the other one may have been held up
+    while True:
+        listener.settimeout(max(0.01, until_s - time.monotonic()))
+        line, _ = listener.accept()
+        line.settimeout(_PATIENCE_S)
+        with contextlib.suppress(OSError):
+            if hmac.compare_digest(_receive(line, _WORD_BYTES), bytes.fromhex(word)):
+                return line
+        line.close()  # somebody else
+
+
+def _probe(line: socket.socket) -> tuple[float, float]:
+    """Latency and rate of what this side sends."""
+    trip_s = statistics.median(_timed(line, 0) for _ in range(_NUM_PINGS))
+    for size in _SIZES_BYTES:
+        took_s = _timed(line, size)
+        if took_s > _LONG_ENOUGH_S:
+            break
+    took_s = min(took_s, *(_timed(line, size) for _ in range(_NUM_LARGEST - 1)))
+    rate = size / max(took_s - trip_s, 1e-9)
+    line.sendall((2**64 - 1).to_bytes(8, "big"))  # that was all
+    return trip_s / 2, rate
+
+
+def _timed(line: socket.socket, num_bytes: int) -> float:
+    began_s = time.perf_counter()
+    _send(line, num_bytes)
+    return time.perf_counter() - began_s
+
+
+def _send(line: socket.socket, num_bytes: int) -> None:
+    """Send so many bytes, and wait until they are there."""
+    line.sendall(num_bytes.to_bytes(8, "big"))
+    left = num_bytes
+    while left:
+        left -= line.send(_CHUNK[:left])
+    _receive(line, 1)
+
+
+def _serve(line: socket.socket) -> None:
+    """The other side of `_probe`."""
+    room = bytearray(len(_CHUNK))
+    while (left := int.from_bytes(_receive(line, 8), "big")) <= max(_SIZES_BYTES):
+        while left:
+            got = line.recv_into(room, min(left, len(room)))
+            if not got:
+                raise ConnectionResetError("it left in the middle")
+            left -= got
+        line.sendall(b"x")
+
+
+def _receive(line: socket.socket, num_bytes: int) -> bytes:
+    found = b""
+    while len(found) < num_bytes:
+        more = line.recv(num_bytes - len(found))
+        if not more:
+            raise ConnectionResetError("it left in the middle")
+        found += more
+    return found

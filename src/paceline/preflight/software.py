@@ -1,0 +1,133 @@
+"""Versions, devices and backends: what would be imported and used. Looks for packages before it imports torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from paceline.preflight.findings import Finding
+from paceline.version import __version__
+
+_OLDEST_TORCH = (2, 8)
+_EXTRAS = {
+    "numba": "gradients over UDP, and parameter servers (pip install 'paceline[lossy]')",
+    "scipy": "the integer program of `paceline plan` (pip install 'paceline[plan]')",
+    "matplotlib": "pictures (pip install 'paceline[plot]')",
+}
+
+
+def versions() -> Finding:
+    """Python's, torch's, ours; a torch that is too old or missing is bad."""
+    found = _installed("torch")
+    said = f"Paceline {__version__}, Python {platform.python_version()}, torch {found or 'not installed'}"
+    if found is None:
+        return Finding("versions", said, "bad", "pip install torch")
+    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
+    if numbers < _OLDEST_TORCH:
+        oldest = ".".join(map(str, _OLDEST_TORCH))
+        return Finding(
+            "versions", f"{said}, which is older than {oldest}", "bad", f"pip install 'torch>={oldest}'"
+        )
+    return Finding("versions", f"{said}, numpy {_installed('numpy') or 'not installed'}")
+
+
+def extras() -> Finding:
+    """Optional packages, and what is missing without them."""
+    missing = {name: use for name, use in _EXTRAS.items() if _installed(name) is None}
+    here = [f"{name} {_installed(name)}" for name in _EXTRAS if name not in missing]
+    if not missing:
+        return Finding("optional packages", ", ".join(here))
+    lacks = "; ".join(f"no {name}: {use}" for name, use in missing.items())
+    return Finding("optional packages", "; ".join([", ".join(here), lacks] if here else [lacks]))
+
+
+def stacks() -> Finding:
+    """Whether the stack of a rank that hangs can be read."""
+    path = shutil.which("py-spy") or shutil.which("py-spy", path=sysconfig.get_path("scripts"))
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    allowed = scope.read_text().strip() if scope.exists() else "0"
+    if path is None:
+        return Finding(
+            "stacks of hung ranks",
+            "py-spy is not installed: they are read by a signal, which may wake the rank",
+            "note",
+            "pip install py-spy",
+        )
+    if allowed in ("2", "3") and os.geteuid() != 0:
+        return Finding(
+            "stacks of hung ranks",
+            f"kernel.yama.ptrace_scope is {allowed}: only root may look",
+            "note",
+            "sysctl -w kernel.yama.ptrace_scope=1",
+        )
+    return Finding("stacks of hung ranks", f"py-spy {_installed('py-spy') or path}")
+
+
+def devices() -> Finding:
+    """Accelerators as torch sees them."""
+    torch = _torch()
+    if torch is None:
+        return Finding("devices", "torch is not there to ask", "note")
+    cores = len(os.sched_getaffinity(0))
+    if not torch.accelerator.is_available():
+        seen = _unused_gpus()
+        if seen:
+            return Finding(
+                "devices",
+                f"{cores} cores; {seen}, but this torch ({torch.__version__}) cannot use them",
+                "bad",
+                "pip install torch --index-url https://download.pytorch.org/whl/cu126",
+            )
+        return Finding("devices", f"{cores} cores, no accelerator")
+    kind = torch.accelerator.current_accelerator().type
+    module = getattr(torch, kind)
+    names = [module.get_device_name(number) for number in range(torch.accelerator.device_count())]
+    words = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    if len(set(names)) > 1:
+        return Finding(
+            "devices",
+            f"{words}; {cores} cores. They are unequal",
+            "note",
+            "pass shares='auto' (docs/guide/unequal.md)",
+        )
+    return Finding("devices", f"{words}; {cores} cores")
+
+
+def backends() -> Finding:
+    """Which process groups this torch can open."""
+    if _torch() is None:
+        return Finding("backends", "torch is not there to ask", "note")
+    import torch.distributed as dist  # noqa: PLC0415
+
+    if not dist.is_available():
+        return Finding("backends", "this torch has no torch.distributed", "bad", "pip install torch")
+    here = [name for name in ("gloo", "nccl", "mpi", "xccl", "ucc") if dist.is_backend_available(name)]
+    return Finding("backends", f"{', '.join(here) or 'none'}; paceline (our own)")
+
+
+def _unused_gpus() -> str:
+    found = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd")]
+    return f"{len(found)} GPU device file(s) ({found[0]})" if found else ""
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _torch() -> Any:
+    if _installed("torch") is None and "torch" not in sys.modules:
+        return None
+    try:
+        import torch  # noqa: PLC0415  seconds
+    except (ImportError, OSError):  # a library that it needs is missing
+        return None
+    return torch

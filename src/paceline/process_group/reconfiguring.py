@@ -1,0 +1,118 @@
+"""Handles by which ranks name each other when a group gets other members (c10d's `reconfigure`, in torch from 2.14).
+
+A handle is words: who it is, after how many changes, its rank, and where its store listens. Whoever collects the
+handles, and tells them to all, decides who is in; a list says in which order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from paceline.errors import ConfigurationError
+
+_NAME = "paceline"
+
+
+@dataclass(frozen=True)
+class Handle:
+    """One rank's, for one change; the change makes another.
+
+    Attributes:
+        rank: In the group as it is; of a set of handles it decides the order.
+        who: No other group object has it.
+        changes: How often this one was changed.
+        where: Where the store listens in which it can be met, as `host:port`; empty for a store of another kind.
+    """
+
+    rank: int
+    who: str
+    changes: int
+    where: str
+
+    @classmethod
+    def of(cls, store: dist.Store, rank: int) -> Handle:
+        """The first one of a group with this store."""
+        server = innermost(store)
+        where = f"{server.host}:{server.port}" if isinstance(server, dist.TCPStore) else ""
+        return cls(rank, secrets.token_hex(8), 0, where)
+
+    @classmethod
+    def parse(cls, words: str) -> Handle:
+        """What `str` gave. Raises ConfigurationError for anything else."""
+        with contextlib.suppress(ValueError, AttributeError):
+            name, rank, who, changes, where = words.split("/")
+            if name == _NAME:
+                return cls(int(rank), who, int(changes), where)
+        raise ConfigurationError(
+            f"{words!r} is no handle of the backend paceline. Pass what get_reconfigure_handle() returned on each rank."
+        )
+
+    def __str__(self) -> str:
+        return f"{_NAME}/{self.rank:06}/{self.who}/{self.changes}/{self.where}"
+
+    def after(self, rank: int) -> Handle:
+        """The next one, in a group where it has this rank."""
+        return replace(self, rank=rank, changes=self.changes + 1)
+
+
+def in_order(given: Collection[str], own: Handle) -> list[Handle]:
+    """The members by their new ranks.
+
+    Args:
+        given: A list decides; of a set the old ranks do.
+        own: This rank's.
+
+    Raises:
+        ConfigurationError: There are none, one is none or comes twice, or this rank's newest is not among them.
+    """
+    handles = [Handle.parse(words) for words in (given if isinstance(given, list) else sorted(given))]
+    if len({handle.who for handle in handles}) < len(handles):
+        raise ConfigurationError(f"of {len(handles)} handles some are of the same rank. Pass one of each.")
+    if own not in handles:
+        raise ConfigurationError(
+            f"this rank's handle {str(own)!r} is not among the {len(handles)} that were given. Collect the handles "
+            "before each change: every change makes others."
+        )
+    return handles
+
+
+def store_of(
+    handles: list[Handle], own: Handle, store: dist.Store, uuid: int, timeout: timedelta
+) -> dist.Store:
+    """Where the members meet: a place of this change's own, in the store of the first of them.
+
+    Args:
+        handles: Of the members, in the order that all have.
+        own: This rank's.
+        store: This group's.
+        uuid: Of the change.
+        timeout: For a connection to another group's store.
+
+    Raises:
+        ConfigurationError: The first member's store is no TCPStore, by which members of another group reach it.
+    """
+    where = handles[0].where
+    base = innermost(store)
+    if where != own.where:
+        host, _, port = where.rpartition(":")
+        if not host:
+            raise ConfigurationError(
+                "the members' stores differ, and the first member's is no TCPStore, by which others would reach it."
+            )
+        base = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    members = hashlib.sha256(" ".join(map(str, handles)).encode()).hexdigest()[:16]
+    return dist.PrefixStore(f"reconfigured/{uuid}/{members}", base)
+
+
+def innermost(store: dist.Store) -> dist.Store:
+    """The store beneath all prefixes."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store

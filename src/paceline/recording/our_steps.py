@@ -1,0 +1,69 @@
+"""Records steps of Paceline's wrapper: its timings say when, the wrapper says what it was given. Always on.
+
+Without a run folder, the last steps are kept for `model.doctor()`; that costs some twenty microseconds a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn import Module
+
+from paceline.observe import spans
+from paceline.observe.timings import LeftBackward, StepTimings
+from paceline.recording.fingerprints import fingerprint
+from paceline.recording.process_phases import watch_phases
+from paceline.recording.recorder import Recorder, Work, folder_of_this_rank, header_of_rank
+from paceline.recording.sample_counts import samples_and_tokens
+
+
+class OurSteps:
+    """One wrapped model's records on this rank."""
+
+    def __init__(self, timings: StepTimings, device: str, rank: int, num_ranks: int) -> None:
+        if dist.is_initialized():  # the whole job's, whatever group the model is on
+            rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        folder = folder_of_this_rank()
+        self.recorder = Recorder(header_of_rank(folder, "paceline", device, rank, num_ranks), folder)
+        self._named: object = None
+        self._samples: int | None = None
+        self._tokens: int | None = None
+        self._begins_step = True
+        timings.on_left = self._end_step
+        if folder is not None:
+            watch_phases()
+
+    def record_by(self, recorder: Recorder) -> None:
+        """From the next step on, by another recorder, such as one with a run folder."""
+        self.recorder, self._named = recorder, None
+        watch_phases()
+
+    def name_buckets(self, buckets: object, labels: Callable[[], list[str]]) -> None:
+        """What they hold; `buckets` is another object whenever they were cut anew, and else nothing is asked."""
+        if buckets is not self._named:
+            self._named = buckets
+            self.recorder.name(labels())
+
+    def begin_forward(self, module: Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Before a forward of these arguments that may be differentiated."""
+        samples, tokens = samples_and_tokens(inputs, kwargs)
+        if self._begins_step:
+            self._begins_step = False
+            self._samples, self._tokens = samples, tokens
+            if self.recorder.wants_fingerprint:
+                began_s = time.perf_counter()
+                self.recorder.note_health(*fingerprint(module))
+                spans.note("recording", began_s, time.perf_counter())
+        elif samples is not None:  # another micro-step
+            self._samples = (self._samples or 0) + samples
+            self._tokens = None if tokens is None else (self._tokens or 0) + tokens
+
+    def _end_step(self, left: LeftBackward) -> None:
+        self._begins_step = True
+        buckets = () if left.timing is None else left.timing.buckets
+        self.recorder.end_step(
+            Work(left.last_gradient_s, left.left_s, buckets, (), self._samples, self._tokens)
+        )

@@ -1,0 +1,284 @@
+"""One rank's recorder: makes a `StepRecord` of every step, adds what the kernel says, and writes it to a run folder.
+
+Rules
+1. It never communicates: a rank that is not recorded would not take part.
+2. It never ends a training: whatever goes wrong here, recording stops and says so once.
+3. A step costs a few reads of kernel files, and one line if it is written: a tenth of a millisecond. What costs
+   milliseconds is sampled, now and then. Where nothing is written, steps below 20 ms are not all kept.
+4. While the folder holds a file named `detached`, it does nothing but count steps.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.host.core_neighbours import (
+    CoreNeighbours,
+    children_disk_s,
+    disk_s,
+    frequency_ratio,
+    stolen_s,
+    swapped_in_pages,
+    threads_queued,
+)
+from paceline.host.thread_times import ThreadClock, ThreadTimes
+from paceline.observe import spans
+from paceline.observe.run_folder import DETACHED, VARIABLE, RankWriter, header_of
+from paceline.observe.run_lines import to_line
+from paceline.observe.run_records import (
+    BucketTiming,
+    Health,
+    HostFacts,
+    Labels,
+    Neighbour,
+    RankHeader,
+    Record,
+    Sample,
+    StepRecord,
+)
+from paceline.recording.peer_sockets import PeerSockets
+
+_KEPT = 256  # records
+_SHORT_S = 0.02  # steps that are shorter are not all kept: a record takes a tenth of a millisecond
+_FACTS_S = 0.025  # between two readings of what the kernel says: 40 us in the middle of a training
+_LINKS_S, _FOUND_S = 0.25, 5.0  # between two samples of links, and between two searches for them
+_DEAR_S, _DEAR_RATIO = (
+    1.0,
+    200,
+)  # between two samples of what costs milliseconds: at least, and of what one took
+_LOOKED_S = 0.5  # between two looks whether it is detached
+_FINGERPRINT_STEPS = 64
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a wrapper knows of a step that has ended; fields as `StepRecord`'s."""
+
+    work_ended_s: float
+    ended_s: float
+    buckets: tuple[BucketTiming, ...] = ()
+    gradients: tuple[tuple[int, float], ...] = ()
+    num_samples: int | None = None
+    num_tokens: int | None = None
+
+
+class Recorder:
+    """Records one rank's steps: keeps the last ones, and writes all to a run folder if there is one."""
+
+    def __init__(self, header: RankHeader, folder: Path | None = None) -> None:
+        self.header = header
+        self._folder = folder
+        self._writer = None if folder is None else RankWriter(folder, header)
+        self._kept: deque[Record] = deque(maxlen=_KEPT)
+        self._labels = Labels(())
+        self._clock: ThreadClock | None = None  # whose files are open while a recorder is there
+        self._times: ThreadTimes | None = None  # as last read, and when, and how many steps have ended since
+        self._times_at_s = 0.0
+        self._num_unread = 0
+        self._began_s = header.began_s
+        self._num_steps = 0
+        self._sockets, self._neighbours = PeerSockets(), CoreNeighbours()
+        self._links_at_s = self._dear_at_s = self._found_at_s = self._looked_at_s = -math.inf
+        self._dear_s = 0.0  # what the last dear look took
+        self._is_detached = self._has_stopped = False
+        _forget_clock()  # the process may be in another cgroup by now
+
+    def name(self, labels: Sequence[str]) -> None:
+        """What the indices of gradients or buckets mean from now on."""
+        self._labels = Labels(tuple(labels))
+        if self._writer is not None:
+            self._writer.write(self._labels)
+
+    @property
+    def wants_fingerprint(self) -> bool:
+        """Whether the parameters are to be looked at now, before the next step; at the same steps on every rank."""
+        steps = self._num_steps
+        return self._writer is not None and (
+            steps in {4, 16} or (steps > 0 and steps % _FINGERPRINT_STEPS == 0)
+        )
+
+    def note_health(self, fingerprint: str = "", buffers: str = "", not_finite: str = "") -> None:
+        """What this rank found of its own numbers after the last step."""
+        self._add(Health(self._num_steps, fingerprint, buffers, not_finite))
+
+    def lines(self) -> bytes:
+        """The steps that are kept, as a run folder would have them."""
+        return b"".join(map(to_line, (self.header, self._labels, *self._kept)))
+
+    def end_step(self, work: Work) -> None:
+        """A synchronized backward was left: write its step down. Never raises."""
+        self._num_steps += 1
+        began_s, self._began_s = self._began_s, work.ended_s
+        if self._has_stopped or self._looks_detached(work.ended_s):
+            self._times, self._num_unread = None, 0
+            return
+        if self._writer is None and self._num_steps % _every(work.ended_s - began_s):
+            self._num_unread += 1
+            return
+        try:
+            self._record(began_s, work)
+        except Exception as error:  # noqa: BLE001  rule 2
+            self._has_stopped = True
+            sys.stderr.write(f"paceline: recording ended after step {self._num_steps}: {error!r}\n")
+
+    def _record(self, began_s: float, work: Work) -> None:
+        if self._times is None:  # the first step after it was attached: not known from its beginning
+            self._times, self._times_at_s = self._read_clock(), work.ended_s
+            return
+        self._num_unread += 1
+        host = self._host_facts(work.ended_s) if work.ended_s - self._times_at_s >= _FACTS_S else None
+        record = StepRecord(
+            self._num_steps,
+            began_s,
+            max(began_s, min(work.work_ended_s, work.ended_s)),
+            work.ended_s,
+            spans.between(began_s, work.ended_s),
+            work.buckets,
+            work.gradients,
+            work.num_samples,
+            work.num_tokens,
+            host,
+        )
+        self._add(record)
+        now_s = time.perf_counter()
+        if now_s - self._links_at_s >= _LINKS_S:
+            self._sample(now_s)
+        spans.note("recording", work.ended_s, time.perf_counter())
+
+    def _read_clock(self) -> ThreadTimes:
+        self._clock = clock_of_this_thread()
+        return self._clock.read()
+
+    def _host_facts(self, now_s: float) -> HostFacts:
+        """A step's, as the average of those since the last reading."""
+        before, now, steps = self._times, self._read_clock(), self._num_unread
+        assert before is not None
+        self._times, self._times_at_s, self._num_unread = now, now_s, 0
+        return HostFacts(
+            (now.cpu_s - before.cpu_s) / steps,
+            (now.queued_s - before.queued_s) / steps,
+            max(0.0, now.throttled_s - before.throttled_s) / steps,
+            (now.major_faults - before.major_faults) // steps,
+            (now.preemptions - before.preemptions) // steps,
+        )
+
+    def _add(self, record: Record) -> None:
+        self._kept.append(record)
+        if self._writer is not None:
+            self._writer.write(record)
+
+    def _sample(self, now_s: float) -> None:
+        """Links; and, where a run is written down, what takes milliseconds, for half a percent of the time at most."""
+        if now_s - self._found_at_s >= _FOUND_S:
+            self._found_at_s = now_s
+            self._sockets.find()
+        dear: dict[str, Any] = {}
+        if self._writer is not None and now_s - self._dear_at_s >= max(_DEAR_S, _DEAR_RATIO * self._dear_s):
+            num_threads, queued_s = threads_queued()
+            dear = {
+                "neighbours": tuple(Neighbour(x.pid, x.name, x.cpu_s) for x in self._neighbours.look()),
+                "swapped_in_pages": swapped_in_pages(),
+                "num_threads": num_threads,
+                "queued_s": queued_s,
+                "disk_s": disk_s(),
+                "stolen_s": stolen_s(),
+                "loader_disk_s": children_disk_s(),
+                "frequency_ratio": frequency_ratio(),
+            }
+            self._dear_at_s = now_s
+            self._dear_s = time.perf_counter() - now_s
+        self._links_at_s = now_s
+        self._add(Sample(self._num_steps, now_s, time.time(), self._sockets.counters(), **dear))
+
+    def _looks_detached(self, now_s: float) -> bool:
+        if self._folder is not None and now_s - self._looked_at_s >= _LOOKED_S:
+            self._looked_at_s = now_s
+            self._is_detached = os.path.exists(self._folder / DETACHED)  # noqa: PTH110  as fast as can be
+        return self._is_detached
+
+
+_clock: weakref.ref[ThreadClock] | None = (
+    None  # held by the recorders that read it: with the last, its files go
+)
+_clock_of: tuple[int, int] = (0, 0)  # process and thread
+_written_by = 0  # the process that writes to a run folder
+
+
+def _every(step_s: float) -> int:
+    """Of short steps only every second, fourth, ... is kept: a power of two, so that ranks have steps in common."""
+    return 1 if step_s >= _SHORT_S else 2 ** min(6, math.ceil(math.log2(_SHORT_S / max(step_s, 1e-6))))
+
+
+def clock_of_this_thread() -> ThreadClock:
+    """One a process: who steps is nearly always the same thread. Who reads it again keeps it."""
+    global _clock, _clock_of
+    here = (os.getpid(), threading.get_ident())
+    clock = None if _clock is None else _clock()
+    if clock is None or _clock_of != here:
+        _forget_clock()
+        clock = ThreadClock()
+        _clock, _clock_of = weakref.ref(clock), here
+    return clock
+
+
+def _forget_clock() -> None:
+    global _clock  # noqa: PLW0603  one a process
+    clock = None if _clock is None else _clock()
+    if clock is not None:
+        clock.close()
+    _clock = None
+
+
+def folder_of_this_rank() -> Path | None:
+    """The run folder that the environment names, if it is one and no other model of this process writes there.
+
+    Raises nothing: a folder that cannot be used is said on stderr.
+    """
+    global _written_by  # noqa: PLW0603  one a process
+    words = os.environ.get(VARIABLE)
+    if not words or _written_by == os.getpid():
+        return None
+    _written_by = os.getpid()
+    try:
+        header_of(Path(words))
+    except Exception as error:  # noqa: BLE001  a training goes on without being recorded
+        sys.stderr.write(f"paceline: this rank is not recorded: {error}\n")
+        return None
+    return Path(words)
+
+
+def header_of_rank(folder: Path | None, wrapper: str, device: str, rank: int, num_ranks: int) -> RankHeader:
+    """Who this process is, as its recording begins."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot_id += str(Path("/proc/self/ns/time").readlink())
+    except OSError:
+        boot_id = ""
+    return RankHeader(
+        "" if folder is None else header_of(folder).run_id,
+        rank,
+        num_ranks,
+        socket.gethostname(),
+        boot_id,
+        os.getpid(),
+        len(os.sched_getaffinity(0)),
+        torch.get_num_threads(),
+        wrapper,
+        device,
+        torch.__version__,
+        time.perf_counter(),
+        time.time(),
+    )

@@ -1,0 +1,193 @@
+"""Records steps of torch's own DDP in an unchanged script: by hooks on its parameters, never by a communication hook.
+
+A hook on a parameter notes when autograd has finished its gradient, which is before torch's reducer sees it. The end of
+the step is when `torch.autograd.backward` returns. A communication hook in Python would also say when each bucket was
+launched, at 5 % of a step (docs/notebook/doctor.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from paceline.observe import spans
+from paceline.recording.fingerprints import fingerprint
+from paceline.recording.labels import layer_of_each
+from paceline.recording.process_phases import watch_phases
+from paceline.recording.recorder import Recorder, Work, folder_of_this_rank, header_of_rank
+from paceline.recording.sample_counts import samples_and_tokens
+
+_recorded: RecordedTorchDDP | None = None
+"""Of this process: whose steps are recorded."""
+_undo: list[Callable[[], None]] = []
+"""Takes the patches back."""
+
+
+def record_torch_ddp() -> None:
+    """From now on, record what the first `DistributedDataParallel` of torch that is made in this process trains."""
+    made: Any = TorchDDP.__init__
+
+    @functools.wraps(made)
+    def init(self: TorchDDP, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        folder = folder_of_this_rank()
+        if folder is not None:
+            device = next((p.device.type for p in self.parameters()), "cpu")
+            header = header_of_rank(folder, "torch", device, dist.get_rank(), dist.get_world_size())
+            RecordedTorchDDP(self, Recorder(header, folder))
+
+    TorchDDP.__init__ = init  # type: ignore[method-assign]
+
+
+class RecordedTorchDDP:
+    """Hooks of one wrapped model, and its step under way; in place of what was recorded in this process before."""
+
+    def __init__(self, wrapper: TorchDDP, recorder: Recorder) -> None:
+        global _recorded  # noqa: PLW0603  one a process
+        self.wrapper, self._recorder = wrapper, recorder
+        self._samples: int | None = None
+        self._tokens: int | None = None
+        self._begins_step = True
+        self._synchronizes = False
+        labels, layer_of = layer_of_each(wrapper.module)
+        recorder.name(labels)
+        self._ready_s = [0.0] * len(labels)
+        self._last_s = 0.0
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._gradient_hook(layer))
+            for parameter, layer in layer_of
+        ]
+        if _recorded is not None:
+            _recorded.detach()
+        _recorded = self
+        _patch()
+
+    def detach(self) -> None:
+        """Record no more. May be called twice."""
+        global _recorded  # noqa: PLW0603  one a process
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if _recorded is self:
+            _recorded = None
+            while _undo:
+                _undo.pop()()
+
+    def _gradient_hook(self, layer: int) -> Callable[[Tensor], None]:
+        ready_s, clock = self._ready_s, time.perf_counter
+
+        def hook(_: Tensor) -> None:
+            ready_s[layer] = self._last_s = clock()
+
+        return hook
+
+    def begin_forward(self, args: Any, kwargs: Any) -> None:
+        """A forward begins that may be differentiated."""
+        samples, tokens = samples_and_tokens(args, kwargs)
+        if self._begins_step:
+            self._begins_step = False
+            self._samples, self._tokens = samples, tokens
+            self._look_at_health()
+        elif samples is not None:  # another micro-step
+            self._samples = (self._samples or 0) + samples
+            self._tokens = None if tokens is None else (self._tokens or 0) + tokens
+
+    def end_forward(self) -> None:
+        """It has ended: does its backward synchronize?"""
+        self._synchronizes = self.wrapper.require_backward_grad_sync
+
+    def begin_backward(self) -> None:
+        """Some backward begins."""
+        self._last_s = 0.0
+
+    def end_backward(self, began_s: float, ended_s: float) -> None:
+        """It has returned; this model took part if there was a gradient of it."""
+        if not self._last_s:
+            return
+        spans.note("backward", began_s, ended_s)
+        if not self._synchronizes:
+            return
+        self._begins_step = True
+        marks = [(layer, at_s) for layer, at_s in enumerate(self._ready_s) if at_s > began_s]
+        marks.sort(key=lambda mark: mark[1])
+        self._recorder.end_step(Work(self._last_s, ended_s, (), tuple(marks), self._samples, self._tokens))
+
+    def _look_at_health(self) -> None:
+        if self._recorder.wants_fingerprint:
+            began_s = time.perf_counter()
+            self._recorder.note_health(*fingerprint(self.wrapper.module))
+            spans.note("recording", began_s, time.perf_counter())
+
+
+def _patch() -> None:
+    """On classes and functions, not on the wrapper, so that its copies and pickles carry nothing of ours."""
+    if not _undo:
+        watch_phases()
+        _replace(TorchDDP, "forward", _around_forward)
+        _replace(TorchDDP, "_sync_buffers", _around_waiting)
+        _replace(torch.autograd, "backward", _around_backward)  # Tensor.backward looks it up there
+
+
+def _replace(home: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    before = getattr(home, name)
+    ours = around(before)
+    setattr(home, name, ours)
+
+    def undo() -> None:
+        if getattr(home, name) is ours:  # else somebody has wrapped it since
+            setattr(home, name, before)
+
+    _undo.append(undo)
+
+
+def _around_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def timed(wrapper: TorchDDP, *args: Any, **kwargs: Any) -> Any:
+        recorded = _recorded
+        if recorded is None or wrapper is not recorded.wrapper or not torch.is_grad_enabled():
+            return forward(wrapper, *args, **kwargs)
+        recorded.begin_forward(args, kwargs)
+        began_s = time.perf_counter()
+        try:
+            return forward(wrapper, *args, **kwargs)
+        finally:
+            spans.note("forward", began_s, time.perf_counter())
+            recorded.end_forward()
+
+    return timed
+
+
+def _around_waiting(wait: Callable[..., Any]) -> Callable[..., Any]:
+    """Buffers are received from rank 0 within forward, which the others wait for."""
+
+    @functools.wraps(wait)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began_s = time.perf_counter()
+        try:
+            return wait(*args, **kwargs)
+        finally:
+            spans.note("waiting", began_s, time.perf_counter())
+
+    return timed
+
+
+def _around_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(backward)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        recorded = _recorded
+        if recorded is None:
+            return backward(*args, **kwargs)
+        began_s = time.perf_counter()
+        recorded.begin_backward()
+        result = backward(*args, **kwargs)
+        recorded.end_backward(began_s, time.perf_counter())
+        return result
+
+    return timed

@@ -1,0 +1,116 @@
+"""Groups that Paceline opens have names of their own, whatever else was opened and closed before, and by whom."""
+
+import gc
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.models import digest
+from harness.ranks import pool
+from paceline import DistributedDataParallel
+from paceline.comm.opened_groups import close, group_like
+
+pytestmark = pytest.mark.processes
+PATIENT = timedelta(seconds=60)
+
+
+def total_over(group):
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=group)
+    return ones.item()
+
+
+def overlapped(group=None, middle=nn.Tanh):
+    net = nn.Sequential(nn.Linear(4, 8), middle(), nn.Linear(8, 2))
+    return DistributedDataParallel(net, process_group=group, overlap_forward="always")
+
+
+def bits_after_a_step(model):
+    model.zero_grad()
+    model(torch.ones(3, 4)).square().mean().backward()
+    return digest([p.grad for p in model.parameters()])
+
+
+def drop(models):
+    del models[:]
+    gc.collect()
+
+
+def dropped_and_wrapped_anew(part, other):
+    kept = [overlapped(part), overlapped(part)]
+    dist.destroy_process_group(other)
+    kept.append(overlapped(part))
+    drop(kept[:1])
+    kept.append(overlapped(part))
+    return [bits_after_a_step(model) for model in kept]
+
+
+def closed_by_hand(part, other):
+    kept = [group_like(part, "gloo"), group_like(part, "gloo")]
+    close(kept.pop(0))
+    dist.destroy_process_group(other)
+    kept += [group_like(part, "gloo"), group_like(part, "paceline")]
+    return [total_over(group) for group in kept]
+
+
+def destroyed_by_torch(part, other):
+    kept = [group_like(part, "gloo"), group_like(part, "gloo")]
+    dist.destroy_process_group(kept.pop(0))
+    dist.destroy_process_group(other)
+    kept += [group_like(part, "gloo"), group_like(part, "gloo")]
+    return [total_over(group) for group in kept]
+
+
+def rebuilt(part, other):
+    model, kept = overlapped(part), [overlapped(part)]
+    bits = []
+    for group in (other, part, other):
+        model.membership.rebuild(group)
+        bits.append(bits_after_a_step(model))
+    model.membership.rebuild(part)
+    dist.destroy_process_group(other)
+    model.membership.rebuild(part)
+    kept.append(overlapped(part))
+    return [*bits, bits_after_a_step(model), *map(bits_after_a_step, kept)]
+
+
+def normalized_over_ranks(part, other):
+    kept = [DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.SyncBatchNorm(8)), process_group=part)]
+    dist.destroy_process_group(other)
+    kept += [overlapped(part, lambda: nn.SyncBatchNorm(8)), overlapped(part)]
+    return [bits_after_a_step(model) for model in kept]
+
+
+def in_a_part(rank, _num_ranks, how):
+    """Rank 0 is in a group more than rank 1: torch names groups over a part by how many a rank has."""
+    part, other = dist.new_group([0, 1], PATIENT), dist.new_group([0, 1], PATIENT)
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    return how(part, other) if rank < 2 else None
+
+
+@pytest.mark.parametrize(
+    "how", [dropped_and_wrapped_anew, closed_by_hand, destroyed_by_torch, rebuilt, normalized_over_ranks]
+)
+def test_no_name_is_given_twice(how):
+    """Over two of three ranks, with groups of Paceline's and of the script's that were closed in between."""
+    first, second, _ = pool(3).run(in_a_part, how, deadline_s=100.0)
+    assert first == second
+
+
+def closed_on_one_rank(rank, _num_ranks):
+    kept = [overlapped(), overlapped()]
+    if rank == 0:
+        drop(kept)
+    groups = [dist.new_group([0, 1], PATIENT, use_local_synchronization=True) for _ in range(2)]
+    found = [total_over(group) for group in groups]
+    drop(kept)
+    return found
+
+
+def test_the_scripts_groups_keep_their_names_while_models_are_dropped():
+    """Ranks drop models at different times; torch names the script's groups by how many there are."""
+    assert pool(2).run(closed_on_one_rank, deadline_s=100.0) == [[2.0, 2.0]] * 2

@@ -1,0 +1,228 @@
+"""What is trained on the device of Paceline's own, beside `cases.py`: each uses waits that no other case does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from device.cases import NUM_STEPS, gradients, made, state, steps, vectors, wrapped
+from device.ranks import Here
+from harness.models import Mlp, sgd, squares
+
+
+def overlapped(here: Here, side: str) -> list[Tensor]:
+    """Steps that are deferred into the next forward, of an optimizer that takes part; buckets of several pieces."""
+    from paceline import optim
+
+    model = wrapped(made(Mlp, here), here, side, overlap_forward="always")
+    optimizer, found = optim.overlap(sgd(model), model), []
+    for step in range(2 * NUM_STEPS):
+        optimizer.zero_grad()
+        loss = squares(model(vectors(here, step)))
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    model.flush()
+    return [*found, *state(model)]
+
+
+def weighed(here: Here, side: str) -> list[Tensor]:
+    """Batches of unequal sizes, each counted by its samples."""
+    model = wrapped(made(Mlp, here), here, side, weight=len)
+    optimizer, found = sgd(model), []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        squares(model(vectors(here, step)[: 3 + here.rank])).backward()
+        found += gradients(model)
+        optimizer.step()
+    return [*found, *state(model)]
+
+
+class _Twice(nn.Module):
+    """A layer that reentrant checkpointing uses twice: its gradient arrives after its bucket has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        inner = checkpoint(self.first, x, use_reentrant=True)
+        found: Tensor = self.second(checkpoint(self.first, inner, use_reentrant=True))
+        return found
+
+
+def late_gradients(here: Here, side: str) -> list[Tensor]:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # says so, once
+        return steps(here, wrapped(made(_Twice, here), here, side, bucket_cap_mb=0.0001))
+
+
+def accumulated_window(here: Here, side: str) -> list[Tensor]:
+    """Windows of micro-batches of unequal weights."""
+    model = wrapped(made(Mlp, here), here, side)
+    optimizer, found = sgd(model), []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        batches = [vectors(here, 10 * step + i)[: 2 + i + here.rank] for i in range(2)]
+        with model.accumulate(batches, weight=len) as micro_batches:
+            for batch in micro_batches:
+                squares(model(batch)).backward()
+        found += gradients(model)
+        optimizer.step()
+    return [*found, *state(model)]
+
+
+def read_on_another_stream(here: Here, side: str) -> list[Tensor]:
+    """Forward and backward on a stream of their own, the optimizer on the default one, which waits for it."""
+    model = wrapped(made(Mlp, here), here, side)
+    optimizer, found = sgd(model), []
+    own = None if here.device.type == "cpu" else torch.Stream(here.device)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        with _on(own):
+            loss = squares(model(vectors(here, step)))
+            loss.backward()
+        if own is not None:
+            loss.record_stream(torch.accelerator.current_stream(here.device))  # it is read there, and dropped
+        found.append(loss.detach().clone())
+        optimizer.step()
+    return [*found, *state(model)]
+
+
+@contextlib.contextmanager
+def _on(stream: Any) -> Iterator[None]:
+    """Run what is within on a stream, behind the current one, which waits for it afterwards."""
+    if stream is None:
+        yield
+        return
+    current = torch.accelerator.current_stream(stream.device)
+    stream.wait_stream(current)
+    with stream:
+        yield
+    current.wait_stream(stream)
+
+
+def shortened(compression: str) -> Callable[[Here, str], list[Tensor]]:
+    def case(here: Here, side: str) -> list[Tensor]:
+        return steps(here, wrapped(made(Mlp, here), here, side, compression=compression), num_steps=6)
+
+    return case
+
+
+def failed_step(here: Here, side: str) -> list[Tensor]:
+    """One rank's backward raises in the second step; the others are told, and all go on."""
+    from paceline.errors import PeerAbortedError
+
+    model = wrapped(made(Mlp, here), here, side)
+    optimizer, found = sgd(model), []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss = squares(model(vectors(here, step)))
+        breaks = step == 1 and here.rank == 1
+        hook = next(iter(model.parameters())).register_hook(_raise) if breaks else None
+        try:
+            loss.backward()
+        except (ZeroDivisionError, PeerAbortedError):
+            if hook is not None:
+                hook.remove()
+            continue
+        found += gradients(model)
+        optimizer.step()
+    return [*found, *state(model)]
+
+
+def _raise(_: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+class _OnTwoStreams(nn.Module):
+    """Layers in turn on the current stream and on another one, so that autograd uses both as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.other: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            with _on(self.other if place % 2 else None):
+                y = torch.tanh(layer(x))
+            if self.other is not None:
+                for tensor in (x, y):  # used on both
+                    tensor.record_stream(self.other)
+                    tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+            x = y
+        return x
+
+
+def _two_streams(overlaps: bool) -> Callable[[Here, str], list[Tensor]]:
+    def case(here: Here, side: str) -> list[Tensor]:
+        from paceline import optim
+
+        module: Any = made(_OnTwoStreams, here)
+        module.other = None if here.device.type == "cpu" else torch.Stream(here.device)
+        options = {
+            "bucket_cap_mb": 0.0003,
+            "overlap_forward": "always" if overlaps else False,
+        }  # a layer each
+        model = wrapped(module, here, side, **options)
+        optimizer, found = optim.overlap(sgd(model), model) if overlaps else sgd(model), []
+        for step in range(2 * NUM_STEPS):
+            optimizer.zero_grad()
+            loss = squares(model(vectors(here, step)))
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
+        if overlaps:
+            model.flush()
+        return [*found, *state(model)]
+
+    return case
+
+
+def dropped_work(here: Here, side: str) -> list[Tensor]:
+    """Sums over our backend whose tensors and works are dropped at once: their memory is not used too early."""
+    found = []
+    for step in range(NUM_STEPS):
+        sent = vectors(here, step)
+        work = dist.all_reduce(sent, group=here.group, async_op=True)
+        if side != "paceline":
+            work.wait()
+        del sent, work
+        found.append(vectors(here, NUM_STEPS + step) * 2)
+    dist.barrier(group=here.group)
+    return found
+
+
+def low_rank(here: Here, side: str) -> list[Tensor]:
+    """PowerSGD of matrices that are large enough to be compressed."""
+    from paceline.reductions import PowerSGD
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+
+    return steps(here, wrapped(made(build, here), here, side, reduction=PowerSGD(rank=1), bucket_cap_mb=0.02))
+
+
+CASES: dict[str, Callable[[Here, str], list[Tensor]]] = {
+    "overlapped": overlapped,
+    "weighed": weighed,
+    "late gradients": late_gradients,
+    "accumulated window": accumulated_window,
+    "read on another stream": read_on_another_stream,
+    "failed step": failed_step,
+    "two streams": _two_streams(overlaps=False),
+    "two streams, overlapped": _two_streams(overlaps=True),
+    "dropped work": dropped_work,
+    "low rank": low_rank,
+    **{f"shortened {name}": shortened(name) for name in ("onebit", "randomk")},
+}

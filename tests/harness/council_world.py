@@ -1,0 +1,174 @@
+"""Councils of several hosts in one process: a network that can be cut, and time that is told. No sockets, no clocks."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from dataclasses import dataclass, field
+
+from paceline.launch.elastic.council import Council
+from paceline.launch.elastic.decree import Voter
+from paceline.launch.elastic.plan import NOT_STARTED, Address, Member, Plan, Proposal
+from paceline.launch.elastic.vote import Quorum
+from paceline.launch.elastic.wire import Packet, decode, encode
+
+_TURN_S = 0.05
+_DELAY_S = 0.001
+_STOP_S = 0.02  # until ranks have stopped
+_STEP_S = 0.1
+
+
+@dataclass
+class Host:
+    """An agent and its ranks, which train a step whenever all members of their plan do."""
+
+    council: Council
+    members: list[Member]
+    address: Address
+    plan: Plan | None = None  # that its ranks follow
+    stops_s: float | None = None  # when they will have stopped
+    steps: dict[Member, int] = field(default_factory=dict)
+    is_frozen: bool = False
+    is_dead: bool = False
+
+    @property
+    def epoch(self) -> int:
+        return NOT_STARTED if self.plan is None else self.plan.epoch
+
+    @property
+    def trains(self) -> bool:
+        return self.plan is not None and self.stops_s is None and bool(self.steps)
+
+
+class World:
+    """Hosts, of which the first begins the job.
+
+    Args:
+        num_hosts: How many there are.
+        needs: How many ranks a plan needs; each host has one.
+    """
+
+    def __init__(self, num_hosts: int, needs: Quorum) -> None:
+        self.now_s = 0.0
+        self.needs = needs
+        self.hosts: list[Host] = []
+        self.cut: set[int] = set()
+        self.history: list[tuple[float, int, int]] = []  # time, epoch, step completed
+        self._numbers = itertools.count()
+        self._flying: list[tuple[float, int, Address, bytes]] = []
+        self._step_s = 0.0
+        for i in range(num_hosts):
+            self.start(i)
+
+    def start(self, place: int) -> None:
+        """A host's agent begins, for the first time or again; on the first host as the one that begins a job."""
+        number = next(self._numbers)
+        name, address = f"{place}-{number}", Address(f"host{place}", 1)
+        first = None if place == 0 else Address("host0", 1)
+        council = Council(Voter(name, address), self.needs, first, self.now_s)
+        host = Host(council, [Member(name, 0)], address)
+        host.steps = {Member(name, 0): NOT_STARTED}
+        self.hosts[place : place + 1] = [host]
+
+    def run(self, seconds: float) -> None:
+        """Let time pass."""
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            self.now_s += _TURN_S
+            for place, host in enumerate(self.hosts):
+                if not host.is_dead and not host.is_frozen:
+                    self._turn(place, host)
+            self._deliver()
+            self._train()
+
+    def _turn(self, place: int, host: Host) -> None:
+        for _ in range(3):  # what it says to itself about itself takes no time
+            self._live(host)
+            for address, packet in host.council.turn(self.now_s):
+                self._send(place, address, packet)
+
+    def _send(self, place: int, address: Address, packet: Packet) -> None:
+        to = int(address.host.removeprefix("host"))
+        if self.hosts[to].is_dead:
+            if not {place, to} & self.cut:
+                self.hosts[place].council.refused(address, self.now_s)
+            return
+        if not {place, to} & self.cut:
+            heapq.heappush(
+                self._flying, (self.now_s + _DELAY_S, next(self._numbers), address, encode(packet))
+            )
+
+    def _deliver(self) -> None:
+        """What has arrived, and what it is answered, as in a few milliseconds."""
+        kept = []
+        for _ in range(2000):
+            if not self._flying:
+                break
+            item = heapq.heappop(self._flying)
+            place = int(item[2].host.removeprefix("host"))
+            host = self.hosts[place]
+            if host.is_frozen:
+                kept.append(item)
+            elif not host.is_dead:
+                host.council.heard(decode(item[3]), self.now_s)
+                self._live(host)
+                for address, packet in host.council.turn(self.now_s):
+                    self._send(place, address, packet)
+        self._flying = kept
+
+    def _live(self, host: Host) -> None:
+        """What the agent of one host does."""
+        if host.council.is_over(host.epoch) and host.trains:
+            host.stops_s = self.now_s + _STOP_S
+        waits = host.plan is None or (host.stops_s is not None and self.now_s >= host.stops_s)
+        is_out = host.plan is not None and not any(m.host == host.council.own.name for m in host.plan.members)
+        if not (waits or is_out):
+            return
+        if host.council.decree is not None and host.plan is not None and self._is_fenced(host):
+            host.members = [Member(host.council.own.name, next(self._numbers))]
+            host.steps = {host.members[0]: NOT_STARTED}
+        store = Address(host.address.host, 2)
+        plan = host.council.decide(Proposal(host.epoch + 1, dict(host.steps), store), self.now_s)
+        if plan is not None:
+            host.plan, host.stops_s = plan, None
+            host.steps = {m: plan.step if m in plan.members else s for m, s in host.steps.items()}
+
+    def _is_fenced(self, host: Host) -> bool:
+        """Whether its ranks are out of a decree by which others train."""
+        decree = host.council.decree
+        assert decree is not None
+        names = {candidate.member for candidate in decree.members}
+        return decree.epoch > host.epoch and bool(names) and not names & set(host.members)
+
+    def _train(self) -> None:
+        if self.now_s < self._step_s:
+            return
+        self._step_s = self.now_s + _STEP_S
+        for plan in {host.plan for host in self.hosts if host.plan is not None}:
+            here = [h for h in self.hosts if h.plan is plan or h.plan == plan]
+            present = {m for h in here if h.trains and not h.is_dead for m in h.members}
+            if set(plan.members) <= present:
+                step = max(plan.step, *(h.steps[m] for h in here for m in h.members if m in plan.members)) + 1
+                for host in here:
+                    host.steps = {m: step if m in plan.members else s for m, s in host.steps.items()}
+                self.history.append((self.now_s, plan.epoch, step))
+
+    # ---- what is expected
+
+    def check(self) -> None:
+        """Steps were made one after the other, each in one epoch, and epochs only grew."""
+        epochs = [epoch for _, epoch, _ in self.history]
+        assert epochs == sorted(epochs), self.history
+        steps = [step for _, _, step in self.history]
+        assert steps == list(range(steps[0], steps[0] + len(steps))), self.history
+
+    def training(self) -> set[int]:
+        """The hosts whose ranks have completed the last step, if that was just now."""
+        if not self.history or self.now_s - self.history[-1][0] > 3 * _STEP_S:
+            return set()
+        last = self.history[-1][2]
+        return {i for i, h in enumerate(self.hosts) if last in h.steps.values() and not h.is_dead}
+
+    def longest_stall_s(self) -> float:
+        times = [at for at, _, _ in self.history]
+        return max(b - a for a, b in itertools.pairwise(times))

@@ -1,0 +1,53 @@
+"""What a process holds that a dropped model might have left: threads, descriptors, mappings of shared memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+LIMIT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """Of this process."""
+
+    num_threads: int
+    num_descriptors: int
+    num_shared_mappings: int
+
+    def within(self, other: Held) -> bool:
+        """Whether it is nothing more."""
+        return all(now <= once for now, once in zip(astuple(self), astuple(other), strict=True))
+
+
+def held() -> Held:
+    """What this process holds now."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    shared = sum(line.split()[1].endswith("s") for line in maps)
+    threads, descriptors = (len(list(Path("/proc/self", name).iterdir())) for name in ("task", "fd"))
+    return Held(threads, descriptors, shared)
+
+
+def held_at_rest() -> Held:
+    """What is held once groups that were closed are gone."""
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "paceline-close":
+            thread.join(LIMIT_S)
+    return held()
+
+
+def settled(most: Held, collects: bool = True) -> Held:
+    """What is held once threads that let groups go, or linger for peers, have ended: it is waited for."""
+    until_s = time.monotonic() + LIMIT_S
+    while True:
+        if collects:
+            gc.collect()
+        now = held()
+        if now.within(most) or time.monotonic() > until_s:
+            return now
+        time.sleep(0.1)

@@ -1,0 +1,287 @@
+"""Every order of events of a few agents that vote, breadth first.
+
+Messages are never taken out of the network: any may be delivered now, later, again or never. That is loss, delay,
+reordering, repetition, partition and crash in one; a crashed host is one to which nothing is delivered any more. Only
+the number of suspicions is bounded.
+
+Every combination is checked: one decree an epoch, and nobody trains by one while a later one with members is decided.
+From every n-th combination the network heals, with every set of hosts dead that leaves a quorum of each decree that may
+still be decided. Then the others have to come to a decree of live hosts that train.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.launch.elastic import vote
+from paceline.launch.elastic.decree import Candidate, Decree, Voter
+from paceline.launch.elastic.plan import NOT_STARTED, Member
+from paceline.launch.elastic.vote import Message, Quorum, Report, State
+
+_SUSPECT, _LOSE_PATIENCE, _TRAIN = -1, -2, -3
+_MOST_TURNS = 25
+
+Node = tuple[tuple[int, ...], int, int]  # the hosts' states, the network as a set of bits, suspicions left
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where an exploration begins: a decree of hosts that train.
+
+    Attributes:
+        steps: Of each host: how many steps its rank has completed; `NOT_STARTED` for a rank that is new and not in the
+            decree, None for a host without a rank.
+        joiners: Hosts besides, which ask the others to be let in.
+        suspicions: How often somebody leads an attempt.
+    """
+
+    steps: tuple[int | None, ...]
+    joiners: int = 0
+    suspicions: int = 2
+
+    def states(self) -> tuple[State, ...]:
+        reports = [
+            reported(f"h{i}", NOT_STARTED if step == NOT_STARTED else 0, step)
+            for i, step in enumerate(self.steps)
+        ]
+        members = tuple(one for report in reports for one in report.candidates if one.step != NOT_STARTED)
+        voters = tuple(report.voter for report in reports)
+        decree = Decree(0, members, voters, "h0", trained=0)
+        new = [reported(f"h{len(reports) + i}", NOT_STARTED, NOT_STARTED) for i in range(self.joiners)]
+        return *(State(report, Quorum(), decree) for report in reports), *(State(report) for report in new)
+
+
+def reported(name: str, epoch: int, step: int | None) -> Report:
+    """What a host brings that has one rank, or none."""
+    return Report(Voter(name), () if step is None else (Candidate(Member(name, 0), epoch, step),))
+
+
+@dataclass
+class Found:
+    """What an exploration has seen."""
+
+    combinations: int = 0
+    is_complete: bool = False
+    highest_epoch: int = 0
+    healed_from: int = 0
+
+
+class _Table:
+    """Numbers for states and messages, so that a million combinations fit into memory."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+        self._numbers: dict[Any, int] = {}
+
+    def number(self, item: Any) -> int:
+        found = self._numbers.get(item)
+        if found is None:
+            found = self._numbers[item] = len(self.items)
+            self.items.append(item)
+        return found
+
+
+class Explorer:
+    """All that can happen in a scene."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._states, self._messages = _Table(), _Table()
+        states = scene.states()
+        self._hosts = {state.name: i for i, state in enumerate(states)}
+        self._mail = [0] * len(states)  # the messages to each host
+        self._dull: defaultdict[int, int] = defaultdict(int)  # the messages that do nothing in a state
+        self._known_trained: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._after: dict[tuple[int, int], tuple[int, int]] = {}  # (state, event) -> (state, messages)
+        voters = tuple(f"h{i}" for i in range(len(scene.steps)))
+        wishes = [m for state in states[len(voters) :] for m in vote.ask_to_join(state, voters)[1]]
+        numbers = tuple(self._states.number(state) for state in states)
+        self._start: Node = numbers, self._mask(wishes), scene.suspicions
+        self.found = Found()
+
+    def _mask(self, messages: Any) -> int:
+        mask = 0
+        for message in messages:
+            number = self._messages.number(message)
+            mask |= 1 << number
+            self._mail[self._hosts[message.to]] |= 1 << number
+        return mask
+
+    def _apply(self, number: int, event: int) -> tuple[int, int]:
+        state = self._states.items[number]
+        if event == _SUSPECT:
+            after, out = vote.suspect(state)
+        elif event == _LOSE_PATIENCE:
+            after, out = vote.lose_patience(state)
+        else:
+            after, out = vote.receive(state, self._messages.items[event])
+        found = self._after[number, event] = self._states.number(after), self._mask(out)
+        if event >= 0 and found == (number, 0):
+            self._dull[number] |= 1 << event
+        return found
+
+    def _successors(self, node: Node) -> Iterator[Node]:
+        numbers, network, left = node
+        known = self._after
+        for i, number in enumerate(numbers):
+            for event in (_SUSPECT, _LOSE_PATIENCE) if left else (_LOSE_PATIENCE,):
+                after, sent = known.get((number, event)) or self._apply(number, event)
+                if after != number or sent & ~network:
+                    yield (*numbers[:i], after, *numbers[i + 1 :]), network | sent, left - (event == _SUSPECT)
+        for i, number in enumerate(numbers):
+            rest = network & self._mail[i] & ~self._dull[number]
+            while rest:
+                low = rest & -rest
+                rest ^= low
+                event = low.bit_length() - 1
+                after, sent = known.get((number, event)) or self._apply(number, event)
+                if after != number or sent & ~network:
+                    yield (*numbers[:i], after, *numbers[i + 1 :]), network | sent, left
+        trained = self._known_trained.get(numbers)
+        if trained is None:
+            self._check(numbers)
+            trained = self._known_trained[numbers] = self._trained(numbers)
+        if trained != numbers:
+            yield trained, network, left
+
+    def _trained(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """All of a decree train: whose state was older has taken the holder's."""
+        for number in numbers:
+            decree = self._states.items[number].decree
+            if decree is None or not decree.members:
+                continue
+            hosts = {self._hosts[member.member.host] for member in decree.members}
+            states = [self._states.items[numbers[host]] for host in hosts]
+            if all(state.trains and state.decree == decree for state in states):
+                return tuple(
+                    self._states.number(_caught_up(self._states.items[each], decree)) if i in hosts else each
+                    for i, each in enumerate(numbers)
+                )
+        return numbers
+
+    def _check(self, numbers: tuple[int, ...]) -> None:
+        states = [self._states.items[number] for number in numbers]
+        decrees: dict[int, Decree] = {}
+        for state in states:
+            if (decree := state.decree) is not None and decrees.setdefault(decree.epoch, decree) != decree:
+                raise AssertionError(f"two decrees of one epoch: {decree} and {decrees[decree.epoch]}")
+        with_members = [decree for decree in decrees.values() if decree.members]
+        for decree in with_members:
+            hosts = {self._hosts[member.member.host] for member in decree.members}
+            trains = all(states[host].trains and states[host].decree == decree for host in hosts)
+            if trains and (later := [each for each in with_members if each.epoch > decree.epoch]):
+                raise AssertionError(f"two trainings: {decree} and {later}")
+        self.found.highest_epoch = max(self.found.highest_epoch, *decrees)
+
+    def _check_progress(self, node: Node, prefer: int) -> None:
+        """Whatever dies now, the others go on, if they are a majority of all that may be decided by then."""
+        states = [self._states.items[number] for number in node[0]]
+        network = [self._messages.items[i] for i in range(node[1].bit_length()) if node[1] >> i & 1]
+        newest = _newest(states)
+        may_be = {newest, *(each for s in states for each in (s.accepted_decree, s.offered) if each)}
+        may_be |= {m.decree for m in network if m.decree is not None and m.decree.epoch > newest.epoch}
+        answered = {
+            m.promise.report.voter for m in network if m.promise is not None and m.epoch == newest.epoch
+        }
+        may_be.add(replace(newest, voters=(*newest.voters, *sorted(answered - {*newest.voters}, key=str))))
+        everybody = frozenset(range(len(states)))
+        for size in range(len(states)):
+            for dead in map(frozenset, itertools.combinations(everybody, size)):
+                live = everybody - dead
+                names = [states[i].name for i in live]
+                if all(each.has_quorum(names) for each in may_be) and any(
+                    states[i].decree == newest for i in live
+                ):
+                    self.found.healed_from += 1
+                    if not heals(list(states), network, dead, prefer):
+                        raise AssertionError(f"stuck with {set(dead)} dead: {states} {network}")
+
+    def choices(self) -> list[Node]:
+        """What can happen next, where `go` has led."""
+        return sorted(self._successors(self._start))
+
+    def go(self, node: Node) -> None:
+        """Go to one of `choices`."""
+        self._start = node
+
+    def check_healing(self, prefer: int) -> None:
+        """From where `go` has led."""
+        self._check(self._start[0])
+        self._check_progress(self._start, prefer)
+
+    def run(self, limit: int = 10_000_000, every: int = 97) -> Found:
+        """Go through all combinations, or the first `limit`.
+
+        Raises:
+            AssertionError: Two decrees of an epoch, two trainings, or stuck.
+        """
+        seen, front, popped = {self._start}, deque([self._start]), 0
+        while front and len(seen) <= limit:
+            node = front.popleft()
+            if popped % every == 0:
+                self._check_progress(node, popped // every)
+            popped += 1
+            for after in self._successors(node):
+                if after not in seen:
+                    seen.add(after)
+                    front.append(after)
+        self.found.combinations, self.found.is_complete = len(seen), not front
+        return self.found
+
+
+def _caught_up(state: State, decree: Decree) -> State:
+    mine = {member.member for member in decree.members}
+    candidates = tuple(
+        Candidate(each.member, decree.epoch, max(decree.holder.step, 0)) if each.member in mine else each
+        for each in state.report.candidates
+    )
+    return replace(state, report=replace(state.report, candidates=candidates))
+
+
+def _newest(states: list[State]) -> Decree:
+    return max((state.decree for state in states if state.decree), key=lambda decree: decree.epoch)
+
+
+def heals(states: list[State], network: list[Message], dead: frozenset[int], prefer: int) -> bool:
+    """Whether live hosts come to a decree of live hosts only, by which all train; with members if their state lives.
+
+    From now on nothing is lost. A host that has not the newest decree is told it, one that is not in it asks to join,
+    and time-outs come to one host at a time, as random delays make them.
+    """
+    places = {state.name: i for i, state in enumerate(states)}
+    live = [i for i in range(len(states)) if i not in dead]
+
+    def deliver(messages: Iterable[Message]) -> None:
+        queue = deque(messages)
+        while queue:
+            message = queue.popleft()
+            if (i := places[message.to]) not in dead:
+                states[i], out = vote.receive(states[i], message)
+                queue.extend(out)
+
+    deliver(network)
+    for _ in range(_MOST_TURNS):
+        newest = _newest([states[i] for i in live])
+        for i in live:
+            deliver([Message("decree", states[i].name, states[i].name, decree=newest)])
+            if not states[i].is_voter:
+                deliver(vote.ask_to_join(states[i], newest.names)[1])
+        newest = _newest([states[i] for i in live])
+        hosts = [places[name] for name in newest.names]
+        lives = any(c.epoch == newest.trained for i in live for c in states[i].report.candidates)
+        all_train = all(states[i].decree == newest and states[i].trains for i in hosts)
+        if all_train and not set(hosts) & dead and (newest.members or not lives):
+            return True
+        for i in sorted(live, key=lambda i: (i - prefer) % len(states)):
+            before = states[i]
+            if before.is_voter:
+                states[i], out = vote.lose_patience(before)
+                if not out and states[i] == before:
+                    states[i], out = vote.suspect(before)
+                deliver(out)
+                if out or states[i] != before:
+                    break
+    return False

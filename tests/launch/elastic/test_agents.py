@@ -1,0 +1,282 @@
+"""Agents over real sockets: they meet by the job's token, see a death at once, and let no stranger in."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from paceline.errors import ProtocolError
+from paceline.launch.elastic import links
+from paceline.launch.elastic.agents import Agents, AgentSetting
+from paceline.launch.elastic.decree import Candidate, Decree, Voter
+from paceline.launch.elastic.links import Links, Received
+from paceline.launch.elastic.plan import NOT_STARTED, Address, Member, Plan, Proposal
+from paceline.launch.elastic.plan import Start as Begin
+from paceline.launch.elastic.vote import Message, Promise, Quorum, Report
+from paceline.launch.elastic.wire import Packet, decode, encode
+from paceline.launch.launch_errors import LaunchError
+
+LOCAL = Address("127.0.0.1", 0)
+THREE, TWO = Quorum(3, 1), Quorum(2, 1)
+Start = Callable[..., Agents]
+
+
+def until(happens: Callable[[], object], limit_s: float = 20.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not happens():
+        assert time.monotonic() < end_s, "it did not happen"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts agents, and ends them."""
+    running: list[Agents] = []
+
+    def start_one(
+        first: Agents | None = None, token: str = "t", needs: Quorum = THREE, patience_s: float = 60
+    ) -> Agents:
+        place = None if first is None else first.address
+        number = len(running)
+        start = Address("127.0.0.1", 100 + number)
+        running.append(
+            Agents(AgentSetting(f"{number}", number + 1, start, LOCAL, place, token, needs, patience_s))
+        )
+        return running[-1]
+
+    yield start_one
+    for agent in running:
+        agent.close()
+
+
+def propose(agent: Agents, epoch: int = 0, step: int = NOT_STARTED) -> Plan | None:
+    return agent.decide(Proposal(epoch, {Member(agent.name, 0): step}, Address("127.0.0.1", 7)))
+
+
+def meet(agents: list[Agents], epoch: int = 0, step: int = NOT_STARTED) -> list[Plan]:
+    """Ask until all have a plan of this epoch or a later one."""
+    plans: dict[str, Plan] = {}
+
+    def ask() -> bool:
+        for agent in agents:
+            if agent.name not in plans and (plan := propose(agent, epoch, step)) is not None:
+                plans[agent.name] = plan
+        return len(plans) == len(agents)
+
+    until(ask)
+    return [plans[agent.name] for agent in agents]
+
+
+def test_three_agents_meet_and_go_on_without_the_first(start: Start) -> None:
+    """The first agent, by which they met, is closed: the others see it, and decide on the next plan."""
+    first = start()
+    agents = [first, start(first), start(first)]
+    plans = meet(agents)
+    assert plans[0] == plans[1] == plans[2]
+    assert len(plans[0].members) == 3
+    assert not any(agent.why_over(plans[0].epoch) for agent in agents)
+    began_s = time.monotonic()
+    first.close()
+    left = agents[1:]
+    until(lambda: all(agent.why_over(plans[0].epoch) for agent in left))
+    after = meet(left, plans[0].epoch + 1, step=5)
+    assert after[0] == after[1]
+    assert (after[0].step, len(after[0].members)) == (5, 2)
+    assert time.monotonic() - began_s < 20
+
+
+def test_a_lost_rank_ends_the_membership_everywhere(start: Start) -> None:
+    """One host's agent asks for a plan; the others' ranks have to stop, and then all have the same."""
+    first = start()
+    agents = [first, start(first), start(first)]
+    epoch = meet(agents)[0].epoch
+    propose(agents[1], epoch + 1, step=3)
+    until(lambda: agents[0].why_over(epoch) and agents[2].why_over(epoch))
+    assert propose(agents[1], epoch + 1, step=3) is None
+    assert len({plan.epoch for plan in meet(agents, epoch + 1, step=3)}) == 1
+
+
+def test_an_agent_with_another_token_stays_outside(start: Start) -> None:
+    """It is told who is missing, with numbers."""
+    first = start(needs=TWO)
+    stranger = start(first, token="other", patience_s=0.5)
+    with pytest.raises(LaunchError, match=rf"nobody of this job answers at 127.0.0.1:{first.address.port}"):
+        while True:
+            propose(stranger)
+            time.sleep(0.01)
+    assert "1 of 2 hosts" in first.waits_for()
+
+
+class _EnoughError(Exception):
+    """The wait has lasted long enough."""
+
+
+def test_who_has_ended_well_waits_for_the_others(start: Start) -> None:
+    """And is not taken for lost when it goes."""
+    first = start(needs=TWO)
+    second = start(first, needs=TWO)
+    epoch = meet([first, second])[0].epoch
+    times = iter(range(5))
+
+    def check() -> None:
+        if next(times, None) is None:
+            raise _EnoughError
+
+    with pytest.raises(_EnoughError):  # the second is not done
+        first.finish(check)
+    assert not second.why_over(epoch)
+    second.finish(lambda: None)
+    first.finish(lambda: None)
+
+
+def test_ranks_of_all_hosts_begin_as_one_world(start: Start) -> None:
+    """Numbers by the hosts' names, and one store; each host may have another number of ranks."""
+    first = start(needs=TWO)
+    second = start(first, needs=TWO)
+    store = Address("127.0.0.1", 100)
+    assert first.meet(lambda: None) == Begin(0, 3, 0, 2, store)
+    assert second.meet(lambda: None) == Begin(1, 3, 1, 2, store)
+
+
+def test_training_does_not_begin_without_a_host_that_was_there(start: Start) -> None:
+    """A script that fails everywhere does not wait for anybody."""
+    first = start(needs=TWO)
+    second = start(first, needs=TWO)
+    first.meet(lambda: None)
+    second.meet(lambda: None)
+    first.close()
+    with pytest.raises(LaunchError, match=f"{first.name} was lost before training began"):
+        until(lambda: second.why_over(NOT_STARTED))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_agent_that_can_no_longer_talk_says_so(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host does not wait for words that cannot come."""
+    agent = start()
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(agent._links, "turn", fail)
+    with pytest.raises(LaunchError, match="can no longer talk to the other hosts: ZeroDivisionError"):
+        until(lambda: propose(agent) and False)
+
+
+# ---- links
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Links, Links]]:
+    """Two ends. On a busy machine a greeting takes its time, and a connection that is given up loses its frames."""
+    monkeypatch.setattr(links, "CONNECT_S", 60.0)
+    both = Links(LOCAL, "t"), Links(LOCAL, "t")
+    yield both
+    for each in both:
+        each.close()
+
+
+def hear(mine: Links, other: Links, number: int = 1) -> list[bytes]:
+    bodies: list[bytes] = []
+
+    def turn() -> bool:
+        other.turn(0.0, time.monotonic())
+        bodies.extend(e.body for e in mine.turn(0.01, time.monotonic()) if isinstance(e, Received))
+        return len(bodies) >= number
+
+    until(turn)
+    return bodies
+
+
+def test_frames_arrive_whole_and_in_order(pair: tuple[Links, Links]) -> None:
+    """Large ones as well as small ones, however TCP cuts them."""
+    mine, other = pair
+    bodies = [b"x" * 40_000, b"", b"y" * 900_000, b"z"]
+    for body in bodies:
+        other.post(mine.address, body, time.monotonic())
+    assert hear(mine, other, 4) == bodies
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n" + b"x" * 40, struct.pack("!I", 1 << 30) + bytes(40)]
+)
+def test_a_stranger_is_dropped_at_its_first_word(pair: tuple[Links, Links], said: bytes) -> None:
+    """A frame without the right code, or of a length that no agent's first one has."""
+    mine, other = pair
+    with socket.create_connection(mine.address) as stranger:
+        stranger.sendall(said)
+        stranger.settimeout(0.0)
+        seen = bytearray()
+
+        def is_closed() -> bool:
+            assert not mine.turn(0.01, time.monotonic())
+            try:
+                part = stranger.recv(100)
+            except BlockingIOError:
+                return False
+            except ConnectionResetError:
+                return True
+            seen.extend(part)
+            return not part
+
+        until(is_closed)
+    other.post(mine.address, b"still here", time.monotonic())
+    assert hear(mine, other) == [b"still here"]
+
+
+def test_a_recorded_frame_is_of_no_use(pair: tuple[Links, Links]) -> None:
+    """Its code fits one connection, and one place in it."""
+    mine, _ = pair
+    with socket.create_connection(mine.address) as stranger:
+        until(lambda: mine.turn(0.01, time.monotonic()) == [] and len(mine._incoming) == 1)
+        nonce = stranger.recv(100)[len(links.GREETING) :]
+        frame = struct.pack("!I", 2) + mine._code(nonce, 0, b"hi") + b"hi"
+        stranger.sendall(frame + frame)
+        events: list[object] = []
+        until(lambda: events.extend(mine.turn(0.01, time.monotonic())) or len(events) == 2)
+        assert isinstance(events[0], Received)
+        assert not mine._incoming
+
+
+def test_the_oldest_strangers_go_first(pair: tuple[Links, Links]) -> None:
+    """However many come, an agent gets in."""
+    mine, other = pair
+    crowd = [socket.create_connection(mine.address) for _ in range(links.MOST_STRANGERS + 9)]
+    try:
+        other.post(mine.address, b"hello", time.monotonic())
+        assert hear(mine, other) == [b"hello"]
+        assert len(mine._incoming) <= links.MOST_STRANGERS + 1
+        mine.turn(0.0, time.monotonic() + links.PROOF_S + 1)
+        assert len(mine._incoming) == 1
+    finally:
+        for each in crowd:
+            each.close()
+
+
+# ---- words
+
+
+def test_a_packet_is_read_as_it_was_written() -> None:
+    """Every kind of field."""
+    candidates = (Candidate(Member("a", 3), 4, 17), Candidate(Member("b", 0)))
+    voters = (Voter("a", Address("h", 1), Address("h", 2), Address("h", 3), 4), Voter("b"))
+    decree = Decree(4, candidates, voters, "b", 4)
+    promise = Promise(Report(voters[0], candidates), (2, "b"), decree)
+    message = Message("promise", "a", "b", 4, (3, "b"), promise, decree)
+    for packet in (Packet("j", voters[0], 4, True, message), Packet("", voters[1], NOT_STARTED)):
+        assert decode(encode(packet)) == packet
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"[1,2,3,4]", b"{}", b"\xff", b"[" * 100_000, b'["j",["a","h",1,"h",2,"h",3,2.5],4,false]',
+     b'["j",["a","h",1,"h",2,"h",3,4],4,false,["shout","a","b",4,[3,"b"],null,null]]',
+     b'["j",["a","h",1,"h",2,"h",3,4],4,false,["decree","a","b",4,[3,"b"],null,[4,[["c",0,1,2]],[["a","",0,"",0,"",0,0]],"a",4]]]'],
+)  # fmt: skip
+def test_anything_else_is_refused(body: bytes) -> None:
+    """Not read as something that it might mean."""
+    with pytest.raises(ProtocolError, match="is no message of an agent"):
+        decode(body)

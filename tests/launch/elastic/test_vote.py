@@ -1,0 +1,214 @@
+"""The vote on who trains on: all orders of events of few hosts, random ones of more, and rules broken on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.vote_explorer import Explorer, Scene, heals, reported
+from paceline.launch.elastic import vote
+from paceline.launch.elastic.decree import Candidate, Decree, Voter
+from paceline.launch.elastic.plan import NOT_STARTED, Address, Member
+from paceline.launch.elastic.vote import NO_BALLOT, Message, Promise, Quorum, Report, Result, State
+
+SCENES = {
+    "two hosts": Scene(steps=(4, 4), suspicions=3),
+    "two hosts, one a step ahead": Scene(steps=(4, 5), suspicions=3),
+    "two hosts and a third that joins": Scene(steps=(4, 4), joiners=1),
+    "one host and two that join": Scene(steps=(4,), joiners=2),
+    "ranks on one of three hosts": Scene(steps=(None, NOT_STARTED, 4), suspicions=1),
+    "two ranks of three are new": Scene(steps=(NOT_STARTED, NOT_STARTED, 4), suspicions=1),
+}
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_no_order_of_events_makes_two_trainings(name: str) -> None:
+    """Whatever is lost, late, repeated or dead: one decree an epoch, one training; what can heal does."""
+    found = Explorer(SCENES[name]).run(every=47)
+    assert found.is_complete
+    assert found.highest_epoch == SCENES[name].suspicions
+    assert found.healed_from > 40
+
+
+@pytest.mark.slow
+def test_no_order_of_events_of_three_hosts_makes_two_trainings() -> None:
+    """The same for three hosts, of which two suspect others, in any order."""
+    found = Explorer(Scene(steps=(4, 4, 4))).run()
+    assert found.is_complete
+    assert found.combinations > 100_000
+
+
+@pytest.mark.lab
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "scene",
+    [Scene(steps=(4, 4, 4), suspicions=3), Scene(steps=(4, 4, 4), joiners=1), Scene(steps=(4, 5, None))],
+    ids=str,
+)
+def test_many_orders_of_events_of_three_hosts_make_one_training(scene: Scene) -> None:
+    """Larger ones, as far as the memory goes."""
+    found = Explorer(scene).run(limit=3_000_000, every=499)
+    assert found.combinations > 100_000
+
+
+# ---- broken rules
+
+
+def _half_is_enough(self: Decree, names: object) -> bool:
+    return 2 * len(set(names) & set(self.names)) >= len(self.voters)  # type: ignore[call-overload]
+
+
+def _forgets_what_it_accepted(state: State, message: Message) -> Result:
+    after, out = vote._asked(state, message)
+    return after, tuple(replace(each, promise=Promise(state.report, NO_BALLOT, None)) for each in out)
+
+
+def _promises_below(state: State, message: Message) -> Result:
+    return vote._asked(replace(state, promised=NO_BALLOT), message)
+
+
+def _accepts_below_its_promise(state: State, message: Message) -> Result:
+    after, out = vote._offered(replace(state, promised=NO_BALLOT), message)
+    return replace(after, promised=max(message.ballot, state.promised)), out
+
+
+def _old_epochs_vote(state: State, message: Message) -> Result:
+    known = state.decree
+    if known is not None and message.kind not in ("decree", "join", "ask"):
+        message = replace(message, epoch=known.epoch)
+    return _RECEIVE(state, message)
+
+
+def _begins_anew(decree: Decree, reports: list[Report], needs: Quorum) -> Decree:
+    return _NEXT_DECREE(replace(decree, trained=-1), reports, needs)
+
+
+def _a_wish_makes_a_voter(decree: Decree, reports: list[Report], needs: Quorum) -> Decree:
+    found = _NEXT_DECREE(decree, reports, needs)
+    return replace(found, voters=(*found.voters, *(v for v in [Voter("h2")] if "h2" not in found.names)))
+
+
+def _promises_while_training(state: State) -> bool:
+    return state.is_voter
+
+
+_RECEIVE, _NEXT_DECREE = vote.receive, vote.next_decree
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A rule that is broken: what takes which name's place, where an exploration finds it, and what it says."""
+
+    owner: object
+    name: str
+    value: Callable[..., object] | property
+    scene: Scene
+    finding: str
+
+
+MUTANTS = {
+    "half is enough": Mutant(Decree, "has_quorum", _half_is_enough, Scene((4, 4)), "two"),
+    "forgets what it accepted": Mutant(
+        vote._HANDLERS, "ask", _forgets_what_it_accepted, Scene((4, 4, 4)), "two decrees"
+    ),
+    "promises below": Mutant(vote._HANDLERS, "ask", _promises_below, Scene((4, 4, 4)), "two decrees"),
+    "accepts below its promise": Mutant(
+        vote._HANDLERS, "offer", _accepts_below_its_promise, Scene((4, 4, 4)), "two decrees"
+    ),
+    "old epochs vote": Mutant(vote, "receive", _old_epochs_vote, Scene((4, 4, 4)), "two decrees"),
+    "begins anew": Mutant(
+        vote, "next_decree", _begins_anew, Scene((NOT_STARTED, NOT_STARTED, 4)), "two trainings"
+    ),
+    "a wish makes a voter": Mutant(
+        vote, "next_decree", _a_wish_makes_a_voter, Scene((4, 4), joiners=1), "stuck"
+    ),
+    "a promise does not stop ranks": Mutant(
+        State, "trains", property(_promises_while_training), Scene((None, 4, 4)), "two trainings"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_rule_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exploration can fail: it finds each rule that is broken on purpose."""
+    mutant = MUTANTS[name]
+    if isinstance(mutant.owner, dict):
+        monkeypatch.setitem(mutant.owner, mutant.name, mutant.value)
+    else:
+        monkeypatch.setattr(mutant.owner, mutant.name, mutant.value)
+    with pytest.raises(AssertionError, match=f"^{mutant.finding}"):
+        Explorer(mutant.scene).run(limit=400_000, every=7 if mutant.finding == "stuck" else 10**9)
+
+
+# ---- more hosts, at random
+
+
+@settings(deadline=None, max_examples=25)
+@given(data=st.data())
+def test_random_events_of_more_hosts_make_one_training(data: st.DataObject) -> None:
+    """Four or five hosts and one that joins; a wall of failures, then everything heals that keeps a quorum."""
+    steps = tuple(data.draw(st.lists(st.sampled_from([None, 4, 5]), min_size=4, max_size=5)))
+    explorer = Explorer(Scene(steps, joiners=1, suspicions=4))
+    for _ in range(data.draw(st.integers(0, 40))):
+        choices = explorer.choices()
+        if not choices:
+            break
+        explorer.go(choices[data.draw(st.integers(0, len(choices) - 1))])
+    explorer.check_healing(data.draw(st.integers(0, 5)))
+
+
+# ---- one by one
+
+
+def test_a_lone_agent_decides_at_once() -> None:
+    """One host needs nobody: an attempt is a decree."""
+    report = Report(
+        Voter("a", store=Address("127.0.0.1", 9)), (Candidate(Member("a", 0)), Candidate(Member("a", 1)))
+    )
+    state, out = vote.suspect(vote.begin(report, Quorum()))
+    assert not out
+    assert state.decree is not None
+    plan = state.decree.plan()
+    assert plan is not None
+    assert (plan.epoch, plan.members, plan.step) == (1, (Member("a", 0), Member("a", 1)), 0)
+    assert plan.store == Address("127.0.0.1", 9)
+
+
+def test_nobody_trains_while_ranks_are_too_few() -> None:
+    """The first members wait for all hosts, later ones for the least number of ranks; until then there is no plan."""
+    state = vote.begin(Report(Voter("a"), (Candidate(Member("a", 0)),)), Quorum(hosts=2, ranks=1))
+    state, _ = vote.suspect(state)
+    assert state.decree is not None
+    assert state.decree.plan() is None
+    assert state.trains
+
+
+def test_who_was_in_keeps_its_order_and_the_furthest_holds_the_state() -> None:
+    """Survivors first, by their old ranks; a rank that is new comes last and is behind."""
+    old = [Candidate(Member("b", 0), 3, 7), Candidate(Member("a", 0), 3, 8)]
+    decree = Decree(3, tuple(old), (Voter("a"), Voter("b")), "b", trained=3)
+    reports = [Report(Voter("a"), (Candidate(Member("a", 1)), old[1])), Report(Voter("b"), (old[0],))]
+    after = vote.next_decree(decree, reports, Quorum())
+    assert [one.member for one in after.members] == [Member("b", 0), Member("a", 0), Member("a", 1)]
+    assert (after.tie_breaker, after.holder) == ("b", old[1])
+    assert [after.updated(one).epoch for one in after.members] == [3, 4, -1]
+
+
+def test_an_old_message_is_answered_by_the_newest_decree() -> None:
+    """Fencing: who wakes up after others went on is told so, and nothing else."""
+    decree = Decree(5, (), (Voter("a"),), "a")
+    state = State(Report(Voter("a")), decree=decree)
+    for kind in ("ask", "promise", "offer", "vote"):
+        after, out = vote.receive(state, Message(kind, "b", "a", epoch=4, ballot=(9, "b")))
+        assert after == state
+        assert out == (Message("decree", "a", "b", decree=decree),)
+
+
+def test_reports_are_of_the_hosts_own_ranks() -> None:
+    """The explorer's scenes say what they mean."""
+    assert reported("h1", 0, 4).candidates == (Candidate(Member("h1", 0), 0, 4),)
+    assert heals(list(Scene((4, 4)).states()), [], frozenset(), 0)

@@ -1,0 +1,128 @@
+"""Launchers of several machines: what each hears of the others' ranks. Boards share a store in memory."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from harness.hanging_script import TRAINS_AND_HANGS
+from harness.terminal import DEADLINE_S, started
+from paceline.launch.hang_board import Board, Correspondent
+from paceline.launch.standstill import standstill
+from paceline.observe.progress import Entered
+
+
+def _entered(rank, count, *, waits, at_s=100.0):
+    return Entered(rank, 4000 + rank, b"group", (0, 1, 2), count, at_s, 7, "in a barrier", waits)
+
+
+@pytest.fixture
+def boards():
+    store = dist.HashStore()
+    return [Board(store, "job", 3) for _ in range(2)]
+
+
+def test_nobody_writes_while_nobody_asks(boards):
+    for board in boards:
+        assert board.look([_entered(0, 1, waits=False)], 100.0, asks=False) == []
+        assert board.heard() == []
+
+
+def test_who_is_asked_answers_and_both_know(boards):
+    """Times are ages: the machines' clocks have nothing in common."""
+    one, other = boards
+    here, there = (
+        [_entered(0, 5, waits=True), _entered(1, 5, waits=True)],
+        [_entered(2, 4, waits=False, at_s=7.0)],
+    )
+    assert one.look(here, 103.0, asks=True) == []
+    found = other.look(there, 10.0, asks=False)
+    assert [(each.rank, each.pid, each.at_s, each.waits) for each in found] == [
+        (0, 0, 7.0, True),
+        (1, 0, 7.0, True),
+    ]
+    assert standstill([*there, *found], 3).missing == (2,)
+    back = one.look(here, 103.5, asks=False)
+    assert standstill([*here, *back], 3).missing == (2,)
+    assert one.look(here, 120.0, asks=False) == []  # nobody has asked for long
+
+
+def test_what_one_tells_the_others_hear_once(boards):
+    one, other = boards
+    one.tell(["hang: rank 2 is missing.", "it sleeps"])
+    assert other.heard() == ["hang: rank 2 is missing.", "it sleeps"]
+    assert other.heard() == one.heard() == []
+
+
+def test_words_of_a_stranger(boards, monkeypatch):
+    """Without the job's token they are as if they were not there."""
+    one, other = boards
+    one.look([_entered(0, 5, waits=True)], 103.0, asks=True)
+    other._store.set("machine/0", "no seal [1]")
+    assert other.look([], 10.0, asks=False) == []
+
+
+def test_a_store_that_does_not_answer_delays_nobody(boards):
+    """The network is cut: looks and the end go on at once; what was told meanwhile goes out when it is back."""
+    one, other = boards
+    is_back = threading.Event()
+    add = one._store.add
+
+    class Cut:
+        def add(self, *words):
+            assert is_back.wait(60)
+            return add(*words)
+
+    store, one._store = one._store, Cut()
+    correspondent = Correspondent(one)
+    began_s = time.monotonic()
+    assert correspondent.look([], 100.0, asks=True) == ([], [])
+    assert correspondent.look([], 100.5, asks=True) == ([], [])
+    correspondent.tell(["hang"])
+    correspondent.close()
+    assert time.monotonic() - began_s < 5.0
+    one._store = store
+    is_back.set()
+    correspondent._thread.join(60)
+    assert other.heard() == ["hang"]
+
+
+def test_a_store_that_is_gone_is_said_to_be(boards):
+    class Gone:
+        def add(self, *_):
+            raise RuntimeError("connection reset by peer")
+
+    boards[0]._store = Gone()
+    with pytest.raises(RuntimeError, match="gone"):
+        Correspondent(boards[0]).look([], 100.0, asks=False)
+
+
+@pytest.mark.lab
+@pytest.mark.processes
+def test_two_launchers(tmp_path):
+    """The rank that hangs is alone on its machine; both launchers name it."""
+    (tmp_path / "trains.py").write_text(TRAINS_AND_HANGS)
+    endpoint = f"file://{tmp_path}/meet"
+    words = ["paceline", "run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--hang-after", "2"]
+    with (
+        started([*words, "trains.py", "sleep", "torch"], tmp_path) as one,
+        started([*words, "trains.py", "sleep", "torch"], tmp_path) as other,
+    ):
+        told = []
+        for process in (one, other):
+            read = ""
+            while "explain hang" not in read and (line := process.stderr.readline()):
+                read += line
+            told.append(read)
+        for process in (one, other):
+            process.send_signal(signal.SIGINT)
+        last = [process.communicate(timeout=DEADLINE_S)[1].splitlines()[-1] for process in (one, other)]
+    for text in told:
+        assert "hang: rank 1 is missing." in text
+        assert "stuck (" in text
+    assert sum("That is on another machine." in text for text in told) == 1
+    assert all("Before that: hang: rank 1 is missing." in words for words in last)
