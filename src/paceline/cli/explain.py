@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from importlib.resources import files
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from paceline.errors import ConfigurationError
 
-_PAGES = files("paceline.cli") / "pages"  # links to docs/: the same files in a checkout, copies in a wheel
+_COPIES = Path(__file__).parent / "pages"  # in a wheel
+_PAGES = _COPIES if _COPIES.is_dir() else Path(__file__).parents[3] / "docs"  # in a checkout, the pages themselves
 _PLACEHOLDER = re.compile(r"\b(?:N|NAME)\b")
 _NEAR = 0.6  # of the telling words, at least so many are in a heading that answers
 # Words that every heading might have.
