@@ -11,8 +11,9 @@ import typer
 
 from paceline.errors import ConfigurationError
 
-_COPIES = Path(__file__).parent / "pages"  # in a wheel
-_PAGES = _COPIES if _COPIES.is_dir() else Path(__file__).parents[3] / "docs"  # in a checkout, the pages themselves
+_COPIES = Path(__file__).parent / "pages"
+# A wheel has copies; a checkout the pages themselves.
+_PAGES = _COPIES if _COPIES.is_dir() else Path(__file__).parents[3] / "docs"
 _PLACEHOLDER = re.compile(r"\b(?:N|NAME)\b")
 _NEAR = 0.6  # of the telling words, at least so many are in a heading that answers
 # Words that every heading might have.
