@@ -43,6 +43,12 @@ def my_pid(_rank, _num_ranks):
     return os.getpid()
 
 
+def leave_groups(_rank, _num_ranks):
+    for _ in range(20):
+        dist.new_group()
+    return os.getpid()
+
+
 def is_alive(pid):
     return Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
 
@@ -54,6 +60,14 @@ def test_ranks_form_a_group_and_processes_are_reused():
     pids = ranks.run(my_pid)
     assert len(set(pids)) == 2
     assert ranks.run(my_pid) == pids == ranks.pids
+
+
+def test_ranks_full_of_threads_are_replaced():
+    """Groups that a test leaves open do not slow all tests after it."""
+    with Ranks(2) as ranks:
+        crowded = ranks.run(leave_groups)
+        assert not any(map(is_alive, crowded))
+        assert ranks.run(sum_of_ranks) == [1.0, 1.0]
 
 
 def test_an_exception_is_told_and_the_next_run_is_clean():
