@@ -59,7 +59,7 @@ _SPAWNER = mp.get_context(
     "forkserver"
 )  # itself a fork of the server of `warm.py`, which has loaded all that is needed
 _SPAWNER.set_forkserver_preload([])
-# Tests leave groups open, and each of Gloo's wakes a thread 100 times a second: with 500 threads a rank, that alone took
+# Tests leave groups open, and each of Gloo's wakes a thread 100 times a second: with 500 threads a rank that alone took
 # 44 % of two cores. A rank with more threads than this is replaced.
 _MOST_THREADS = 40
 
