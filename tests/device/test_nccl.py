@@ -221,6 +221,7 @@ def failing(rank, _num_ranks):
         with nccl.broken("failure") if rank == 0 else contextlib.nullcontext():
             work = dist.all_reduce(tensor, group=group, async_op=True)
             work.wait()  # nothing has failed yet
+            dist.all_reduce(torch.ones(1))  # the other rank's device, once told to go on, has this one's fail
             for call in (late.drain, work.wait, lambda: dist.all_reduce(tensor, group=group)):
                 with pytest.raises(RuntimeError) as raised:
                     call()
