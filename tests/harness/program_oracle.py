@@ -73,10 +73,13 @@ def find_failures(
     if len(programs) == 1:
         return {programs[0]: [outcome.story() for outcome in outcomes if not outcome.clean]}
     half = len(programs) // 2
-    return {
+    found = {
         **find_failures(programs[:half], ranks, deadline_s),
         **find_failures(programs[half:], ranks, deadline_s),
     }
+    if found:
+        return found
+    return {programs[0]: ["not repeated: " + "\n".join(o.story() for o in outcomes if not o.clean)]}
 
 
 def explain(

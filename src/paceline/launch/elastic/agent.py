@@ -348,6 +348,10 @@ class Agent:
             self._failed_starts[rank.local_rank] = _MOST_STARTS
             return
         rank.phase = Phase.WAITING
+        self._let_in(rank)
+
+    def _let_in(self, rank: Rank) -> None:
+        """Have the membership pause for a rank that waits."""
         if self._epoch != NOT_STARTED and not self._is_stopping:
             self._is_stopping = self._is_pausing = True
             self._since_s = time.monotonic()
@@ -455,6 +459,9 @@ class Agent:
         for rank in self._seats.training:
             if rank.member not in numbers:
                 self._fence(rank)
+        if not self._num_finished:
+            for rank in self._seats.in_phase(Phase.WAITING):  # it came too late for this plan
+                self._let_in(rank)
 
     def _fence(self, rank: Rank) -> None:
         """Others went on without it: what it holds is old. A replacement takes their state."""
