@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 
 help:
 	@echo "make demo    train on real images over 2 processes, and compare with 1 (about a minute)"
-	@echo "make test    run the tests (about 11 minutes on two cores)"
+	@echo "make test    run the tests (about 9 minutes on two cores)"
 	@echo "make test-lab    run lab/tests and all that is long (minutes)"
 	@echo "make test-svm    run svm/tests"
 	@echo "make test-device run all of tests/device, on an emulated accelerator (minutes; needs g++)"
