@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -199,9 +200,11 @@ class C10dWork:
         if timeout_s is None:
             self._work.wait(_AS_LONG_AS_IT_TAKES)
             return True
+        # c10d cuts a time limit to whole milliseconds. 1.9 ms cut to 1 would seem to be an error that came early.
+        limit = timedelta(milliseconds=math.ceil(timeout_s * 1e3))
         began_s = time.perf_counter()
         try:
-            return self._work.wait(timedelta(seconds=timeout_s)) is not False
+            return self._work.wait(limit) is not False
         except (RuntimeError, TimeoutError):
             if self._work.is_completed():  # just after the time limit: this says how
                 self._work.wait(_AS_LONG_AS_IT_TAKES)
