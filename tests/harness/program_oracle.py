@@ -94,7 +94,7 @@ def explain(
     last = find_failures([smallest], pool(smallest.num_ranks), 40.0).get(smallest, ["not repeated alone"])
     return "\n".join(
         [
-            f"seed {program.seed}: {words[0][:600]}",
+            f"seed {program.seed}: {words[0][:6000]}",
             f"smallest: {smallest.kind} on {smallest.num_ranks} ranks, {smallest.blocks}, {smallest.options}",
             *[f"  {name} ({seed})" for name, seed in smallest.operations],
             *[f"  -> {line[:1500]}" for line in last],
