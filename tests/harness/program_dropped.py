@@ -31,6 +31,7 @@ def dropped(program: Program, rank: int, num_ranks: int, compare: Comparison) ->
         compare.where = f"{name} ({seed})"
         if name == "open a group":
             groups.append(dist.new_group(members))
+            dist.all_reduce(torch.zeros(1))  # new_group has no barrier: who closes breaks who connects
         elif name == "close a group":
             if groups and job is not None:
                 dist.destroy_process_group(groups[0])

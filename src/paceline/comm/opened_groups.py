@@ -55,11 +55,7 @@ def group_like(
     """
     c10d: Any = dist.distributed_c10d
     number = torch.tensor([secrets.randbits(_NAME_BITS)], device=device_for_metadata(group, device))
-    pending = all_reduce_max(number, group)
-    if peers is None:
-        pending.wait()
-    else:
-        peers.wait(pending, "opening a process group", on_host=number.is_cpu)
+    _agree(number, group, peers)
     ranks = dist.get_process_group_ranks(group)
     everyone = c10d._get_default_group()
     of_everyone, store = c10d._world.pg_map[everyone]
@@ -74,7 +70,17 @@ def group_like(
         device_id=everyone.bound_device_id,
     )
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    _agree(number, group, peers)  # who has connected might close it before others have
     return cast("dist.ProcessGroup", made)
+
+
+def _agree(number: torch.Tensor, group: dist.ProcessGroup, peers: Peers | None) -> None:
+    """Replace the number by the largest of any rank. Collective; blocks."""
+    pending = all_reduce_max(number, group)
+    if peers is None:
+        pending.wait()
+    else:
+        peers.wait(pending, "opening a process group", on_host=number.is_cpu)
 
 
 def close(group: dist.ProcessGroup) -> None:
