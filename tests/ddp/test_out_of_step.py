@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.models import Mlp, conv_net, digest, generator, random_batch, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel, convert_sync_batchnorm
-from paceline.errors import HookError, PeerAbortedError, ProtocolError
+from paceline.errors import ConfigurationError, HookError, PeerAbortedError, ProtocolError
 
 pytestmark = pytest.mark.processes
 
@@ -330,6 +330,21 @@ def wrap_twice(_rank, _num_ranks):
 def test_wrapping_twice_is_refused():
     """Torch averages twice; we say what to do."""
     pool(2).run(wrap_twice)
+
+
+def backward_of_a_dropped_wrapper(_rank, _num_ranks):
+    net = Mlp()
+    loss = DistributedDataParallel(net)(torch.ones(3, 8)).sum()
+    with pytest.raises(ConfigurationError, match="keep the wrapped model in a variable"):
+        loss.backward()
+    again = DistributedDataParallel(net)
+    again(torch.ones(3, 8)).sum().backward()
+    return all(p.grad is not None for p in net.parameters())
+
+
+def test_a_wrapper_that_is_dropped_before_its_backward_is_missed():
+    """Nobody reduces the gradients, and they were lost without a word; torch leaves local ones. The next one trains."""
+    assert pool(2).run(backward_of_a_dropped_wrapper) == [True, True]
 
 
 class _Versioned(nn.Linear):

@@ -405,6 +405,19 @@ def test_works_written_in_python_are_waited_for_as_torch_does():
     assert pool(2).run(python_works) == [({0.5}, True, True)] * 2
 
 
+def python_works_of_one_rank(rank, num_ranks):
+    group = StrictGroup(rank, num_ranks)
+    model = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+    told = len(group.waits)
+    model(torch.ones(1, 2)).sum().backward()
+    return set(model.module.weight.grad.flatten().tolist()), told > 0, len(group.waits) - told
+
+
+def test_one_rank_waits_for_no_reduction_of_its_own():
+    """torch reduces with one rank, too, and asks for a future (its `test_ddp_invoke_work_object`): the same gradients."""
+    assert pool(1).run(python_works_of_one_rank) == [({1.0}, True, 0)]
+
+
 class Compiled(nn.Module):
     def __init__(self):
         super().__init__()

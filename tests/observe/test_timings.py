@@ -159,6 +159,34 @@ def test_buckets_follow_the_observed_order():
     assert has_rebuilt == 1
 
 
+class Uneven(nn.Module):
+    """Only rank 0 uses the second layer."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.first, self.second, self.uses_all = nn.Linear(4, 4), nn.Linear(4, 4), rank == 0
+
+    def forward(self, x):
+        return self.second(self.first(x)) if self.uses_all else self.first(x)
+
+
+def rebuilt_where_graphs_differ(rank, _num_ranks, options):
+    torch.manual_seed(3)
+    model = DistributedDataParallel(Uneven(rank), bucket_cap_mb=0.0001, **options)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+    return model._get_ddp_logging_data()["has_rebuilt_buckets"], [p.grad.tolist() for p in model.parameters()]
+
+
+def test_buckets_follow_the_observed_order_where_graphs_differ():
+    """With `find_unused_parameters`, too, where torch keeps its order (`test_different_graph_across_ranks`): same sums."""
+    options = [{"find_unused_parameters": True}, {"static_graph": True}]
+    (searched, *others), static = (pool(2).run(rebuilt_where_graphs_differ, each) for each in options)
+    assert all(each == searched for each in [*others, *static])
+    assert searched[0] == 1
+
+
 def test_communication_that_overlaps_counts_once():
     """Two buckets under way from 1 to 4 s, a third from 5 to 6 s; 1.5 s of it were waited for."""
     spans = [(1.0, 3.0), (2.0, 4.0), (5.0, 6.0)]

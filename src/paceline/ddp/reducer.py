@@ -44,7 +44,7 @@ from paceline.ddp.ready_tracking import ReadyTracker
 from paceline.ddp.recovery import Recovery
 from paceline.ddp.setting import Setting
 from paceline.ddp.verdict import Status, Verdict
-from paceline.errors import ProtocolError, StepDroppedError
+from paceline.errors import ConfigurationError, ProtocolError, StepDroppedError
 from paceline.observe import StepTiming, StepTimings
 from paceline.observe.timings import BeforeBackward, profiler_range
 
@@ -108,7 +108,7 @@ class Reducer:
     def let_go(self) -> None:
         """Leave the parameters alone from now on, and keep nothing of the module alive."""
         self.tracker.stop()
-        self._terms = Terms
+        self._terms = _refuse_backward
 
     def retire(self) -> None:
         """Another reducer takes the place: backwards of this one's forwards do not begin here any more. Local.
@@ -448,3 +448,10 @@ class Reducer:
             self._flight.wait()
             return self.verdict.only_out_of_memory()
         return ()
+
+
+def _refuse_backward() -> Terms:
+    raise ConfigurationError(
+        "the wrapper of this backward's forward is gone, so nobody would reduce its gradients: keep the wrapped model "
+        "in a variable until backward has returned."
+    )
