@@ -414,7 +414,7 @@ def python_works_of_one_rank(rank, num_ranks):
 
 
 def test_one_rank_waits_for_no_reduction_of_its_own():
-    """torch reduces with one rank, too, and asks for a future (its `test_ddp_invoke_work_object`): the same gradients."""
+    """Torch reduces with one rank, too, and asks for a future (its `test_ddp_invoke_work_object`). Same gradients."""
     assert pool(1).run(python_works_of_one_rank) == [({1.0}, True, 0)]
 
 

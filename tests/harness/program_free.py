@@ -174,7 +174,8 @@ class Trial:
         for one in self.copies:
             for p, q in zip(bare(self.mine.model).parameters(), one.model.parameters(), strict=True):
                 q.grad = None if p.grad is None else p.grad.clone()
-        self.had.clear()
+        if not self.counts_nothing:  # otherwise the step goes on
+            self.had.clear()
 
 
 def _where_to_raise(program: Program, name: str) -> str:

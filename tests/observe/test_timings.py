@@ -180,7 +180,7 @@ def rebuilt_where_graphs_differ(rank, _num_ranks, options):
 
 
 def test_buckets_follow_the_observed_order_where_graphs_differ():
-    """With `find_unused_parameters`, too, where torch keeps its order (`test_different_graph_across_ranks`): same sums."""
+    """With `find_unused_parameters`, where torch's do not (`test_different_graph_across_ranks`). Same gradients."""
     options = [{"find_unused_parameters": True}, {"static_graph": True}]
     (searched, *others), static = (pool(2).run(rebuilt_where_graphs_differ, each) for each in options)
     assert all(each == searched for each in [*others, *static])
