@@ -45,15 +45,17 @@ def weighed(here: Here, side: str) -> list[Tensor]:
 
 
 class _Twice(nn.Module):
-    """A layer that reentrant checkpointing uses twice: its gradient arrives after its bucket has left."""
+    """A layer that reentrant checkpointing uses twice: its gradient arrives after its bucket has left.
+
+    There is a layer before it, as the last bucket leaves when backward has ended.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.front, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_()
-        inner = checkpoint(self.first, x, use_reentrant=True)
+        inner = checkpoint(self.first, self.front(x), use_reentrant=True)
         found: Tensor = self.second(checkpoint(self.first, inner, use_reentrant=True))
         return found
 
