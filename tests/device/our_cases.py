@@ -166,12 +166,14 @@ class _OnTwoStreams(nn.Module):
         return x
 
 
-def _two_streams(overlaps: bool) -> Callable[[Here, str], list[Tensor]]:
+def _two_streams(overlaps: bool, hooks_as_well: bool = False) -> Callable[[Here, str], list[Tensor]]:
     def case(here: Here, side: str) -> list[Tensor]:
         from paceline import optim
 
         module: Any = made(_OnTwoStreams, here)
         module.other = None if here.device.type == "cpu" else torch.Stream(here.device)
+        # A graph from before wrapping keeps autograd's accumulation of each parameter on its layer's stream.
+        graph = module(vectors(here, 0)) if hooks_as_well else None
         options = {
             "bucket_cap_mb": 0.0003,
             "overlap_forward": "always" if overlaps else False,
@@ -186,6 +188,7 @@ def _two_streams(overlaps: bool) -> Callable[[Here, str], list[Tensor]]:
             found.append(loss.detach())
         if overlaps:
             model.flush()
+        del graph
         return [*found, *state(model)]
 
     return case
@@ -224,6 +227,8 @@ CASES: dict[str, Callable[[Here, str], list[Tensor]]] = {
     "failed step": failed_step,
     "two streams": _two_streams(overlaps=False),
     "two streams, overlapped": _two_streams(overlaps=True),
+    "hooks on two streams": _two_streams(overlaps=False, hooks_as_well=True),
+    "hooks on two streams, overlapped": _two_streams(overlaps=True, hooks_as_well=True),
     "dropped work": dropped_work,
     "low rank": low_rank,
     **{f"shortened {name}": shortened(name) for name in ("onebit", "randomk")},
