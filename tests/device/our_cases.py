@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from device import nccl
 from device.cases import NUM_STEPS, gradients, made, state, steps, vectors, wrapped
 from device.ranks import Here
 from harness.models import Mlp, sgd, squares
@@ -30,6 +32,23 @@ def overlapped(here: Here, side: str) -> list[Tensor]:
         found.append(loss.detach())
     model.flush()
     return [*found, *state(model)]
+
+
+def dropped_overlap(here: Here, side: str) -> list[Tensor]:
+    """A model that is dropped with its last step on the way: its group is closed once the device has sent all."""
+    from paceline import optim
+
+    module = made(Mlp, here)
+    model = wrapped(module, here, side, overlap_forward="always")
+    optimizer = optim.overlap(sgd(model), model)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        squares(model(vectors(here, step))).backward()
+        optimizer.step()
+    with nccl.broken("flush"):
+        del model, optimizer
+        gc.collect()
+    return state(module)
 
 
 def weighed(here: Here, side: str) -> list[Tensor]:
@@ -220,6 +239,7 @@ def low_rank(here: Here, side: str) -> list[Tensor]:
 
 CASES: dict[str, Callable[[Here, str], list[Tensor]]] = {
     "overlapped": overlapped,
+    "dropped overlap": dropped_overlap,
     "weighed": weighed,
     "late gradients": late_gradients,
     "accumulated window": accumulated_window,
