@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from device import nccl
 from device.cases import NUM_STEPS, gradients, made, state, steps, vectors, wrapped
 from device.ranks import Here
 from harness.models import Mlp, sgd, squares
@@ -32,6 +34,23 @@ def overlapped(here: Here, side: str) -> list[Tensor]:
     return [*found, *state(model)]
 
 
+def dropped_overlap(here: Here, side: str) -> list[Tensor]:
+    """A model that is dropped with its last step on the way: its group is closed once the device has sent all."""
+    from paceline import optim
+
+    module = made(Mlp, here)
+    model = wrapped(module, here, side, overlap_forward="always")
+    optimizer = optim.overlap(sgd(model), model)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        squares(model(vectors(here, step))).backward()
+        optimizer.step()
+    with nccl.broken("flush"):
+        del model, optimizer
+        gc.collect()
+    return state(module)
+
+
 def weighed(here: Here, side: str) -> list[Tensor]:
     """Batches of unequal sizes, each counted by its samples."""
     model = wrapped(made(Mlp, here), here, side, weight=len)
@@ -45,15 +64,17 @@ def weighed(here: Here, side: str) -> list[Tensor]:
 
 
 class _Twice(nn.Module):
-    """A layer that reentrant checkpointing uses twice: its gradient arrives after its bucket has left."""
+    """A layer that reentrant checkpointing uses twice: its gradient arrives after its bucket has left.
+
+    There is a layer before it, as the last bucket leaves when backward has ended.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.front, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_()
-        inner = checkpoint(self.first, x, use_reentrant=True)
+        inner = checkpoint(self.first, self.front(x), use_reentrant=True)
         found: Tensor = self.second(checkpoint(self.first, inner, use_reentrant=True))
         return found
 
@@ -164,12 +185,14 @@ class _OnTwoStreams(nn.Module):
         return x
 
 
-def _two_streams(overlaps: bool) -> Callable[[Here, str], list[Tensor]]:
+def _two_streams(overlaps: bool, hooks_as_well: bool = False) -> Callable[[Here, str], list[Tensor]]:
     def case(here: Here, side: str) -> list[Tensor]:
         from paceline import optim
 
         module: Any = made(_OnTwoStreams, here)
         module.other = None if here.device.type == "cpu" else torch.Stream(here.device)
+        # A graph from before wrapping keeps autograd's accumulation of each parameter on its layer's stream.
+        graph = module(vectors(here, 0)) if hooks_as_well else None
         options = {
             "bucket_cap_mb": 0.0003,
             "overlap_forward": "always" if overlaps else False,
@@ -184,6 +207,7 @@ def _two_streams(overlaps: bool) -> Callable[[Here, str], list[Tensor]]:
             found.append(loss.detach())
         if overlaps:
             model.flush()
+        del graph
         return [*found, *state(model)]
 
     return case
@@ -215,6 +239,7 @@ def low_rank(here: Here, side: str) -> list[Tensor]:
 
 CASES: dict[str, Callable[[Here, str], list[Tensor]]] = {
     "overlapped": overlapped,
+    "dropped overlap": dropped_overlap,
     "weighed": weighed,
     "late gradients": late_gradients,
     "accumulated window": accumulated_window,
@@ -222,6 +247,8 @@ CASES: dict[str, Callable[[Here, str], list[Tensor]]] = {
     "failed step": failed_step,
     "two streams": _two_streams(overlaps=False),
     "two streams, overlapped": _two_streams(overlaps=True),
+    "hooks on two streams": _two_streams(overlaps=False, hooks_as_well=True),
+    "hooks on two streams, overlapped": _two_streams(overlaps=True, hooks_as_well=True),
     "dropped work": dropped_work,
     "low rank": low_rank,
     **{f"shortened {name}": shortened(name) for name in ("onebit", "randomk")},

@@ -111,6 +111,25 @@ class SideStreams:
         return self._streams[device]
 
 
+class Origins:
+    """The streams on which a device makes something that another stream may collect: noted there, waited for there."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.Stream, None] = {}
+
+    def note(self, device: torch.device) -> None:
+        """The device's current stream is one of them."""
+        if is_accelerator(device):
+            self._streams[torch.accelerator.current_stream(device)] = None
+
+    def order(self) -> None:
+        """Let the current stream wait for what the others were told until now; there are none, as a rule."""
+        for stream in self._streams:
+            current = torch.accelerator.current_stream(stream.device)
+            if stream != current:
+                current.wait_event(stream.record_event())
+
+
 def keep_for_current_streams(tensors: Iterable[Tensor]) -> None:
     """The current streams use these tensors of other streams: their memory is not used again before that.
 

@@ -11,6 +11,8 @@ Rules
    how early a bucket leaves, never what is reduced.
 3. The order in which rank 0's gradients became ready in the first synchronized backward becomes the order of all
    ranks' buckets.
+4. A device accumulates each gradient on the stream on which its parameter was first used. That is noted with the order,
+   and holds as long as the tracker keeps the graph's nodes. Who collects a bucket lets its stream wait for the others.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.collectives import broadcast
+from paceline.comm.device import Origins
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.layout import ManagedParameters
@@ -59,6 +62,7 @@ class ReadyTracker:
         self._parameters = managed.parameters
         self._recorders: list[RemovableHandle] = []  # of the order, until it is agreed on
         self.order: list[int] = []  # parameter indices as backwards finished them; may repeat
+        self.origins = Origins()  # of gradients (rule 4)
 
     # ---- hooks
 
@@ -80,7 +84,11 @@ class ReadyTracker:
         ]
 
     def _recorder(self, index: int) -> Callable[[Tensor], None]:
-        return lambda _: self.order.append(index)
+        def record(parameter: Tensor) -> None:
+            self.order.append(index)
+            self.origins.note(parameter.device)
+
+        return record
 
     def stop(self) -> None:
         """Leave the parameters alone from now on."""

@@ -202,6 +202,7 @@ class Communicator:
     def close(self) -> None:
         """Refuse what comes from now on."""
         self._failure = self._failure or AbortedError("it was shut down")
+        self._exchange.aborted = self._exchange.aborted or is_broken("flush")
 
     def abort(self) -> None:
         """End what is under way, and refuse the rest."""

@@ -11,6 +11,7 @@ FAULTS = {
     "stash": "nobody keeps a collective's tensors until it is done",
     "order": "of two collectives, this rank performs the second one first",
     "failure": "a collective fails on this rank when the device comes to it",
+    "flush": "a group that is shut down drops what the device has not come to; c10d does not say that it completes it",
     "host wait": "a work's wait makes the host wait",
 }
 """By name, what is broken."""

@@ -254,7 +254,7 @@ class ForwardOverlap:
                 self.complete(min(self._step.left), reads_gradient=False)
 
     def drain(self) -> None:
-        """As `flush`; and wait until a device has sent all pieces, whose group may then be closed."""
+        """As `flush`; and wait until a device has sent all pieces: c10d does not say that a closed group still does."""
         self.flush()
         if self._flight is not None and self._flight.arrived is not None:
             self._flight.arrived.block()

@@ -7,7 +7,8 @@ Rules
    a bucket ready, or that of Gloo which has just finished another piece.
 3. Pieces have a process group of their own, so it does not matter what the main thread launches on others meanwhile.
 4. On an accelerator the order of launches is that of the device's stream for communication. So all pieces that are
-   ready leave at once, each behind its own bucket's gradients, and who needs a bucket lets the current stream wait.
+   ready leave at once, and who needs a bucket lets the current stream wait. A bucket's pieces may leave from the hook
+   of a later bucket: before that one was collected, its stream waited for all streams that have gradients.
 """
 
 from __future__ import annotations
@@ -115,7 +116,6 @@ class PieceFlight:
         device = self.buckets[0].parameters[0].device
         self._times = DeviceTimes.begin(device) if is_accelerator(device) else None
         self.arrived: Mark | None = None
-        self._collected: dict[int, Mark] = {}  # on an accelerator, by bucket: behind its gradients
         self._pieces = pieces
         self._group = process_group
         self._peers = peers
@@ -147,7 +147,6 @@ class PieceFlight:
             self.num_launched += 1
             if self._times is not None:
                 self._times.launch(bucket.index)
-                self._collected[bucket.index] = Mark([bucket.body.device])
         self._send()
 
     def _send(self) -> None:
@@ -180,8 +179,7 @@ class PieceFlight:
         pending.future().add_done_callback(lambda future: self._note_done(piece, future))
 
     def _launch_on_device(self, piece: Piece, body: Tensor, times: DeviceTimes) -> None:
-        """Rule 4. Where another bucket's hook launches it, the current stream may be another than this bucket's."""
-        self._collected[piece.bucket].order()
+        """Rule 4."""
         progress = self.progress[piece.bucket]
         pending = all_reduce(body[piece.start : piece.stop], self._group)
         pending.on_done(functools.partial(times.done, piece.bucket))  # the last piece's stays
