@@ -320,16 +320,14 @@ class Window(Generic[Batch]):
         """What comes is of this micro-batch: keep gradients of another logical rank apart."""
         before = self._counted[max(place - 1, 0)][1]
         logical = self._steps.logical
-        if logical is None:
-            self._rescale(before / weight)
-            return
-        if place and self._owners[place - 1] == self._owners[place]:
+        if logical is None or (place and self._owners[place - 1] == self._owners[place]):
             self._rescale(before / weight)
             return
         if place:
             factor = self._weights().factor(before, logical)
             logical.put_aside(self._steps.managed.parameters, factor)
-        assert (shares := self._steps.setting.shares) is not None
+        shares = self._steps.setting.shares
+        assert shares is not None
         logical.go_to(shares.sampler.logical.index(self._owners[place]))
         shares.seed(self._owners[place])
 

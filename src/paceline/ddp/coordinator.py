@@ -39,9 +39,9 @@ from paceline.ddp.step_shares import Standing
 from paceline.ddp.weights import StepWeights, Weighing, WeightExchange
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTimings, spans
-from paceline.reductions.logical_mean import LogicalMean
 from paceline.recording.labels import range_of
 from paceline.recording.our_steps import OurSteps
+from paceline.reductions.logical_mean import LogicalMean
 
 if TYPE_CHECKING:
     from paceline.diagnosis import Diagnosis
