@@ -13,12 +13,13 @@ from paceline_lab.experiments.survival.job import Job, problems, run_job
 from paceline_lab.experiments.survival.training import MOMENTS, Fault
 
 
-def survive(folder, *faults, is_warm=True, **job):
+def survive(folder, *faults, is_warm=True, rounding=1e-9, **job):
     """Run a job in which these faults happen; nothing that must hold may be broken."""
     python = str(warm.folder() / "python") if is_warm else sys.executable
     asked = Job(faults=tuple(map(Fault.parse, faults)), python=python, **{"limit_s": 90.0, **job})
     outcome = run_job(asked, Path(folder))
-    assert not problems(asked, outcome), f"{problems(asked, outcome)}\n{outcome.said}"
+    found = problems(asked, outcome, rounding=rounding)
+    assert not found, f"{found}\n{outcome.said}"
     return outcome
 
 
@@ -41,6 +42,17 @@ def test_the_last_ranks_wait_for_a_replacement_that_receives_their_state(tmp_pat
     assert "1 rank(s) are left of at least 2 (--min-ranks)" in outcome.said
     assert len(outcome.ends) == 2
     assert [change["num_new"] for change in outcome.ends[0]["history"]] == [1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_fewer_and_more_ranks_end_in_the_bits_of_one_process_that_folds_four_parts(tmp_path, optimizer):
+    """Two of four die in one step, replacements come, one dies again; with micro-steps and a schedule."""
+    options = ("--epochs", "6", "--pause-ms", "20", "--deterministic", "--optimizer", optimizer)
+    faults = ["1:3:forward:SIGKILL", "3:3:backward:SIGKILL", "0:30:optimizer:SIGKILL"]
+    outcome = survive(tmp_path, *faults, options=options, rounding=0.0)
+    sizes = [change["size"] for change in outcome.ends[0]["history"]]
+    assert min(sizes) < 4 == max(sizes)
 
 
 @pytest.mark.processes

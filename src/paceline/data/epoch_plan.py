@@ -47,20 +47,27 @@ class StepCut:
         """Samples of each rank."""
         return tuple(map(sum, zip(*self.micro_steps, strict=True)))
 
-    def weights(self, rank: int) -> list[int]:
-        """What each of the rank's micro-batches counts: its samples, or its tokens."""
+    def weights(self, *ranks: int) -> list[int]:
+        """What each of the ranks' micro-batches counts, rank after rank: its samples, or its tokens."""
         counts = self.micro_steps if self.tokens is None else self.tokens
-        pairs = zip(self.micro_steps, counts, strict=True)
-        return [each[rank] for sizes, each in pairs if sizes[rank]]
+        pairs = list(zip(self.micro_steps, counts, strict=True))
+        return [each[rank] for rank in ranks for sizes, each in pairs if sizes[rank]]
 
-    def parts(self, rank: int) -> list[tuple[int, int]]:
-        """Where the rank's micro-batches lie in the order, those that are not empty: (first sample, number)."""
-        parts, position = [], self.position
-        for sizes in self.micro_steps:
-            if sizes[rank]:
-                parts.append((position + sum(sizes[:rank]), sizes[rank]))
-            position += sum(sizes)
-        return parts
+    def owners(self, *ranks: int) -> list[int]:
+        """Whose each of these micro-batches is."""
+        return [rank for rank in ranks for sizes in self.micro_steps if sizes[rank]]
+
+    def parts(self, *ranks: int) -> list[tuple[int, int]]:
+        """Where these micro-batches lie in the order, those that are not empty: (first sample, number)."""
+        starts = [
+            self.position + sum(map(sum, self.micro_steps[:place])) for place in range(len(self.micro_steps))
+        ]
+        return [
+            (start + sum(sizes[:rank]), sizes[rank])
+            for rank in ranks
+            for start, sizes in zip(starts, self.micro_steps, strict=True)
+            if sizes[rank]
+        ]
 
 
 class EpochPlan:

@@ -10,7 +10,7 @@ Rules
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -33,12 +33,14 @@ class GlobalBatches(ABC):
     Attributes:
         batch: What the steps train that have not been fetched yet.
         rank: Whose part is handed out.
+        logical: Whose parts of `batch` this rank trains, one after another: its own, unless it was moved to others'.
         step: What was handed out last; None outside of a loop over steps.
     """
 
     def __init__(self, batch: GlobalBatch, rank: int | None, last: str) -> None:
         self.batch = batch
         self.rank = _own_rank() if rank is None else rank
+        self.logical: Sequence[int] = (self.rank,)
         self.last = last
         self.step: StepCut | None = None
         self._epoch = 0
@@ -158,7 +160,14 @@ class GlobalBatches(ABC):
         self.batch = batch
         self._plan.change(self.step.position, batch)
 
-    def move(self, batch: GlobalBatch, rank: int, epoch: int, position: int) -> None:
+    def move(
+        self,
+        batch: GlobalBatch,
+        rank: int,
+        epoch: int,
+        position: int,
+        logical: Sequence[int] | None = None,
+    ) -> None:
         """Train from there on as another rank, or among another number of ranks. What was fetched is dropped.
 
         In a loop over `steps` the next step is the one that begins there; a model's `membership.rebuild` calls this.
@@ -168,6 +177,7 @@ class GlobalBatches(ABC):
             rank: Which of them this one is.
             epoch: Whose order.
             position: Samples of it before the next step.
+            logical: Whose parts of `batch` this one trains; None: its own.
 
         Contract:
             Local; on every rank of the new ones, with equal arguments but `rank`.
@@ -175,12 +185,13 @@ class GlobalBatches(ABC):
         Raises:
             ConfigurationError: They cannot be trained so; nothing was changed.
         """
-        before, self.rank = self.rank, rank
+        before = self.rank, self.logical
+        self.rank, self.logical = rank, (rank,) if logical is None else logical
         try:
             self._check(batch)
             self._move(batch, epoch, position)
         except ConfigurationError:
-            self.rank = before
+            self.rank, self.logical = before
             raise
 
     @abstractmethod

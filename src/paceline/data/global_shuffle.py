@@ -229,9 +229,9 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
                 if self._is_rest(step):
                     return
                 self._check_everybody_has_some(step)
-            elif not step.samples[self.rank]:
+            elif not step.parts(*self.logical):
                 return  # `steps` begins another iteration once this rank has a share
-            for begin, size in step.parts(self.rank):
+            for begin, size in step.parts(*self.logical):
                 if self._loop is loop:
                     self._fetched = step.end
                     self._num_given += 1
@@ -272,7 +272,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         try:
             while (step := self._plan.step_at(position)) is not None:
                 self._steps_start = position
-                num_own = len(step.parts(self.rank))
+                num_own = len(step.parts(*self.logical))
                 mine: list[Batch] = list(itertools.islice(batches, num_own))
                 if len(mine) < num_own:  # it ended where this rank had no share
                     batches = iter(loader)

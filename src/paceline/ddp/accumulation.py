@@ -86,6 +86,7 @@ class Window(Generic[Batch]):
         self._batches = batches
         self._weight_of = weight
         self._counted: list[tuple[Batch, float]] = []
+        self._owners: list[int] = []  # the logical rank of each, if there are such
         self._exchange: WeightExchange | None = None
         self._place = -1  # of the micro-batch that the loop is at
         self._num_forwards = 0  # in this micro-step
@@ -148,6 +149,9 @@ class Window(Generic[Batch]):
         except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must not wait
             return error
         self._counted = [pair for pair in zip(self._batches, weights, strict=True) if pair[1] > 0]
+        if self._steps.logical is not None and (shares := self._steps.setting.shares) is not None:
+            owners = shares.owners()
+            self._owners = [owner for owner, weight in zip(owners, weights, strict=True) if weight > 0]
         return None
 
     def _check_arguments(self) -> None:
@@ -299,7 +303,7 @@ class Window(Generic[Batch]):
                 "`with model.accumulate(batches) as micro_batches: for batch in micro_batches: ...`."
             )
         for place, (batch, weight) in enumerate(self._counted):
-            self._rescale(self._counted[max(place - 1, 0)][1] / weight)
+            self._turn_to(place, weight)
             self._place, self._num_forwards, self._num_backwards = place, 0, 0
             self._steps.let_synchronize(self._is_last())
             yield batch
@@ -311,6 +315,21 @@ class Window(Generic[Batch]):
 
     def _is_last(self) -> bool:
         return self._place == len(self._counted) - 1
+
+    def _turn_to(self, place: int, weight: float) -> None:
+        """What comes is of this micro-batch: keep gradients of another logical rank apart."""
+        before = self._counted[max(place - 1, 0)][1]
+        logical = self._steps.logical
+        if logical is None or (place and self._owners[place - 1] == self._owners[place]):
+            self._rescale(before / weight)
+            return
+        if place:
+            factor = self._weights().factor(before, logical)
+            logical.put_aside(self._steps.managed.parameters, factor)
+        shares = self._steps.setting.shares
+        assert shares is not None
+        logical.go_to(shares.sampler.logical.index(self._owners[place]))
+        shares.seed(self._owners[place])
 
     @torch.no_grad()
     def _rescale(self, factor: float) -> None:

@@ -41,6 +41,7 @@ from paceline.errors import ConfigurationError
 from paceline.observe import StepTimings, spans
 from paceline.recording.labels import range_of
 from paceline.recording.our_steps import OurSteps
+from paceline.reductions.logical_mean import LogicalMean
 
 if TYPE_CHECKING:
     from paceline.diagnosis import Diagnosis
@@ -443,9 +444,17 @@ class StepCoordinator:
         """What follows belongs to this window. Local."""
         self.window = window
 
+    @property
+    def logical(self) -> LogicalMean | None:
+        """What keeps the gradients of logical ranks apart, if there are such."""
+        reduction = self.setting.reduction
+        return reduction if isinstance(reduction, LogicalMean) else None
+
     def close_window(self) -> None:
         """What follows is a step of its own again. Local."""
         self.window = None
+        if self.logical is not None:
+            self.logical.forget_parts()
         self.let_synchronize(True)
         self.buffers.come_from(0)
 

@@ -9,6 +9,7 @@ Rules
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -116,7 +117,22 @@ class StepShares:
                 "the model has a batch_sampler, but this step did not come from it. Iterate over "
                 "batch_sampler.steps(loader), which says which step is trained."
             )
-        return self.sampler.step.weights(self._rank)
+        return self.sampler.step.weights(*self.sampler.logical)
+
+    def owners(self) -> list[int]:
+        """The logical rank of each of this rank's micro-batches in the step under way."""
+        assert self.sampler.step is not None
+        return self.sampler.step.owners(*self.sampler.logical)
+
+    def seed(self, owner: int) -> None:
+        """Let what is drawn now on the CPU depend on the step and the logical rank alone. Local."""
+        assert self.sampler.step is not None
+        words = (
+            f"{self.sampler.state_dict()['seed']},{self.sampler.epoch},{self.sampler.step.position},{owner}"
+        )
+        torch.default_generator.manual_seed(
+            int.from_bytes(hashlib.sha256(words.encode()).digest()[:4], "big")
+        )
 
     # ---- reports
 

@@ -32,6 +32,7 @@ from paceline.ddp.step_shares import NO_REPORT
 from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError
 from paceline.numbers_given import number
 from paceline.observe import StepTimings
+from paceline.reductions import Reduction
 
 REFUSED = -1
 
@@ -64,13 +65,14 @@ class StepWeights:
                 "cause."
             )
 
-    def factor(self, weight: float, divides_by_all: bool = True) -> float:
+    def factor(self, weight: float, reduction: Reduction) -> float:
         """What a rank's gradients are multiplied by before the mean over ranks, if they are to count `weight`.
 
-        That is of the last micro-batch, in whose units they are; `divides_by_all`: the mean is over ranks without
-        micro-batches, too.
+        That is of the last micro-batch, in whose units they are.
         """
-        num_ranks = len(self.micro_steps) if divides_by_all else sum(count > 0 for count in self.micro_steps)
+        num_ranks = reduction.num_averaged or len(self.micro_steps)
+        if not reduction.divides_by_all:
+            num_ranks = sum(count > 0 for count in self.micro_steps)
         return num_ranks * weight / self.total if self.total > 0 else 0.0
 
 
@@ -223,9 +225,9 @@ class Weighing:
         if setting.shares is not None:
             setting.shares.backward_begins()
         return Terms(
-            weight=weights.factor(weight, setting.reduction.divides_by_all),
+            weight=weights.factor(weight, setting.reduction),
             share=total / weights.total if weights.total > 0 else None,
-            num_averaged=num_averaged,
+            num_averaged=setting.reduction.num_averaged or num_averaged,
         )
 
     def forget_step(self) -> None:

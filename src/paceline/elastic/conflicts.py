@@ -21,7 +21,13 @@ _BACKENDS = ("gloo", "paceline")
 _DEFERS = "paceline.optim"
 
 
-def check(model: object, optimizers: Sequence[object], states: Sequence[object], sampler: object) -> None:
+def check(
+    model: object,
+    optimizers: Sequence[object],
+    states: Sequence[object],
+    sampler: object,
+    is_deterministic: bool,
+) -> None:
     """Refuse what could not go on with other ranks. Local; the same on every rank.
 
     Raises:
@@ -36,6 +42,7 @@ def check(model: object, optimizers: Sequence[object], states: Sequence[object],
         *_of_group(model),
         *_of_model(model),
         *_of_optimizers(optimizers),
+        *(_of_determinism(model) if is_deterministic else ()),
     ):
         raise ConfigurationError(f"Elastic: {reason}")
     for each in states:
@@ -110,6 +117,20 @@ def _of_optimizers(optimizers: Sequence[object]) -> Iterator[str]:
                 f"{type(each).__name__} communicates in its step, or trains several steps apart: ranks cannot say "
                 "where a lost one was. Use an optimizer that steps on this rank alone."
             )
+
+
+def _of_determinism(model: DistributedDataParallel) -> Iterator[str]:
+    words = "deterministic=True: "
+    for name, each in model.module.named_modules():
+        if getattr(each, "track_running_stats", False):
+            yield (
+                f"{words}{name or type(each).__name__} keeps running statistics of what rank 0 has seen, which depends "
+                "on the number of ranks. Use GroupNorm, or track_running_stats=False."
+            )
+        if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and each.sparse:
+            yield f"{words}{name} has sparse gradients, which are summed as they come. Leave out sparse=True."
+    if any(each.is_complex() for each in model.module.parameters()):
+        yield f"{words}gradients of complex parameters are not folded. Hold their real and imaginary parts."
 
 
 def card(

@@ -39,6 +39,7 @@ from paceline.errors import (
     ReplicaMismatchError,
     forget_frames,
 )
+from paceline.reductions.logical_mean import LogicalMean
 
 Batch = TypeVar("Batch")
 
@@ -61,6 +62,10 @@ class Elastic:
         scheduler: What else a new rank must receive: learning-rate schedules, averages. One object with `state_dict`
             and `load_state_dict`, a list of them, or None. What is stepped behind a window belongs here.
         sampler: The model's `GlobalShuffle` or `TokenShuffle`.
+        deterministic: Whether parameters shall have the bits of a run that has lost nobody. Each rank of the beginning
+            is a logical one: its samples stay together, and gradients are summed in logical order. With fewer ranks,
+            some compute several of them. What is drawn from torch's generator within a window depends on the
+            step and the logical rank.
 
     Attributes:
         step: Steps that have been completed since training began, on whichever ranks.
@@ -81,11 +86,14 @@ class Elastic:
         optimizer: Optimizer | Sequence[Optimizer],
         scheduler: Any = None,
         sampler: GlobalShuffle | None = None,
+        deterministic: bool = False,
     ) -> None:
         optimizers: list[Any] = _listed(optimizer)
         others = _listed(scheduler)
-        conflicts.check(model, optimizers, others, sampler)
+        conflicts.check(model, optimizers, others, sampler, deterministic)
         assert sampler is not None
+        if deterministic:
+            model._setting.reduce_by(LogicalMean(sampler.batch.num_ranks))
         self._model, self._sampler = model, sampler
         self._place = self._place_of_sampler(0)
         line = Line.of_this_process()
@@ -265,6 +273,7 @@ class _Crew:
         self._watcher = Watcher(line)
         self._limit_s = float(os.environ.get(LOST_AFTER, "30"))
         self._first_batch: GlobalBatch = sampler.batch  # of the job; a rank that comes is told
+        self._samples = sampler.batch.samples  # of each rank in a step
         self._shares = model._setting.shares
         self._troubled_in = NO_EPOCH  # the last epoch whose failure was reported
         self._pauses_since_s: float | None = None
@@ -344,8 +353,9 @@ class _Crew:
             tensors = handover.tensors_for(words, packed)
             given = handover.whole(words, tensors)
             self._first_batch = GlobalBatch.from_dict(given["batch"])
+        if (mean := self._model._steps.logical) is not None:
+            mean.num_averaged = self._first_batch.num_ranks
         batch = self._first_batch.among(seat.size)
-        self._before = self._sampler.batch
         self._model.membership.rebuild(group, batch=batch, same_step=False)
         if tensors:
             doing = f"receiving the state of rank {standings.holder}"
@@ -354,14 +364,22 @@ class _Crew:
 
     def go_on(self, seat: Seat, place: Place) -> None:
         """The seat is taken: train from there. Local."""
-        batch = self._first_batch.among(seat.size)
-        self._sampler.move(batch, seat.rank, place.epoch, place.position)
+        first, mean = self._first_batch, self._model._steps.logical
+        if mean is None:
+            batch = first.among(seat.size)
+            self._sampler.move(batch, seat.rank, place.epoch, place.position)
+            samples = batch.samples
+        else:
+            logical = [mean.of_rank(rank, seat.size) for rank in range(seat.size)]
+            self._sampler.move(first, seat.rank, place.epoch, place.position, logical[seat.rank])
+            samples = tuple(sum(first.samples[each] for each in own) for own in logical)
+        before, self._samples = self._samples, samples
         self._watcher.settle(seat.store[1])
         began_s, self._pauses_since_s = self._pauses_since_s, None
         if seat.num_new < seat.size:
             since_s = began_s or self._watcher.since_s or time.monotonic()
-            moved = sum(self._before.samples[rank] for rank in seat.lost if rank < self._before.num_ranks)
-            moved += sum(batch.samples[seat.size - seat.num_new :])
+            moved = sum(before[rank] for rank in seat.lost if rank < len(before))
+            moved += sum(samples[seat.size - seat.num_new :])
             stalled_s = time.monotonic() - since_s
             self._model.membership.note(
                 Change(place.step, seat.lost, seat.num_new, seat.size, seat.why, stalled_s, moved)

@@ -63,6 +63,9 @@ class Reduction(ABC):
     needs_all_buckets: bool = False
     """Whether every step has to launch every bucket, on every rank; else those that no rank needs may be left out."""
 
+    num_averaged: int | None = None
+    """By how many sums are divided, where that is not the number of ranks that take part."""
+
     times_steps: bool = False
     """Whether it needs a step's true times in `end_step`, for which the host then waits where a device computes."""
 

@@ -207,15 +207,30 @@ def trained(outcome: Outcome, num_samples: int, num_epochs: int) -> Trained:
 
 @functools.cache
 def reference(options: tuple[str, ...]) -> Mapping[str, torch.Tensor]:
-    """The parameters of the same training in one process, without any of this."""
+    """The parameters of the same training in one process, without any of this.
+
+    With `--deterministic` that of four logical ranks, to the bit.
+    """
     args = parser_of().parse_args(["/", *options])
     data, net = Data(args), make_model(args)
-    shuffle = GlobalShuffle(data, GlobalBatch((args.batch,)), rank=0, seed=5)
+    num_parts = 4 if args.deterministic else 1
+    shuffle = GlobalShuffle(data, GlobalBatch.of(args.batch, num_parts), rank=0, seed=5)
+    shuffle.move(shuffle.batch, 0, 0, 0, logical=range(num_parts))
+    loader = torch.utils.data.DataLoader(data, batch_sampler=shuffle)
     optimizer = make_optimizer(args.optimizer, net)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
     for _ in range(args.epochs):
-        for rows in shuffle:
-            torch.nn.functional.cross_entropy(net(data.x[rows]), data.y[rows]).backward()
+        for batches in shuffle.steps(loader):
+            total, sums = sum(len(y) for _, _, y in batches), {}
+            for _, x, y in batches:
+                torch.nn.functional.cross_entropy(net(x), y).backward()
+                scale = num_parts * len(y) / total * (1 / num_parts)
+                for each in net.parameters():
+                    part = each.grad * scale
+                    sums[each] = sums[each] + part if each in sums else part
+                    each.grad = None
+            for each, gradient in sums.items():
+                each.grad = gradient
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

@@ -126,6 +126,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--pause-ms", type=float, default=0)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--normalize", action="store_true", help="batch normalisation")
     parser.add_argument("--fault", action="append", type=Fault.parse, default=[])
     return parser
@@ -190,7 +191,13 @@ def main() -> None:
     optimizer = make_optimizer(args.optimizer, net)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
     next(iter(net.parameters())).register_hook(lambda _: faults.at("within backward"))
-    elastic = paceline.Elastic(model=model, optimizer=optimizer, scheduler=scheduler, sampler=shuffle)
+    elastic = paceline.Elastic(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        sampler=shuffle,
+        deterministic=args.deterministic,
+    )
     notes.write(what="in", step=elastic.step, epoch=shuffle.epoch)
     loader = DataLoader(data, batch_sampler=shuffle, num_workers=args.workers)
     loss = nn.CrossEntropyLoss()
