@@ -118,11 +118,47 @@ def test_impossible_bounds_are_refused():
         *(("paths", value) for value in ("8", 2.5, 8.0, True, None, 0, 17)),
         *(("connect", value) for value in (5, "udp")),
         *(("priorities", value) for value in ("yes", 1, None)),
+        *(("deliver", value) for value in ("Early", True, None, 0.5)),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_work(name, value):
     with pytest.raises(ConfigurationError, match=name):
         BoundedLoss(**{name: value})
+
+
+def _early(rank, _num_ranks):
+    """What each step of early delivery puts into .grad, loses, and keeps for the next; with the plain gradients."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        torch.nn.Linear(200, 300, bias=False),
+        reduction=BoundedLoss(0.2, compensation="feedback", deliver="early"),
+    )
+    found = []
+    for step in range(4):
+        model.zero_grad()
+        inputs = torch.randn(4, 200, generator=generator(rank, step))
+        model(inputs).sum().backward()
+        own = inputs.sum(0).expand(300, 200)
+        lost = model.reduction.losses
+        (kept,) = model.reduction.state_dict()["residual"].values()
+        found.append((own.flatten(), model.module.weight.grad.flatten().clone(), kept.flatten().clone(), lost))
+    return found, repr(copy.deepcopy(model.reduction))
+
+
+@pytest.mark.processes
+def test_early_delivery_loses_within_the_bound_and_gives_the_rest_later():
+    """Over real sockets: the same bits everywhere, and what was given is in the sum, or kept by who gave it."""
+    outcomes = pool(3).run(_early)
+    first, *others = [found for found, _ in outcomes]
+    assert "deliver='early'" in outcomes[0][1]
+    kept = torch.zeros(60_000)
+    for step, (_, grad, _, lost) in enumerate(first):
+        assert all((of_rank[step][1] == grad).all() and of_rank[step][3] == lost for of_rank in others)
+        assert lost.lost <= 0.2 * lost.sent
+        given = sum(of_rank[step][0] for of_rank in (first, *others)) / 3 + kept
+        kept = sum(of_rank[step][2] for of_rank in (first, *others))
+        torch.testing.assert_close(grad + kept, given, rtol=1e-5, atol=1e-4)
+    assert sum(lost.lost for *_, lost in first) > 0, "the bound is spent, although nothing was lost on the way"
 
 
 def _without_numba(rank, _num_ranks):

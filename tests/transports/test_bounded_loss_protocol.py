@@ -60,9 +60,10 @@ def run(network, ranks, vectors, bound, late_rank=None, late_us=0):
     bound=st.sampled_from([0.0, 0.0, 0.1, 0.5]),
     protected=st.sampled_from([0.0, 0.3, 1.0]),
     late_us=st.sampled_from([0, 30_000]),
+    is_early=st.booleans(),
 )
 def test_it_ends_exactly_or_within_the_bound(
-    seed, ranks, sizes, lose, repeat, delay, corrupt, bound, protected, late_us
+    seed, ranks, sizes, lose, repeat, delay, corrupt, bound, protected, late_us, is_early
 ):
     """Whatever the network does: the same bits everywhere; bound 0 is the exact sum; no more is lost than allowed."""
     given_ = [
@@ -74,7 +75,8 @@ def test_it_ends_exactly_or_within_the_bound(
     ]
     vectors = [[vector.copy() for vector in of_rank] for of_rank in given_]
     network = Network(seed, lose, repeat, delay, corrupt)
-    losses, ends = run(network, ranks, vectors, Bound(bound, protected), ranks - 1, late_us)
+    what = Bound(bound, protected, is_early=is_early)
+    losses, ends = run(network, ranks, vectors, what, ranks - 1, late_us)
     for i in range(len(sizes)):
         exact = sum(of_rank[i] for of_rank in given_)
         for rank in range(ranks):
@@ -104,6 +106,55 @@ def test_a_lossy_network_makes_use_of_the_bound_and_the_estimate_is_unbiased():
     assert lost > 50
     spread = np.std(estimates) / np.sqrt(len(estimates))
     assert abs(np.mean(estimates) - 6) < 3 * spread + 0.02
+
+
+def test_early_delivery_waits_for_no_more_than_the_bound_asks_and_late_datagrams_change_nothing():
+    """Every fifth DATA of phase 0 is held back: not early, nothing ends; early, all but these are the sum. They come
+    when all slots serve later sums, which stay exact.
+    """
+    for is_early in (False, True):
+        ends, held, now_us = endpoints(2), [], 1000
+        mailer, vectors = Mailer(ends[0]), [np.full(1600, rank + 1, np.float32) for rank in range(2)]
+        for end, vector in zip(ends, vectors, strict=True):
+            end.begin(vector, Bound(0.25, is_scaled=False, is_early=is_early), now_us)
+        losses = [[], []]
+        while now_us < 30_000 and not all(losses):
+            for rank, end in enumerate(ends):
+                for peer, datagram in mailer.take(end, now_us):
+                    word = datagram[: d.HEADER_BYTES].view(np.uint32)
+                    who = int(word[d.SENDER_KIND])
+                    is_data = who >> 16 & 0xF in (d.DATA, d.END) and not who >> 24 & d.GATHER
+                    if is_data and (who >> 16 & 0xF == d.END or word[d.CHUNK] % 5 == 0):
+                        held.append((peer, datagram))
+                    else:
+                        mailer.hand(ends[peer], [datagram], now_us)
+                losses[rank] += end.take_finished()
+            now_us += TICK_US
+        assert [len(each) for each in losses] == [is_early, is_early]
+    assert losses[0][0].missing == losses[1][0].missing == (12, 12)
+    missing = np.zeros(1600, bool)
+    for _, first, end in losses[0][0].ranges:
+        missing[first:end] = True
+    expected = np.where(missing, np.where(np.arange(1600) < 800, 1, 2), 3)
+    for vector in vectors:
+        assert (vector == expected).all()
+    later = [[np.full(400, 5.0, np.float32) for _ in range(e.SLOTS)] for _ in ends]
+    for of_rank, end in zip(later, ends, strict=True):
+        for vector in of_rank:
+            if end.can_begin:
+                end.begin(vector, Bound(0), now_us)
+    assert held
+    for peer, datagram in held:
+        mailer.hand(ends[peer], [datagram], now_us)
+    num_done = [0, 0]
+    while min(num_done) < e.SLOTS - 1 and now_us < LONGEST_US:
+        for rank, end in enumerate(ends):
+            for peer, datagram in mailer.take(end, now_us):
+                mailer.hand(ends[peer], [datagram], now_us)
+            num_done[rank] += len(end.take_finished())
+        now_us += TICK_US
+    assert all((vector == 10).all() for of_rank in later for vector in of_rank[: num_done[0]])
+    assert (np.array([vectors[0], vectors[1]]) == expected).all()
 
 
 def test_a_silent_peer_is_named():

@@ -30,11 +30,13 @@ class Schedule(RuleBasedStateMachine):
         ratio=st.sampled_from([0.0, 0.2, 0.5]),
         protected=st.sampled_from([0.0, 0.3]),
         is_scaled=st.booleans(),
+        is_early=st.booleans(),
         ports=st.sampled_from([1, 1, 2, 3]),
         seed=st.integers(0, 10**6),
     )
-    def begin(self, ranks, ratio, protected, is_scaled, ports, seed):
-        self.ranks, self.bound, self.seed = ranks, Bound(ratio, protected, is_scaled), seed
+    def begin(self, ranks, ratio, protected, is_scaled, is_early, ports, seed):
+        self.ranks, self.seed = ranks, seed
+        self.bound = Bound(ratio, protected, is_scaled, is_early=is_early)
         self.ports = ports
         self.now_us, self.generation, self.noise = 1000, 0, 0
         self.network = Network(seed)
@@ -229,7 +231,7 @@ def test_thousands_of_schedules():
 def test_the_sources_of_losses_are_found_in_a_network_that_loses():
     """The machine above would be content with a protocol that never loses: this one does, and says whose it was."""
     machine = Schedule()
-    machine.begin(3, 0.5, 0.0, False, 1, 1)
+    machine.begin(3, 0.5, 0.0, False, False, 1, 1)
     machine.network.lose = 0.3
     for rank in range(3):
         for _ in range(4):

@@ -47,6 +47,8 @@ _NATIVE = (torch.float32, torch.float64)
 SURVIVORS, NONE, FEEDBACK = "survivors", "none", "feedback"
 COMPENSATIONS = (SURVIVORS, NONE, FEEDBACK)
 
+ALL_SENT, EARLY = "all_sent", "early"
+
 
 class BoundedLoss(Reduction):
     """The mean of the ranks' gradients, where the network may lose a bounded part of what they send each other.
@@ -70,6 +72,9 @@ class BoundedLoss(Reduction):
             them, which may lose gradients, and pull the sums from them, without loss. None: each rank sums a part.
         paths: Number of UDP ports that each rank sends from. If a network chooses among several paths by ports (ECMP),
             datagrams to one rank then take all of them. Use 8 for two paths. With one path it gains nothing.
+        deliver: When a rank stops waiting for another's contributions. "all_sent": when the other has sent everything,
+            and what is missing is within the bound. "early": as soon as the rest is within the bound. What is still
+            under way then counts as lost, so the bound is spent in every step, also if the network loses nothing.
 
     Attributes:
         losses: What was lost in the last step; the same on every rank.
@@ -100,6 +105,7 @@ class BoundedLoss(Reduction):
         servers: ParameterServers | None = None,
         priorities: bool = False,
         paths: int = 1,
+        deliver: str = ALL_SENT,
     ) -> None:
         if compensation not in COMPENSATIONS:
             raise ConfigurationError(
@@ -123,7 +129,12 @@ class BoundedLoss(Reduction):
             )
         if not isinstance(priorities, bool):
             raise ConfigurationError(f"priorities={priorities!r} is neither True nor False.")
-        self._bound = Bound(bound, protected_ratio, is_scaled=compensation == SURVIVORS)
+        if deliver not in (ALL_SENT, EARLY):
+            raise ConfigurationError(
+                f"deliver={deliver!r} is neither {ALL_SENT!r} nor {EARLY!r}. Leave it out to lose only what the network does."
+            )
+        is_scaled, is_early = compensation == SURVIVORS, deliver == EARLY
+        self._bound = Bound(bound, protected_ratio, is_scaled, is_early=is_early)
         self._paths = paths
         self._compensation = compensation
         self._connect = connect
@@ -152,7 +163,8 @@ class BoundedLoss(Reduction):
             f"compensation={self._compensation!r}"
             f"{f', servers={self._servers!r}' if self._servers else ''}"
             f"{', priorities=True' if self._priorities else ''}"
-            f"{f', paths={self._paths}' if self._paths > 1 else ''})"
+            f"{f', paths={self._paths}' if self._paths > 1 else ''}"
+            f"{', deliver=' + repr(EARLY) if self._bound.is_early else ''})"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -165,6 +177,7 @@ class BoundedLoss(Reduction):
             "servers": self._servers,
             "priorities": self._priorities,
             "paths": self._paths,
+            "deliver": EARLY if self._bound.is_early else ALL_SENT,
         }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:

@@ -30,12 +30,15 @@ class Bound:
             as zero.
         priority: 1 to 5: the class selector (DSCP) of its datagrams. Larger ones are also sent first. Those that may be
             lost are then not ECN-capable. With 0 all are ECN-capable, of the default class.
+        is_early: Whether a transfer ends as soon as the part that may not be lost is here. What is still under way is
+            then lost, also on a network that loses nothing.
     """
 
     ratio: float
     protected_ratio: float = 0.0
     is_scaled: bool = True
     priority: int = 0
+    is_early: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= number(self.ratio) < 1:

@@ -39,10 +39,11 @@ NUM_NUMBERS = 20
     S_BOUND_PPM,
     S_PROTECT_PPM,
     S_IS_SCALED,
+    S_IS_EARLY,
     S_MASK_ROOM,
     S_PRIORITY,
     NUM_S,
-) = range(11)
+) = range(12)
 FREE, REDUCING, ARRIVED_ALL, GATHERING, FINISHED, RETIRED, CARRYING, CARRIED = range(8)
 """Stages of a slot: ARRIVED_ALL is to be summed; it stays RETIRED while a peer may still need a repetition. Of messages
 it is CARRYING, and CARRIED as soon as one of its transfers has ended."""

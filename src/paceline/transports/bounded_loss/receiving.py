@@ -5,7 +5,8 @@ Rules
 2. A number that was received before is a duplicate, or was replayed: it is counted, and changes nothing else. So only
    what a peer says now is a sign of life.
 3. A transfer ends when everything has arrived, or when its sender has said that everything was sent and at least the
-   promised part of each class is here. What then arrives is answered, and dropped.
+   promised part of each class is here; if it is early, as soon as that part is. What then arrives is answered, and
+   dropped.
 4. A datagram of a collective that this rank has not begun is kept; one that does not fit there counts as lost.
 """
 
@@ -261,7 +262,11 @@ def judge(t: Any, slot: int, phase: int, peer: int, now_us: int) -> None:
     chunks, got = incoming[e.I_CHUNKS], incoming[e.I_GOT]
     if incoming[e.I_DONE]:
         return
-    if got < chunks:
+    bound_ppm = t.slots[slot, e.S_BOUND_PPM] if phase == 0 else 0
+    protected = incoming[e.I_PROTECTED]
+    allowed = allowed_losses(chunks - protected, bound_ppm)
+    is_enough = incoming[e.I_GOT_PROTECTED] >= protected and chunks - got <= allowed
+    if got < chunks and not (is_enough and t.slots[slot, e.S_IS_EARLY]):
         if incoming[e.I_END_AT] == 0:
             return
         was_reordered = t.peers[peer, e.P_REORDERED_AT]
@@ -271,11 +276,7 @@ def judge(t: Any, slot: int, phase: int, peer: int, now_us: int) -> None:
             and now_us < incoming[e.I_END_AT] + _GRACE_US
         ):
             return  # the END may have overtaken what is missing
-        bound_ppm = t.slots[slot, e.S_BOUND_PPM] if phase == 0 else 0
-        protected = incoming[e.I_PROTECTED]
-        lost = chunks - got
-        lost_protected = protected - incoming[e.I_GOT_PROTECTED]
-        if lost_protected > 0 or lost > allowed_losses(chunks - protected, bound_ppm):
+        if not is_enough:
             incoming[e.I_REPLY] = e.REPLY_NACK
             incoming[e.I_END_AT] = incoming[e.I_ENDED] = 0
             return
