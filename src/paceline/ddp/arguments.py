@@ -196,8 +196,8 @@ def check_device(parameters: Sequence[Parameter], process_groups: Sequence[Proce
         for group in process_groups:
             if not carries(group, device):
                 raise ConfigurationError(
-                    f"the module is on {device}, and the process group's backend {backend_of(group)!r} has nothing for "
-                    f"tensors there. Open the group with one that has, such as "
+                    f"the module is on {device}, and the process group's backend {backend_of(group)!r} does not "
+                    f"support it. Open the group with one that does, such as "
                     f'dist.init_process_group("cpu:gloo,{device.type}:..."), or with "paceline", which takes them '
                     "through the host's memory."
                 )
@@ -267,8 +267,8 @@ def choose_reduction(
         if value is None or value == "none":
             continue
         raise ConfigurationError(
-            f"{name}={value!r} and mixed_precision with gradients reduced in {narrow}: each says how gradients "
-            f"are combined. Leave out {name}, or give mixed_precision reduce_dtype=None and param_dtype=None."
+            f"{name}={value!r} and mixed_precision with gradients reduced in {narrow}: both decide how "
+            f"gradients are combined. Leave out {name}, or give mixed_precision reduce_dtype=None and param_dtype=None."
         )
     return NarrowMean(narrow) if narrow else reductions.choose_reduction(reduction, compression)
 
