@@ -3,6 +3,8 @@
 Pages link to files of the repository (`../lab/LOG.md`, `../../examples/train_digits.py`), which GitHub and a
 checkout follow. The site holds `docs/` only, so each such file is put on it under its own path, markdown as a page, and
 the link is changed to lead there. A link to what does not exist stays as it is, and the strict build fails.
+
+Long lines of code are wrapped (`site.css`), unless they are drawn tables.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDER = "repository"  # where on the site they lie
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r'<div class="highlight">.*?</div>', re.DOTALL)
+_TABLE = re.compile("[│┃─]")
 _LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 
 
@@ -45,6 +49,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     for link, target in _entering(page.file.src_uri, markdown):
         markdown = markdown.replace(f"]({link}", f"]({_way(page.file.src_uri, target)}")
     return markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark blocks of code whose long lines are wrapped."""
+
+    def marked(block: re.Match[str]) -> str:
+        return block[0] if _TABLE.search(block[0]) else block[0].replace("highlight", "highlight wraps", 1)
+
+    return _CODE.sub(marked, html)
 
 
 def _way(page: str, target: str) -> str:

@@ -160,7 +160,7 @@ def test_cutting_by_shares(batch, part):
     ("make", "words"),
     [
         (lambda: GlobalShuffle(10, GlobalBatch((2, 2)), rank=2), "rank=2 has no part"),
-        (lambda: GlobalShuffle(10, GlobalBatch((2, 2)), last="pad"), "last='pad' is no way to end"),
+        (lambda: GlobalShuffle(10, GlobalBatch((2, 2)), last="pad"), "last='pad' is not a way to end"),
         (lambda: GlobalShuffle(1, GlobalBatch((2, 2))), "1 samples do not make one batch"),
         (lambda: GlobalShuffle([], GlobalBatch((2,))), "0 samples do not make one batch"),
         (lambda: GlobalBatch(()), "names no rank"),

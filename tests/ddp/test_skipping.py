@@ -809,8 +809,8 @@ def test_one_rank_and_what_cannot_be_skipped(alone):
     for what, words in (
         (["head"], "skip.head.: what is skipped has to consist of entries of droppable"),
         (["blocks.0.0"], "skip.blocks.0.0."),
-        (["nothing"], "'nothing' is no part of this ResidualNet"),
-        ([nn.Linear(2, 2)], "a Linear is no part of this ResidualNet"),
+        (["nothing"], "'nothing' is not a part of this ResidualNet"),
+        ([nn.Linear(2, 2)], "a Linear is not a part of this ResidualNet"),
     ):
         with pytest.raises(ConfigurationError, match=words), model.skip(*what):
             pass
@@ -821,12 +821,12 @@ def test_one_rank_and_what_cannot_be_skipped(alone):
 @pytest.mark.parametrize(
     ("droppable", "words"),
     [
-        ("blocks", "is no list"),
-        (nn.Linear(1, 1), "is no list"),
+        ("blocks", "is not a list"),
+        (nn.Linear(1, 1), "is not a list"),
         (["blocks", "blocks.1"], "blocks and blocks.1 have a parameter in common"),
         (["blocks.0.1"], "has no parameters"),
-        (["block"], "is no part"),
-        (3, "is no list"),
+        (["block"], "is not a part"),
+        (3, "is not a list"),
     ],
 )
 def test_droppable_is_checked(droppable, words):

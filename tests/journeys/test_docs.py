@@ -127,7 +127,7 @@ def _skip_without_namespaces():
 @pytest.mark.timeout(400)  # a page may hold a dozen launches
 @pytest.mark.parametrize("page", _RUN_PAGES)
 def test_every_block_does_what_the_page_says(page, tmp_path, monkeypatch):
-    if page.name == "emulate.md":
+    if page.name in ("emulate.md", "emulation.md"):
         _skip_without_namespaces()
     if page.name == "ray.md":
         pytest.importorskip("ray", reason="ray is not installed: make test-newest")

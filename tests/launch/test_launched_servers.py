@@ -72,9 +72,9 @@ def test_what_cannot_be_is_refused_before_anything_starts(script):
         ("0", "starts no parameter server"),
         ("-1", "starts no parameter server"),
         ("5000", "starts no parameter server"),
-        ("nowhere", "'nowhere' is no address"),
-        ("10.0.0.5:7000,10.0.0.6", "'10.0.0.6' is no address"),
-        ("10.0.0.5:70000", "is no address"),
+        ("nowhere", "'nowhere' is not an address"),
+        ("10.0.0.5:7000,10.0.0.6", "'10.0.0.6' is not an address"),
+        ("10.0.0.5:70000", "is not an address"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             parse([f"--servers={words}", str(script / "train.py")])

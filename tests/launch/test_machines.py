@@ -245,7 +245,7 @@ def test_a_file_is_what_torch_s_own_options_would_say(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("endpoint", "says"),
     [
-        ("file://job", "is no full path. Write three slashes, as in file:///shared/job1"),
+        ("file://job", "is not a full path. Write three slashes, as in file:///shared/job1"),
         ("file:///no/such/folder/job", "/no/such/folder is not a folder in which a file job can be written"),
         ("file:///tmp", "is not a folder in which a file tmp can be written"),
     ],

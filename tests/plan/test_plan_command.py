@@ -132,7 +132,7 @@ def test_bad_input(
         "no predictions": ["score"],
         "--price 2.0 would change nothing without --epoch-samples": ["tiny", "--price", "2"],
         "--server-rate 1Gbit would change nothing without --servers": ["tiny", "--server-rate", "1Gbit"],
-        "--steps 0 cannot be": ["tiny", "--steps", "0"],
+        "--steps 0 is not possible": ["tiny", "--steps", "0"],
         "--steps 5 would change nothing without a script": ["tiny", "--steps", "5"],
         "arguments ('5',) would change nothing": ["tiny", "--", "5"],
         "--algorithm halving_doubling would": ["tiny", "--servers", "1", "--algorithm", "halving_doubling"],

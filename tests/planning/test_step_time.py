@@ -229,11 +229,11 @@ def test_the_rules():
 def test_the_words():
     """The decision, the step with and without, the link, and the crossover rate."""
     words = options(0.4).words()
-    assert words.startswith("0.4, predicted 600 ms a step instead of 1 s (40.0% less).")
-    assert "over a link of 1.2 kbit/s" in words
+    assert words.startswith("0.4: predicted step 600 ms instead of 1 s (40.0% shorter).")
+    assert "(link: 1.2 kbit/s, latency" in words
     slow = decide(PROFILE, PLAIN, [CODEC], 2, Rules(0.1, 0.0)).words()
-    assert slow.startswith("none, predicted 1.6 s a step; codec would make it 1.47 s (8.1% less).")
-    assert "codec pays here" in slow
+    assert slow.startswith("none: predicted step 1.6 s; codec would make it 1.47 s (8.1% shorter).")
+    assert "codec helps" in slow
     assert "no codec to choose from" in options().words()
     free = decide(
         PROFILE,
@@ -244,11 +244,11 @@ def test_the_words():
     )
     assert free.options[0].crossover_bytes_per_s is None
     assert free.words().endswith(
-        "a link of no measurable limit and 100 ms; from which x's crossover rate cannot be told."
+        "(link: no measurable limit, latency 100 ms). Below which rate x helps is not known."
     )
     for codec, words in (
-        (cost("x", AlphaBetaCost(0.1, 0.005), AlphaBetaCost(1.0, 0.0)), "x pays here at no rate"),
-        (cost("x", AlphaBetaCost(0.05, 0.005)), "x pays here at any rate"),
+        (cost("x", AlphaBetaCost(0.1, 0.005), AlphaBetaCost(1.0, 0.0)), "x helps at no rate"),
+        (cost("x", AlphaBetaCost(0.05, 0.005)), "x helps at any rate"),
     ):
         assert words in decide(PROFILE, PLAIN, [codec], 2, Rules(0.5, 0.0)).words()
 

@@ -137,9 +137,9 @@ def test_rank_0_says_what_was_decided(decided):
     assert [other[0] for other in others] == [""] * len(others)
     predicted, *_, measured = written.splitlines()
     assert re.search(
-        r'compression="auto", step \d: bf16, predicted .* a step instead of .* less\)', predicted
+        r'compression="auto", step \d: bf16: predicted step .* instead of .* shorter\)', predicted
     )
-    assert re.search(r"over a link of \S+ Mbit/s and .* pays here", predicted)
+    assert re.search(r"\(link: \S+ Mbit/s, latency .*\)\. bf16 helps ", predicted)
     assert re.search(r"bf16 is on: measured .* ms per step with it, .* ms with none\.", measured)
 
 

@@ -487,7 +487,7 @@ def compression_refused(rank, _num_ranks, case):
 REFUSED = {
     "unknown": "compression='zip' is not a compression. Give one of 'fp16', 'bf16', 'int8', 'onebit'",
     "not one": "compression=3 is not a compression",
-    "both": "each says how gradients are combined. Leave out one of them",
+    "both": "both decide how gradients are combined",
     "mixed precision": "compression='fp16' and mixed_precision",
     "dtype": "the gradient of 'c.weight', which is torch.bfloat16",
     "differs": "TopK(ratio=0.2)",

@@ -116,7 +116,7 @@ def reduction_refused(rank, _num_ranks, case):
     [
         ("unknown", "'median' is not a reduction. Give one of 'mean'"),
         ("not one", "5 is not a reduction"),
-        ("mixed", "each says how gradients are combined"),
+        ("mixed", "both decide how gradients are combined"),
         ("differs", "recorder 1"),
     ],
 )

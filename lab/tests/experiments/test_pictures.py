@@ -170,12 +170,12 @@ def test_a_side_has_one_look():
 
 
 def test_the_svg_follows_the_reader_into_dark_mode(tmp_path):
-    """Beside the PNG, transparent; each colour of it has one for dark pages, which stands out there as much as text."""
+    """Beside the PNG, transparent; each colour of it has one for dark pages, where it stands out."""
     assert draw_figure(tmp_path / "p.png", "A title & more", [Bars("", "ms", [Bar("a", 2.0)])])
     svg = (tmp_path / "p.svg").read_text()
     xml.dom.minidom.parseString(svg)
     assert svg.count("prefers-color-scheme:dark") == 1
-    assert f'[style*="fill: {OURS}"]{{fill:{on_dark(OURS)}!important}}' in svg
+    assert f'[id="label"]) [style*="fill: {OURS}"]{{fill:{on_dark(OURS)}!important}}' in svg
     assert "A title &amp; more" in svg
     drawn_again = svg
     draw_figure(tmp_path / "p.png", "A title & more", [Bars("", "ms", [Bar("a", 2.0)])])
@@ -185,7 +185,9 @@ def test_the_svg_follows_the_reader_into_dark_mode(tmp_path):
 @pytest.mark.parametrize("color", [*CURVE_COLORS, *ROW_COLORS, "#000000", "#1f2328"])
 def test_text_and_dark_colours_have_contrast(color):
     assert look._contrast(text_color(color), "#ffffff") >= 4.5
-    assert look._contrast(on_dark(color), look.DARK_PAGE) >= 4.5
+    for page in (look.DARK_PAGE, look.SITE_DARK_PAGE):
+        assert look._contrast(on_dark(color), page) >= 4.5
+        assert look._contrast(on_dark(text_color(color)), page) >= 4.5
 
 
 def test_white_becomes_the_dark_page_and_each_curve_has_its_own_marker():

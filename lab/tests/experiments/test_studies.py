@@ -220,10 +220,10 @@ def test_scaling_keeps_the_studys_proportions():
     ("words", "said"),
     [
         (("sloth",), "No such command 'sloth'"),
-        (("paper-overlap", "--ranks", "1"), "--ranks 1 cannot be"),
+        (("paper-overlap", "--ranks", "1"), "--ranks 1 is not possible"),
         (("paper-overlap", "--rate", "100"), "--rate 100 has no unit"),
         (("paper-overlap", "--rounds", "0"), "--rounds 0 measures nothing"),
-        (("paper-overlap", "--compute-s", "-1"), "--compute-s -1.0 cannot be"),
+        (("paper-overlap", "--compute-s", "-1"), "--compute-s -1.0 is not possible"),
         (("scaling", "--rates", "ten"), "--rates 'ten' has to be like 10:1"),
         (("scaling", "--rates", "1:1"), "different numbers"),
         (("scaling", "--ranks", "0,2"), "from 1 on"),

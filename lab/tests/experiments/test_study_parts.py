@@ -191,9 +191,9 @@ def test_verdicts_follow_from_the_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
-        (lambda: plan(factors=(3,)), r"--batches: 3 cannot be.*reference batch of 16"),
-        (lambda: plan(factors=(128,)), "--batches: 128 cannot be"),
-        (lambda: plan(tuned=(8,)), "--tune: 8 is none of the batches 16"),
+        (lambda: plan(factors=(3,)), r"--batches: 3 is not possible.*reference batch of 16"),
+        (lambda: plan(factors=(128,)), "--batches: 128 is not possible"),
+        (lambda: plan(tuned=(8,)), "--tune: 8 must be one of the batches 16"),
         (lambda: plan(seeds=0), "--seeds 0 measures nothing"),
         (lambda: choose_rows(["linaer"]), "there is no row 'linaer'. There are: small batch, unscaled"),
         (lambda: find_task("gpt"), "--model gpt is not one of mlp, cnn"),

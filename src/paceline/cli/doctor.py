@@ -65,8 +65,9 @@ def doctor(
 ) -> int:
     """Say which rank or link delays a training, why, and what a step would be without.
 
-    `paceline doctor -- torchrun train.py` runs a command and records it: torch's DDP or Paceline's, the script as it
-    is. `paceline doctor RUN` reads what was recorded. Without either, this machine and its network are checked.
+    `paceline doctor -- torchrun train.py` runs a command and records it, with torch's DDP or Paceline's.
+
+    `paceline doctor RUN` reads what was recorded. Without either, this machine and its network are checked.
     """
     from paceline.errors import ConfigurationError
 

@@ -209,8 +209,8 @@ def check_carries_pieces(group: dist.ProcessGroup, device: torch.device) -> Any:
     if is_accelerator(device):
         if group not in dist.distributed_c10d._world.pg_map:
             raise ConfigurationError(
-                "overlap_forward: the process group is none of torch.distributed's, so there can be none like it for "
-                "pieces of gradients. Open the group with init_process_group, or leave out overlap_forward."
+                "overlap_forward: torch.distributed did not open the process group, so it cannot open another like it "
+                "for pieces of gradients. Open the group with init_process_group, or leave out overlap_forward."
             )
         return None
     gloo = _gloo_of(group)

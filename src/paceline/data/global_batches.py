@@ -61,7 +61,7 @@ class GlobalBatches(ABC):
             )
         if self.last not in LAST:
             raise ConfigurationError(
-                f"last={self.last!r} is no way to end an epoch. Give one of {', '.join(map(repr, LAST))}."
+                f"last={self.last!r} is not a way to end an epoch. Give one of {', '.join(map(repr, LAST))}."
             )
 
     @property

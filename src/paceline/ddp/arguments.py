@@ -44,7 +44,7 @@ def choose_process_groups(process_group: Any, device_mesh: Any) -> list[ProcessG
     if device_mesh is not None:
         if not hasattr(device_mesh, "get_group"):
             raise ConfigurationError(
-                f"device_mesh={device_mesh!r} is no device mesh. Make one: "
+                f"device_mesh={device_mesh!r} is not a device mesh. Make one: "
                 "torch.distributed.device_mesh.init_device_mesh(device_type, (num_ranks,))."
             )
         if device_mesh.ndim != 1:
@@ -167,7 +167,7 @@ def choose_devices(
     """Torch's rules for `device_ids` and `output_device`; returns both as indices."""
     if device_ids is not None and (isinstance(device_ids, str) or not isinstance(device_ids, Sequence)):
         raise ConfigurationError(
-            f"device_ids={device_ids!r} is no list. Give a list of the one device, such as [0], or nothing on the CPU."
+            f"device_ids={device_ids!r} is not a list. Give a list of one device, such as [0], or nothing on the CPU."
         )
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError("device_ids can only be None or contain a single element.")
@@ -196,8 +196,8 @@ def check_device(parameters: Sequence[Parameter], process_groups: Sequence[Proce
         for group in process_groups:
             if not carries(group, device):
                 raise ConfigurationError(
-                    f"the module is on {device}, and the process group's backend {backend_of(group)!r} has nothing for "
-                    f"tensors there. Open the group with one that has, such as "
+                    f"the module is on {device}, and the process group's backend {backend_of(group)!r} does not "
+                    f"support it. Open the group with one that does, such as "
                     f'dist.init_process_group("cpu:gloo,{device.type}:..."), or with "paceline", which takes them '
                     "through the host's memory."
                 )
@@ -267,8 +267,8 @@ def choose_reduction(
         if value is None or value == "none":
             continue
         raise ConfigurationError(
-            f"{name}={value!r} and mixed_precision with gradients reduced in {narrow}: each says how gradients "
-            f"are combined. Leave out {name}, or give mixed_precision reduce_dtype=None and param_dtype=None."
+            f"{name}={value!r} and mixed_precision with gradients reduced in {narrow}: both decide how "
+            f"gradients are combined. Leave out {name}, or give mixed_precision reduce_dtype=None and param_dtype=None."
         )
     return NarrowMean(narrow) if narrow else reductions.choose_reduction(reduction, compression)
 
@@ -303,8 +303,8 @@ def check_weight(weight: object) -> None:
     """Refuse a `weight` that cannot be called."""
     if weight is not None and not callable(weight):
         raise ConfigurationError(
-            f"weight={weight!r} is no function. Give one that is called with the forward's arguments and returns what "
-            "this rank's batch counts, such as weight=len."
+            f"weight={weight!r} is not a function. Give one that is called with the forward's arguments and returns "
+            "what this rank's batch counts, such as weight=len."
         )
 
 

@@ -64,7 +64,7 @@ def check_forward_overlap(
     wanted = given.overlap_forward
     if wanted not in (True, "always", "debug"):
         raise ConfigurationError(
-            f'overlap_forward={wanted!r} is none of True, False, "always" (without asking whether it pays) and "debug" '
+            f'overlap_forward={wanted!r} must be True, False, "always" (without asking whether it pays) or "debug" '
             "(always, and a read past the hooks raises)."
         )
     parts = list(module.modules())

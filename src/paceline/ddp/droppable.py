@@ -32,7 +32,7 @@ def units_of(module: Module, droppable: Any) -> tuple[Unit, ...]:
     )
     if is_one or not isinstance(droppable, Iterable):
         raise ConfigurationError(
-            f"droppable={_shown(droppable)} is no list. Give what can be skipped, each entry by itself: "
+            f"droppable={_shown(droppable)} is not a list. Give what can be skipped, each entry by itself: "
             "droppable=list(net.blocks), or [net.backbone]."
         )
     whole = Parts(module)
@@ -84,7 +84,7 @@ class Parts:
         name = given if isinstance(given, str) else self._names.get(id(given))
         if name is None or name not in self._by_name:
             raise ConfigurationError(
-                f"{_shown(given)} is no part of this {self._kind}. Give modules or parameters of it, or names as in "
+                f"{_shown(given)} is not a part of this {self._kind}. Give modules or parameters of it, or names as in "
                 "module.named_modules(): blocks.3 is one, and model.blocks.3 or module.blocks.3 is none."
             )
         if name not in self._parameters:

@@ -170,7 +170,7 @@ def decode(words: bytes) -> Message:
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ProtocolError(
-            f"{words[:80]!r} is no message between a rank and its agent: {error!r}"
+            f"{words[:80]!r} is not a message between a rank and its agent: {error!r}"
         ) from error
     return message
 

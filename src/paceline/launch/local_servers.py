@@ -39,8 +39,8 @@ def parse_servers(text: str | None) -> tuple[int, tuple[str, ...]]:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) <= 65535:
             raise ConfigurationError(
-                f"--servers {text}: {address!r} is no address. Say how many to start here, --servers 2, or name those "
-                "that run: --servers 10.0.0.5:7000,10.0.0.6:7000"
+                f"--servers {text}: {address!r} is not an address. Say how many to start here, --servers 2, or name "
+                "those that run: --servers 10.0.0.5:7000,10.0.0.6:7000"
             )
     return 0, addresses
 

@@ -62,7 +62,7 @@ def check_values(args: argparse.Namespace, num_local_ranks: int, num_machines: i
         torchrun._get_logs_specs_class(args.logs_specs)
     except ValueError as error:
         raise ConfigurationError(
-            f"--logs-specs {args.logs_specs} is no entry point torchrun.logs_specs of a package here. Leave it out."
+            f"--logs-specs {args.logs_specs} is not an entry point torchrun.logs_specs of a package here. Leave it out."
         ) from error
 
 
@@ -70,7 +70,7 @@ def _check_meeting(args: argparse.Namespace, num_machines: int) -> None:
     """Where, when and as what the machines meet."""
     if args.master_port is not None and not 0 <= args.master_port <= _MOST_PORT:
         raise ConfigurationError(
-            f"--master-port {args.master_port} is no port. Pass 1 to {_MOST_PORT}, or leave it out."
+            f"--master-port {args.master_port} is not a port. Pass 1 to {_MOST_PORT}, or leave it out."
         )
     known = sorted(rendezvous_handler_registry._registry)
     if args.rdzv_backend not in known:
@@ -80,7 +80,7 @@ def _check_meeting(args: argparse.Namespace, num_machines: int) -> None:
             parse_rendezvous_endpoint(args.rdzv_endpoint, 0)
         except ValueError as error:
             raise ConfigurationError(
-                f"--rdzv-endpoint {args.rdzv_endpoint} is no address and port. Pass HOST:PORT, such as 10.0.0.5:29400."
+                f"--rdzv-endpoint {args.rdzv_endpoint} is not an address and port. Pass HOST:PORT, as 10.0.0.5:29400."
             ) from error
     _check_settings(args.rdzv_conf or "")
     rendezvous_endpoint.patience_s(args)
@@ -94,7 +94,7 @@ def _check_meeting(args: argparse.Namespace, num_machines: int) -> None:
             socket.getaddrinfo(args.local_addr, None)
         except (OSError, UnicodeError) as error:
             raise ConfigurationError(
-                f"--local-addr {args.local_addr} is no address of this machine. `ip address` lists them."
+                f"--local-addr {args.local_addr} is not an address of this machine. `ip address` lists them."
             ) from error
 
 
@@ -146,7 +146,7 @@ def _check_signals(text: str) -> None:
     for name in (word.strip() for word in text.split(",")):
         if name not in signal.Signals.__members__ or name in _NEVER_ARRIVE:
             raise ConfigurationError(
-                f"--signals-to-handle {text}: {name!r} is no signal that a launcher can handle. Pass names such as "
+                f"--signals-to-handle {text}: {name!r} is not a signal that a launcher can handle. Pass names such as "
                 "SIGTERM,SIGINT,SIGHUP,SIGQUIT."
             )
 
@@ -156,7 +156,9 @@ def _check_log_folder(text: str | None) -> None:
         return
     there = next(path for path in (Path(text).absolute(), *Path(text).absolute().parents) if path.exists())
     if not there.is_dir():
-        raise ConfigurationError(f"--log-dir {text} cannot be made: {there} is no folder. Pass another one.")
+        raise ConfigurationError(
+            f"--log-dir {text} cannot be made: {there} is not a folder. Pass another one."
+        )
     if not os.access(there, os.W_OK):
         raise ConfigurationError(
             f"--log-dir {text} cannot be made: {there} may not be written to. Pass another one."

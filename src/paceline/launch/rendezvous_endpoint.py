@@ -177,7 +177,7 @@ def _check_file(endpoint: str) -> None:
     path = Path(endpoint.removeprefix(FILE))
     if not path.is_absolute():
         raise ConfigurationError(
-            f"--rdzv-endpoint {endpoint} is no full path. Write three slashes, as in {FILE}/shared/job1."
+            f"--rdzv-endpoint {endpoint} is not a full path. Write three slashes, as in {FILE}/shared/job1."
         )
     if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigurationError(

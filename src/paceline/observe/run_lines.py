@@ -84,7 +84,7 @@ def from_line(line: bytes) -> Record | None:
     found = json.loads(line)
     kind = found.pop("kind", None) if isinstance(found, dict) else None
     if not isinstance(kind, str):
-        raise ValueError("it is no record")  # noqa: TRY004  the caller's one kind of failure
+        raise ValueError("it is not a record")  # noqa: TRY004  the caller's one kind of failure
     return None if kind not in _KINDS else made(_KINDS[kind], found)
 
 

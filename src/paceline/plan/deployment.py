@@ -46,11 +46,12 @@ class HostLink:
             )
         if not (0 <= self.latency_s < math.inf and 0 <= self.message_s < math.inf):
             raise ConfigurationError(
-                f"a latency of {self.latency_s} s, or {self.message_s} s a message, cannot be. Pass seconds, 0 or more."
+                f"a latency of {self.latency_s} s, or {self.message_s} s per message, is not possible. "
+                "Pass seconds, 0 or more."
             )
         if not 0 <= self.loss_ratio < 1:
             raise ConfigurationError(
-                f"a link that loses {self.loss_ratio} of its packets cannot be. Pass a fraction from 0 to below 1."
+                f"a link that loses {self.loss_ratio} of its packets is not possible. Pass 0 to below 1."
             )
 
 
@@ -101,7 +102,9 @@ class Cluster:
         if not all(0 < speed < math.inf for speed in self.speeds):
             raise ConfigurationError(f"the slowest rank's speed is {min(self.speeds)}; speeds are above 0.")
         if not 1 <= self.racks <= len(self.ranks_of_host):
-            raise ConfigurationError(f"{self.racks} racks for {len(self.ranks_of_host)} hosts cannot be.")
+            raise ConfigurationError(
+                f"{self.racks} racks for {len(self.ranks_of_host)} hosts; pass 1 to as many as hosts."
+            )
         if not (self.uplink_bytes_per_s > 0 and self.flow_bytes_per_s > 0):
             raise ConfigurationError("an uplink and a connection carry more than 0 bytes per second.")
         if not all(

@@ -68,16 +68,20 @@ class PlanRequest:
         for option in ("ranks_per_host", "batch", "epoch_samples", "steps"):
             value = getattr(self, option)
             if value is not None and value < 1:
-                raise ConfigurationError(f"--{option.replace('_', '-')} {value} cannot be. Pass 1 or more.")
+                raise ConfigurationError(
+                    f"--{option.replace('_', '-')} {value} is not possible. Pass 1 or more."
+                )
         if self.servers < 0:
             raise ConfigurationError(
-                f"--servers {self.servers} cannot be. Pass 1 or more, or 0 for an all-reduce."
+                f"--servers {self.servers} is not possible. Pass 1 or more, or 0 for an all-reduce."
             )
         if self.price is not None and not 0 <= self.price < math.inf:
-            raise ConfigurationError(f"--price {self.price} cannot be. Pass the price of a device and hour.")
+            raise ConfigurationError(
+                f"--price {self.price} is not possible. Pass the price of a device and hour."
+            )
         cap = self.bucket_cap_mb
         if cap is not None and not cap >= 0:
-            raise ConfigurationError(f"--bucket-cap-mb {cap} cannot be. Pass MiB, 0 or more.")
+            raise ConfigurationError(f"--bucket-cap-mb {cap} is not possible. Pass MiB, 0 or more.")
         if self.algorithm not in ("auto", *ALL_REDUCES):
             raise ConfigurationError(
                 f"--algorithm {self.algorithm} is not one. Pass auto, or one of {', '.join(ALL_REDUCES)}."

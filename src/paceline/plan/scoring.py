@@ -241,7 +241,7 @@ def _records(path: Path) -> Iterator[KeptPrediction | MeasuredRun]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", "it is no text")
+        reason = getattr(error, "strerror", "it is not text")
         raise ConfigurationError(
             f"there are no predictions in {path} ({reason}). `paceline plan SCRIPT` makes and keeps some."
         ) from error

@@ -85,24 +85,24 @@ class Decision:
         return next((option.step_s for option in self.options if option.name == self.chosen), self.plain_s)
 
     def words(self) -> str:
-        """The decision as a sentence, and another on the link."""
+        """The decision as a sentence, another on the link, and where the codec would help."""
         exposed = (
-            f"{ms(self.plain_exposed_s)} of it exposed communication, over a link of "
-            f"{_link_words(self.link_bytes_per_s)} and {ms(self.latency_s)}"
+            f"Without compression, {ms(self.plain_exposed_s)} of communication are not hidden "
+            f"(link: {_link_words(self.link_bytes_per_s)}, latency {ms(self.latency_s)})."
         )
         if not self.options:
-            return f"no codec to choose from. A step takes {ms(self.plain_s)}, {exposed}."
+            return f"no codec to choose from. A step takes {ms(self.plain_s)}. {exposed}"
         chosen = next((option for option in self.options if option.name == self.chosen), None)
         option = chosen or self.options[0]
-        change = f"{abs(option.saved_ratio):.1%} {'less' if option.saved_ratio >= 0 else 'more'}"
+        change = f"{abs(option.saved_ratio):.1%} {'shorter' if option.saved_ratio >= 0 else 'longer'}"
         if chosen is not None:
-            first = f"{option.name}, predicted {ms(option.step_s)} a step instead of {ms(self.plain_s)} ({change})"
-        else:
             first = (
-                f"none, predicted {ms(self.plain_s)} a step; {option.name} would make it {ms(option.step_s)} "
-                f"({change})"
+                f"{option.name}: predicted step {ms(option.step_s)} instead of {ms(self.plain_s)} ({change})"
             )
-        return f"{first}. Without, {exposed}; {_crossover_words(option)}."
+        else:
+            would = f"{option.name} would make it {ms(option.step_s)} ({change})"
+            first = f"none: predicted step {ms(self.plain_s)}; {would}"
+        return f"{first}. {exposed} {_crossover_words(option)}."
 
     def words_on_the_rest(self, step_s: float) -> str:
         """What is still exposed of a step that takes `step_s`, and what would save more; empty if nothing would."""
@@ -208,9 +208,9 @@ def _link_words(bytes_per_s: float) -> str:
 
 def _crossover_words(option: Option) -> str:
     if option.crossover_bytes_per_s is None:
-        return f"from which {option.name}'s crossover rate cannot be told"
+        return f"Below which rate {option.name} helps is not known"
     if option.crossover_bytes_per_s == math.inf:
-        return f"{option.name} pays here at any rate"
+        return f"{option.name} helps at any rate"
     if option.crossover_bytes_per_s == 0:
-        return f"{option.name} pays here at no rate"
-    return f"below {show_rate(8 * option.crossover_bytes_per_s, digits=3)} {option.name} pays here"
+        return f"{option.name} helps at no rate"
+    return f"{option.name} helps below {show_rate(8 * option.crossover_bytes_per_s, digits=3)}"

@@ -16,9 +16,9 @@ from paceline.version import __version__
 
 _OLDEST_TORCH = (2, 8)
 _EXTRAS = {
-    "numba": "gradients over UDP, and parameter servers (pip install 'paceline[lossy]')",
-    "scipy": "the integer program of `paceline plan` (pip install 'paceline[plan]')",
-    "matplotlib": "pictures (pip install 'paceline[plot]')",
+    "numba": "gradients over UDP, and parameter servers (in a clone: pip install '.[lossy]')",
+    "scipy": "the integer program of `paceline plan` (in a clone: pip install '.[plan]')",
+    "matplotlib": "pictures (in a clone: pip install '.[plot]')",
 }
 
 

@@ -109,7 +109,7 @@ class BoundedLoss(Reduction):
     ) -> None:
         if compensation not in COMPENSATIONS:
             raise ConfigurationError(
-                f"compensation={compensation!r} is none of {', '.join(map(repr, COMPENSATIONS))}. Leave it out for "
+                f"compensation={compensation!r} must be one of {', '.join(map(repr, COMPENSATIONS))}. Leave it out for "
                 "gradients whose expectation is the mean."
             )
         if not _is_whole(paths) or not 1 <= paths <= _MOST_PATHS or (paths > 1 and connect is not None):

@@ -61,8 +61,8 @@ def choose_reduction(
         return _find(reduction, "reduction", BY_NAME) if reduction is not None else Mean()
     if reduction not in (None, "mean"):
         raise ConfigurationError(
-            f"reduction={reduction!r} and compression={compression!r}: compression takes the mean of compressed "
-            "gradients, so each says how gradients are combined. Leave out one of them."
+            f"reduction={reduction!r} and compression={compression!r}: both decide how gradients are combined, "
+            "and compression takes the mean of compressed gradients. Leave out one of them."
         )
     if isinstance(compression, Compressor):
         return _compress_by(compression)

@@ -92,8 +92,8 @@ def enter(connected: socket.socket, token: str, where: str) -> None:
     greeting, nonce = received[: len(GREETING)], received[len(GREETING) :]
     if greeting != GREETING:
         raise RefusedError(
-            f"{where} greets with {greeting!r}, not {GREETING!r}: it is no parameter server, or one of another version "
-            "of Paceline. Start servers and ranks from the same installation."
+            f"{where} greets with {greeting!r}, not {GREETING!r}: it is not a parameter server, or one of another "
+            "version of Paceline. Start servers and ranks from the same installation."
         )
     if nonce == _NO:
         raise RefusedError(

@@ -352,7 +352,7 @@ def _connect(number: int, address: str, who: Rank) -> socket.socket:
             connected = socket.create_connection((host.strip("[]"), int(port)), PATIENCE_S)
         except ValueError as error:
             raise ConfigurationError(
-                f"{address!r} is no address of a parameter server. Name host and port: 10.0.0.5:7000"
+                f"{address!r} is not an address of a parameter server. Name host and port: 10.0.0.5:7000"
             ) from error
         except OSError as error:
             raise ServerLostError(

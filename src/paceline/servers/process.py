@@ -57,7 +57,7 @@ def serve_on(place: str) -> None:
     host = host.strip("[]")
     if not colon or not host or not port.isdigit() or int(port) > 65535:
         raise ConfigurationError(
-            f"--listen {place} is no address. Name an address of this machine and a port: --listen 10.0.0.5:7000"
+            f"--listen {place} is not an address. Name an address of this machine and a port: --listen 10.0.0.5:7000"
         )
     listener = listen(host, int(port))
     if not os.environ.get(TOKEN):

@@ -184,7 +184,7 @@ def read_model(path: Path) -> Any:
         found = joblib.load(path)
     except Exception as error:  # unpickling raises whatever the bytes happen to say
         raise ConfigurationError(
-            f"{path} is no model that can be read ({type(error).__name__}). Make one: paceline svm fit DATA "
+            f"{path} is not a model that can be read ({type(error).__name__}). Make one: paceline svm fit DATA "
             f"--model {path}"
         ) from error
     if not isinstance(found, tuple(ESTIMATORS.values())) or not hasattr(found, "n_features_in_"):

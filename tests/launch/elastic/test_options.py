@@ -13,7 +13,7 @@ SCRIPT = __file__
     [
         (["--min-ranks", "5"], "--min-ranks 5 is more than the 4 rank"),
         (["--min-ranks", "0"], "--min-ranks 0 keeps no rank"),
-        (["--min-ranks", "2", "--lost-after", "0"], "--lost-after 0 is no time"),
+        (["--min-ranks", "2", "--lost-after", "0"], "--lost-after 0 is not a time"),
         (["--lost-after", "3"], "has no effect without --min-ranks"),
         (["--min-ranks", "2", "--max-restarts", "1"], "--max-restarts exclude each other"),
         (["--min-ranks", "2", "--servers", "1"], "--servers exclude each other"),

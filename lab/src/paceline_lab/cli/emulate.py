@@ -72,7 +72,7 @@ def emulate(
         cluster.setdefault("offload", False)
     timeout_s = None if timeout is None else quantities.seconds(timeout, "--timeout", is_bare_possible=True)
     if timeout_s is not None and not 0 < timeout_s <= _LONGEST_S:
-        raise ConfigurationError(f"--timeout {timeout} is no time for a job. Pass, for example, 90s.")
+        raise ConfigurationError(f"--timeout {timeout} is not a time for a job. Pass, for example, 90s.")
     spec = ClusterSpec.parse(**cluster)
     script = [*(["-m"] if module else []), *(script or [])]
     _check_work(spec, script, changes, check=check)

@@ -171,7 +171,7 @@ class Scenario:
         try:
             text = Path(path).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
             raise ConfigurationError(f"--scenario {path} cannot be read: {reason}.") from error
         return cls.parse(text, path)
 

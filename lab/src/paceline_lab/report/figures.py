@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline_lab.report.look import PART_COLORS, STYLE, WIDTH_IN, on_dark
+from paceline_lab.report.look import PART_COLORS, SHAPE_CONTRAST, STYLE, TEXT_CONTRAST, WIDTH_IN, on_dark
 from paceline_lab.report.panels import LINE_POINTS, Bars, Panel, three_digits
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _TITLE_WIDTH, _NOTE_WIDTH = 76, 112  # characters a line
 _NOTE_COLOR = "#555555"
+_IN_TEXT = ':is([id^="text_"],[id="label"]) '  # groups: a text with an outline is paths
 
 
 def draw_figure(
@@ -58,9 +59,13 @@ def with_dark_twin(svg: str) -> str:
     """
     colors = sorted(set(re.findall(r"#[0-9a-f]{6}\b", svg)))
     rules = "".join(
-        f'[style*="{kind}: {color}"]{{{kind}:{on_dark(color)}!important}}'
+        f'{what}[style*="{kind}: {color}"]{{{kind}:{on_dark(color, least)}!important}}'
         for color in colors
-        for kind in ("fill", "stroke")
+        for what, kind, least in (
+            ("", "fill", SHAPE_CONTRAST),
+            ("", "stroke", SHAPE_CONTRAST),
+            (_IN_TEXT, "fill", TEXT_CONTRAST),
+        )
         if f"{kind}: {color}" in svg
     )
     rules += f'text:not([style*="fill"]){{fill:{on_dark("#000000")}}}'

@@ -136,30 +136,37 @@ def marker_of(color: str) -> str:
     return _MARKERS.get(color, "*")
 
 
+TEXT_CONTRAST, SHAPE_CONTRAST = 4.5, 3.0  # WCAG's least
+
+
 def text_color(color: str) -> str:
     """Return the colour, darkened until text in it is read on white: a contrast of 4.5."""
     return _with_contrast(color, "#ffffff", 0.0)
 
 
-def on_dark(color: str) -> str:
-    """Return what stands for a colour on a dark page: grays are inverted, others lightened to a contrast of 4.5."""
+def on_dark(color: str, least: float = TEXT_CONTRAST) -> str:
+    """Return what stands for a colour on a dark page: grays are inverted, others lightened to a contrast of `least`.
+
+    Text that was darkened for white pages gets its series' own colour again.
+    """
+    color = next((bright for bright in (*CURVE_COLORS, *ROW_COLORS) if text_color(bright) == color), color)
     red, green, blue = _channels(color)
     if max(red, green, blue) - min(red, green, blue) < 0.04:
         level = 1 - red * 0.93
         return _hex((level, level, level)) if red < 0.98 else DARK_PAGE
-    return _with_contrast(color, DARK_PAGE, 1.0)
+    return _with_contrast(color, SITE_DARK_PAGE, 1.0, least)
 
 
-DARK_PAGE = "#0d1117"
-_LEAST_CONTRAST = 4.5  # WCAG's for text
+DARK_PAGE = "#0d1117"  # GitHub's
+SITE_DARK_PAGE = "#1e2129"  # the documentation's, the lightest that pictures lie on
 
 
-def _with_contrast(color: str, page: str, goal: float) -> str:
+def _with_contrast(color: str, page: str, goal: float, least: float = TEXT_CONTRAST) -> str:
     """Mix a colour with black (0) or white (1) until it stands out."""
     for step in range(20):
         mixed = tuple(channel + (goal - channel) * step / 20 for channel in _channels(color))
         found = _hex(mixed)
-        if _contrast(found, page) >= _LEAST_CONTRAST:
+        if _contrast(found, page) >= least:
             return found
     return _hex((goal,) * 3)
 

@@ -430,7 +430,7 @@ class Agent:
             raise LaunchError(
                 f"{_MOST_TRIES} memberships in a row did not complete step {plan.step + 1} of "
                 f"{self._arguments.script}; the last one ended because {'; '.join(self._because)}. "
-                "Look at the ranks' own messages above: what fails in that step on every rank is no lost rank."
+                "Look at the ranks' own messages above: a step that fails on every rank is not a lost rank."
             )
 
     def _follow(self, plan: Plan) -> None:

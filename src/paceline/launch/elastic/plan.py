@@ -104,7 +104,7 @@ class Plan:
                 num_new=_whole(fields["num_new"]),
             )
         except (ValueError, TypeError, KeyError, IndexError) as error:
-            raise ProtocolError(f"{words[:80]!r} is no plan of a membership: {error!r}") from error
+            raise ProtocolError(f"{words[:80]!r} is not a plan of a membership: {error!r}") from error
 
 
 @dataclass(frozen=True)
@@ -153,13 +153,13 @@ class Decider(Protocol):
 
 def _whole(value: Any) -> int:
     if type(value) is not int:
-        raise TypeError(f"{value!r} is no whole number")
+        raise TypeError(f"{value!r} is not a whole number")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not text")
     return value
 
 

@@ -141,11 +141,11 @@ def _promise(value: Any) -> Promise | None:
 
 def _whole(value: Any) -> int:
     if type(value) is not int:
-        raise TypeError(f"{value!r} is no whole number")
+        raise TypeError(f"{value!r} is not a whole number")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str or not value.isprintable():
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not text")
     return value

@@ -76,14 +76,14 @@ class Plan:
         for factor in (*self.factors, *self.tuned_factors):
             if not 1 <= factor <= MAX_FACTOR or factor & (factor - 1):
                 raise ConfigurationError(
-                    f"--batches: {factor} cannot be. A batch is 1, 2, 4, ... or {MAX_FACTOR} times the reference "
+                    f"--batches: {factor} is not possible. A batch is 1, 2, 4, ... or {MAX_FACTOR} times the reference "
                     f"batch of {self.task.rank_batch}, so that each sees the same samples in an epoch."
                 )
 
         strays = set(self.tuned_factors) - set(self.factors)
         if strays:
             raise ConfigurationError(
-                f"--tune: {min(strays)} is none of the batches {', '.join(map(str, self.factors))}. Tune one of them."
+                f"--tune: {min(strays)} must be one of the batches {', '.join(map(str, self.factors))}."
             )
 
     def cells(self, table: str) -> list[Cell]:

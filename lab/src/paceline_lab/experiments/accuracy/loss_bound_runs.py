@@ -63,7 +63,7 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         if self.model not in TASKS:
-            raise ConfigurationError(f"--model {self.model} is none of {', '.join(TASKS)}.")
+            raise ConfigurationError(f"--model {self.model} must be one of {', '.join(TASKS)}.")
         if self.num_train == 0:
             object.__setattr__(self, "num_train", _SAMPLES[self.model])
         for option, given, known in (

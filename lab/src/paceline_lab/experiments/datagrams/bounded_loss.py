@@ -159,7 +159,7 @@ def main(
 ) -> None:
     """Run one job for each TCP; print medians, and keep all samples."""
     if tcp not in ("", *TCP):
-        raise ConfigurationError(f"--tcp {tcp!r} is none of {', '.join(TCP)}.")
+        raise ConfigurationError(f"--tcp {tcp!r} must be one of {', '.join(TCP)}.")
     case = Case(
         hosts,
         rate,

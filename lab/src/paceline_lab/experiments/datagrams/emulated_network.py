@@ -68,7 +68,7 @@ def main(
 ) -> None:
     """Measure one case, and keep its samples beside those of the others."""
     if case not in CASES or tcp not in ("", *TCP):
-        raise ConfigurationError(f"--case {case} or --tcp {tcp} is none of {', '.join([*CASES, *TCP])}.")
+        raise ConfigurationError(f"--case {case} or --tcp {tcp} must be one of {', '.join([*CASES, *TCP])}.")
     load = load_average()
     path = report_folder / f"{NAME}.json"
     chosen = CASES[case]

@@ -84,7 +84,7 @@ class ScaleOptions:
         for hosts in self.hosts:
             if hosts % JOB_HOSTS or not JOB_HOSTS <= hosts <= 144:
                 raise ConfigurationError(
-                    f"--hosts {hosts} cannot be: a multiple of {JOB_HOSTS}, at most 144."
+                    f"--hosts {hosts} is not possible: pass a multiple of {JOB_HOSTS}, at most 144."
                 )
 
 

@@ -83,13 +83,13 @@ class StudyOptions:
     def __post_init__(self) -> None:
         if not 2 <= self.num_ranks <= MAX_RANKS:
             raise ConfigurationError(
-                f"--ranks {self.num_ranks} cannot be: a study compares communication among 2 to {MAX_RANKS} ranks."
+                f"--ranks {self.num_ranks} is not possible: a study compares 2 to {MAX_RANKS} ranks."
             )
         if self.num_rounds < 1:
             raise ConfigurationError(f"--rounds {self.num_rounds} measures nothing. Pass 1 or more.")
         if not 0 < self.compute_s < 60:
             raise ConfigurationError(
-                f"--compute-s {self.compute_s} cannot be: pass more than 0 and less than 60 s."
+                f"--compute-s {self.compute_s} is not possible: pass more than 0 and less than 60 s."
             )
         self.cluster()
 

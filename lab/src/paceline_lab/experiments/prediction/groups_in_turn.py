@@ -31,7 +31,7 @@ class GroupsInTurn(ReductionPlan):
         super().__post_init__()
         if self.num_groups < 1 or (self.priority and self.num_groups > 1):
             raise ConfigurationError(
-                f"{self.num_groups} groups in turn cannot be: 1 or more, and 1 with priorities."
+                f"{self.num_groups} groups in turn are not possible: pass 1 or more, and 1 with priorities."
             )
 
     def arrivals_s(self, starts_s: Sequence[float], wires: Sequence[Wire]) -> list[float]:

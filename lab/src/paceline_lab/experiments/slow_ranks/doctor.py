@@ -157,18 +157,16 @@ def _report(grades: list[Grade], config: Config) -> Report:
 
 
 def draw(record: Mapping[str, Any], path: Path) -> object:
-    """One bar a cause and strength: in which share of the runs that count the right rank was named."""
+    """One bar per cause: in which share of the runs that count the right rank was named."""
     rows = [Row(**found) for found in record["summaries"].values()]
     asked = [row for row in rows if row.cause != "clean" and row.num_effective]
-    bars = [
-        Bar(
-            f"{row.cause}, {row.strength:g} {row.unit}",
-            100 * row.num_right / row.num_effective,
-            OURS,
-            f"{row.num_right} of {row.num_effective}",
+    bars = []
+    for cause in dict.fromkeys(row.cause for row in asked):
+        of_cause = [row for row in asked if row.cause == cause]
+        named, counted = (
+            sum(getattr(row, key) for row in of_cause) for key in ("num_right", "num_effective")
         )
-        for row in asked
-    ]
+        bars.append(Bar(cause, 100 * named / counted, OURS, f"{named} of {counted}"))
     num, right = sum(row.num_effective for row in asked), sum(row.num_right for row in asked)
     title = f"The doctor named the right rank in {right} of {num} runs"
     note = "Four ranks under torch's DDP, unchanged; links: three emulated hosts."
