@@ -26,14 +26,11 @@ from paceline.host.addresses import is_loopback
 
 @dataclass
 class _Beside:
-    """What stands beside a group.
+    """What stands beside a group."""
 
-    Attributes:
-        made: A group of our backend; None: it would gain nothing. Not the group itself, which would keep its own key.
-        num_users: How many have asked for it and not left. What is garbage counts: it ends at other times elsewhere.
-    """
-
+    # A group of our backend; None: it would gain nothing. Not the group itself, which would keep its own key.
     made: dist.ProcessGroup | None
+    # How many have asked for it and not left. What is garbage counts: it ends at other times elsewhere.
     num_users: int = 0
 
 

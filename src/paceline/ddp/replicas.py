@@ -66,17 +66,12 @@ def _facts(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Verified:
-    """What all ranks know of each other, once they have the same model.
+    """What all ranks know of each other, once they have the same model."""
 
-    Attributes:
-        are_on_cpu: For each rank whether it has the model on a CPU: so defaults that depend on it are the same.
-        number: What rank 0 calls the module.
-        all_know_beside: Whether all ranks know of a group beside the one that they asked for.
-    """
-
+    # for each rank whether it has the model on a CPU: so defaults that depend on it are the same
     are_on_cpu: Sequence[bool]
-    number: int
-    all_know_beside: bool
+    number: int  # what rank 0 calls the module
+    all_know_beside: bool  # whether all ranks know of a group beside the one that they asked for
 
     @property
     def all_on_cpu(self) -> bool:

@@ -27,17 +27,11 @@ from paceline.elastic.state_tree import PackedState, empty_tensors, pack, unpack
 
 @dataclass(frozen=True)
 class Place:
-    """Where training stands.
+    """Where training stands."""
 
-    Attributes:
-        step: Steps that have been completed.
-        epoch: Of the data, for the next step.
-        position: Samples of it before that step.
-    """
-
-    step: int
-    epoch: int
-    position: int
+    step: int  # steps that have been completed
+    epoch: int  # of the data, for the next step
+    position: int  # samples of it before that step
 
 
 @dataclass(frozen=True)

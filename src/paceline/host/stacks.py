@@ -66,17 +66,11 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stack:
-    """A process's main thread.
+    """A process's main thread."""
 
-    Attributes:
-        frames: Innermost first; none if they could not be read.
-        by: What read them, or why nothing could.
-        kernel: What the thread does in the kernel's words; "" where it does not say.
-    """
-
-    frames: tuple[Frame, ...]
-    by: str
-    kernel: str
+    frames: tuple[Frame, ...]  # innermost first; none if they could not be read
+    by: str  # what read them, or why nothing could
+    kernel: str  # what the thread does in the kernel's words; "" where it does not say
 
 
 def answer_signals(folder: Path) -> None:

@@ -38,41 +38,25 @@ _FILLED_IN = ("rdzv_backend", "node_rank", "master_addr")
 
 @dataclass(frozen=True)
 class LaunchArguments:
-    """A command line that was found possible.
+    """A command line that was found possible."""
 
-    Attributes:
-        torchrun: What torch's own parser made of it; handed to torch's launcher as it is.
-        script: The script, module or program to start.
-        num_local_ranks: How many ranks this machine runs.
-        local_port: The port that this machine is asked to listen on, if one was named.
-        num_machines: How many may take part, at most.
-        environment: Variables that the ranks get besides the launcher's own.
-        words: The command line itself.
-        is_first: Whether this machine has to say where the others come to.
-        num_servers: Parameter servers to start on this machine.
-        servers: Addresses of parameter servers that run already.
-        shows_timings: Whether to print at the end where the time of a step went.
-        shows_live: Whether to show a line a rank while they train.
-        hang_after_s: How long nothing may move before a rank is called hung; 0: nobody looks.
-        min_ranks: With how many ranks training goes on when some are lost; None: a lost rank ends the launch.
-        lost_after_s: How long a rank may stand still before it counts as lost.
-    """
-
-    torchrun: argparse.Namespace
-    script: str
-    num_local_ranks: int
-    local_port: int | None
-    num_machines: int = 1
+    torchrun: argparse.Namespace  # what torch's own parser made of it; handed to torch's launcher as it is
+    script: str  # the script, module or program to start
+    num_local_ranks: int  # how many ranks this machine runs
+    local_port: int | None  # the port that this machine is asked to listen on, if one was named
+    num_machines: int = 1  # how many may take part, at most
+    # variables that the ranks get besides the launcher's own
     environment: Mapping[str, str] = field(default_factory=dict)
-    words: tuple[str, ...] = ()
-    is_first: bool = False
-    num_servers: int = 0
-    servers: tuple[str, ...] = ()
-    shows_timings: bool = False
-    shows_live: bool = False
-    hang_after_s: float = 0.0
+    words: tuple[str, ...] = ()  # the command line itself
+    is_first: bool = False  # whether this machine has to say where the others come to
+    num_servers: int = 0  # parameter servers to start on this machine
+    servers: tuple[str, ...] = ()  # addresses of parameter servers that run already
+    shows_timings: bool = False  # whether to print at the end where the time of a step went
+    shows_live: bool = False  # whether to show a line a rank while they train
+    hang_after_s: float = 0.0  # how long nothing may move before a rank is called hung; 0: nobody looks
+    # with how many ranks training goes on when some are lost; None: a lost rank ends the launch
     min_ranks: int | None = None
-    lost_after_s: float = LOST_AFTER_S
+    lost_after_s: float = LOST_AFTER_S  # how long a rank may stand still before it counts as lost
 
 
 def num_cores() -> int:

@@ -39,29 +39,17 @@ _COLOR, _QUIET_COLOR = "#0072b2", "#999999"
 
 @dataclass(frozen=True)
 class KeptPrediction:
-    """What was said.
+    """What was said."""
 
-    Attributes:
-        workload: Its name.
-        num_ranks: Of the cluster.
-        kind: Of prediction, for the score: see `kind_of`.
-        step_s: Predicted.
-        low_s: Of the band.
-        high_s: Of the band.
-        where: The cluster and the plan, in words.
-        ranks_of_host: How many ranks each host has.
-        num_micro_steps: Of a step.
-    """
-
-    workload: str
-    num_ranks: int
-    kind: str
-    step_s: float
-    low_s: float
-    high_s: float
-    where: str
-    ranks_of_host: Sequence[int]
-    num_micro_steps: int = 1
+    workload: str  # its name
+    num_ranks: int  # of the cluster
+    kind: str  # of prediction, for the score: see `kind_of`
+    step_s: float  # predicted
+    low_s: float  # of the band
+    high_s: float  # of the band
+    where: str  # the cluster and the plan, in words
+    ranks_of_host: Sequence[int]  # how many ranks each host has
+    num_micro_steps: int = 1  # of a step
 
 
 def forecast(request: PlanRequest, folder: Path, *, as_json: bool) -> None:

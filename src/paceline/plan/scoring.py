@@ -31,44 +31,27 @@ _PARTS = ("forward_s", "backward_s", "optimizer_s", "other_s")
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a real run was like, as its trace says.
+    """What a real run was like, as its trace says."""
 
-    Attributes:
-        run: Which it was, so that it counts once: the same for a trace that is read again, also after it has grown.
-        workload: Its name.
-        num_ranks: Of the job.
-        step_s: The median.
-        ranks_of_host: How many ranks each host had; None: the trace does not say.
-        num_micro_steps: Of a step.
-    """
-
+    # which it was, so that it counts once: the same for a trace that is read again, also after it has grown
     run: str
-    workload: str
-    num_ranks: int
-    step_s: float
-    ranks_of_host: Sequence[int] | None = None
-    num_micro_steps: int = 1
+    workload: str  # its name
+    num_ranks: int  # of the job
+    step_s: float  # the median
+    ranks_of_host: Sequence[int] | None = None  # how many ranks each host had; None: the trace does not say
+    num_micro_steps: int = 1  # of a step
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well one kind was predicted.
+    """How well one kind was predicted."""
 
-    Attributes:
-        kind: Of prediction.
-        num: How many were scored.
-        median_error: Median of |predicted / measured - 1|.
-        worst_error: The largest, with its sign.
-        worst: Which it was.
-        in_band: Fraction of the measured steps that lay in the band.
-    """
-
-    kind: str
-    num: int
-    median_error: float
-    worst_error: float
-    worst: str
-    in_band: float
+    kind: str  # of prediction
+    num: int  # how many were scored
+    median_error: float  # median of |predicted / measured - 1|
+    worst_error: float  # the largest, with its sign
+    worst: str  # which it was
+    in_band: float  # fraction of the measured steps that lay in the band
 
 
 def show_scores(folder: Path, traces: Sequence[Path], *, as_json: bool) -> None:

@@ -62,17 +62,11 @@ class Host:
 
 @dataclass(frozen=True)
 class Checkup:
-    """What was found, on one machine or on all of a launch.
+    """What was found, on one machine or on all of a launch."""
 
-    Attributes:
-        hosts: One a rank.
-        links: Between every two ranks, in both directions; empty for a single rank.
-        between: What the links and the machines' differences amount to.
-    """
-
-    hosts: tuple[Host, ...]
-    links: tuple[Link, ...] = ()
-    between: tuple[Finding, ...] = ()
+    hosts: tuple[Host, ...]  # one a rank
+    links: tuple[Link, ...] = ()  # between every two ranks, in both directions; empty for a single rank
+    between: tuple[Finding, ...] = ()  # what the links and the machines' differences amount to
 
     @property
     def as_json(self) -> str:

@@ -22,18 +22,12 @@ _NAME = "paceline"
 
 @dataclass(frozen=True)
 class Handle:
-    """One rank's, for one change; the change makes another.
+    """One rank's, for one change; the change makes another."""
 
-    Attributes:
-        rank: In the group as it is; of a set of handles it decides the order.
-        who: No other group object has it.
-        changes: How often this one was changed.
-        where: Where the store listens in which it can be met, as `host:port`; empty for a store of another kind.
-    """
-
-    rank: int
-    who: str
-    changes: int
+    rank: int  # in the group as it is; of a set of handles it decides the order
+    who: str  # no other group object has it
+    changes: int  # how often this one was changed
+    # where the store listens in which it can be met, as `host:port`; empty for a store of another kind
     where: str
 
     @classmethod

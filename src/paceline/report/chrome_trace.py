@@ -35,19 +35,12 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Timeline:
-    """A run's events, and what it leaves out.
+    """A run's events, and what it leaves out."""
 
-    Attributes:
-        events: In the order of ranks and steps.
-        facts: About the whole: the run, its clocks, what could not be read.
-        num_steps: Shown of every rank, at most.
-        num_left_out: Steps before them.
-    """
-
-    events: list[Event]
-    facts: dict[str, Any]
-    num_steps: int
-    num_left_out: int
+    events: list[Event]  # in the order of ranks and steps
+    facts: dict[str, Any]  # about the whole: the run, its clocks, what could not be read
+    num_steps: int  # shown of every rank, at most
+    num_left_out: int  # steps before them
 
     @property
     def text(self) -> str:

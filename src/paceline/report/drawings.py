@@ -11,21 +11,13 @@ _WIDTH = 1000.0
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of a strip.
+    """A piece of a strip."""
 
-    Attributes:
-        start: On the strip's scale.
-        end: On the same.
-        colour: The name of a variable of the style sheet.
-        title: What a pointer that rests on it is told.
-        inset: Whether it is drawn lower, within another.
-    """
-
-    start: float
-    end: float
-    colour: str
-    title: str
-    inset: bool = False
+    start: float  # on the strip's scale
+    end: float  # on the same
+    colour: str  # the name of a variable of the style sheet
+    title: str  # what a pointer that rests on it is told
+    inset: bool = False  # whether it is drawn lower, within another
 
 
 def strip(spans: Sequence[Span], scale: float, kind: str = "strip", label: str = "") -> str:

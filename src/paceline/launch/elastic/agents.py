@@ -28,27 +28,16 @@ _TURN_S = 0.1
 
 @dataclass(frozen=True)
 class AgentSetting:
-    """Which agent this is.
+    """Which agent this is."""
 
-    Attributes:
-        name: What people call its host; agents are sorted by it.
-        num_ranks: That its host begins with.
-        start: Where ranks meet that begin with the job, if this is its first host.
-        listen: Where it listens; port 0 takes a free one.
-        first: Where the job's first agent listens; None: this is the first.
-        token: The job's.
-        needs: What training needs.
-        patience_s: How long to wait for a majority, or for enough ranks.
-    """
-
-    name: str
-    num_ranks: int
-    start: Address
-    listen: Address
-    first: Address | None
-    token: str
-    needs: Quorum
-    patience_s: float
+    name: str  # what people call its host; agents are sorted by it
+    num_ranks: int  # that its host begins with
+    start: Address  # where ranks meet that begin with the job, if this is its first host
+    listen: Address  # where it listens; port 0 takes a free one
+    first: Address | None  # where the job's first agent listens; None: this is the first
+    token: str  # the job's
+    needs: Quorum  # what training needs
+    patience_s: float  # how long to wait for a majority, or for enough ranks
 
 
 class Agents:

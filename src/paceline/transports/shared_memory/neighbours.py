@@ -48,18 +48,13 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class Host:
-    """The ranks of this host, as this rank sees them.
+    """The ranks of this host, as this rank sees them."""
 
-    Attributes:
-        neighbours: By rank, ourselves among them.
-        index: This rank's place among them.
-        hosts: The ranks of every host, in the order of their first ranks; the same on every rank.
-        remark: Why ranks that seem to share a machine do not share memory; "" where there is nothing to explain.
-    """
-
-    neighbours: tuple[Neighbour, ...]
-    index: int
+    neighbours: tuple[Neighbour, ...]  # by rank, ourselves among them
+    index: int  # this rank's place among them
+    # the ranks of every host, in the order of their first ranks; the same on every rank
     hosts: tuple[tuple[int, ...], ...]
+    # why ranks that seem to share a machine do not share memory; "" where there is nothing to explain
     remark: str = ""
 
     @property
