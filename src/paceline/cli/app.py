@@ -91,11 +91,7 @@ for _package in sorted(entry_points(group="paceline.commands"), key=lambda entry
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the `paceline` command and exit.
-
-    Args:
-        arguments: The words after `paceline`; this process's own if None.
-    """
+    """Run the `paceline` command on these words, this process's own if None, and exit."""
     try:
         code = command_of(app)(arguments, prog_name="paceline", standalone_mode=False)
     except ConfigurationError as error:

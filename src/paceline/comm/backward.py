@@ -38,10 +38,7 @@ class Backward:
         return outer is not None and not self.ends_with_inner and self._wait_for_outer(outer)
 
     def _wait_for_outer(self, outer: Any) -> bool:
-        """Be called again once the engine has left this node, which started the nested backward.
-
-        It takes callbacks for the backward whose node it is running.
-        """
+        """Be called again once the engine has left this node: it takes callbacks for the backward it runs."""
         inner_task = torch._C._current_graph_task_id()
         hooks: list[RemovableHandle] = []
 

@@ -114,11 +114,7 @@ def group_beside(
 
 
 def leave(group: dist.ProcessGroup) -> None:
-    """Stop using what `group_beside` has returned for `group`; the last who leaves closes it. Local.
-
-    Contract:
-        On every rank that goes on, in the same order. Nothing is under way on this rank.
-    """
+    """Leave what `group_beside` returned; the last closes it. Local; all that go on, in order, nothing under way."""
     beside = _beside.get(group)
     if beside is None:
         return

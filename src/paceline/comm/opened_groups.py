@@ -84,12 +84,7 @@ def _agree(number: torch.Tensor, group: dist.ProcessGroup, peers: Peers | None) 
 
 
 def close(group: dist.ProcessGroup) -> None:
-    """Give back the threads, descriptors and memory of a group that was opened here.
-
-    Contract:
-        Local: waits for no other rank; a second call does nothing. Who still waits in it, in shared memory, is told
-        that this rank has left.
-    """
+    """Close a group opened here. Local; a second call does nothing. Who waits in it is told that this rank left."""
     if group in _closed:
         return
     _closed.add(group)
@@ -109,10 +104,7 @@ def close(group: dist.ProcessGroup) -> None:
 
 
 def abort_ours() -> None:
-    """Break all groups of our backend that c10d knows: who waits in one raises, here and on neighbours. Local.
-
-    From any thread; again and again, until nobody waits any more.
-    """
+    """Break all groups of our backend: who waits in one raises, here and on neighbours. Local; from any thread."""
     for group in list(dist.distributed_c10d._world.pg_map):
         ours: Any = group
         if getattr(ours, "name", str)() == BACKEND_NAME:

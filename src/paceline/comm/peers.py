@@ -44,10 +44,7 @@ _witnesses: list[Callable[[], str | None]] = []
 
 
 def ask_first(witness: Callable[[], str | None]) -> None:
-    """Before failure detection asks the other ranks, ask this witness who is gone; None: it does not know.
-
-    For whoever has been told from elsewhere, such as by the launcher: then nobody has to be waited for. Local.
-    """
+    """Before failure detection asks the ranks, ask this witness who is gone; None: it does not know. Local."""
     _witnesses.append(witness)
 
 
@@ -233,11 +230,7 @@ class _FailureDetection:
                 self.still_asks = False
 
     def raise_if_called(self) -> None:
-        """Poll the store.
-
-        Raises:
-            RuntimeError: Another rank has started failure detection.
-        """
+        """Poll the store; raises RuntimeError if another rank has started failure detection."""
         if self._has_store and (self._query is None or not self._query.is_alive()):
             self._query = _StoreQuery(self._store, "failure_detection")
             reason = self._query.answer(SLICE_S)
@@ -247,13 +240,7 @@ class _FailureDetection:
                 )
 
     def who_is_gone(self, doing: str, named: int | None, reason: str | None) -> str:
-        """Start failure detection, or join it; returns in words which ranks are missing.
-
-        Args:
-            doing: What this rank was doing.
-            named: The rank that the failed collective named, if it did.
-            reason: Why the others are called; None: they know.
-        """
+        """Start failure detection, or join it if there is no `reason`; returns in words which ranks are missing."""
         if not self._has_store:
             return "this job has no store in which to ask who still answers"
         if self._query is not None:

@@ -71,14 +71,7 @@ class Rendezvous:
         self._store.set(_FAILED, f"{self.rank} rank {self.rank} cannot come ({why})")
 
     def collect(self, topic: str) -> list[bytes]:
-        """Return what every rank has published.
-
-        Contract:
-            Blocks: until all have, at most the timeout.
-
-        Raises:
-            PeerLostError: A rank died, or did not come in time.
-        """
+        """Return what every rank has published. Blocks until all have; PeerLostError if one does not in time."""
         try:
             return self._collect(topic)
         except PeerLostError:

@@ -244,10 +244,7 @@ class Window(Generic[Batch]):
         return True
 
     def _makes_room(self, error: Exception, ranks: Sequence[int]) -> bool:
-        """Whether this step is repeated in other shares, as these ranks are full; the same answer on every rank.
-
-        Raises ConfigurationError, on every rank, if there is no room for the global batch.
-        """
+        """Whether this step is repeated in other shares; the same on every rank. Raises ConfigurationError."""
         shares = self._steps.setting.shares
         if shares is None or not shares.can_make_room or not ranks:
             return False
@@ -272,10 +269,7 @@ class Window(Generic[Batch]):
         )
 
     def _give_up(self, status: Status = Status.ABORTED) -> tuple[int, ...]:
-        """Complete the step's collectives, if the other ranks will be in them, and tell these.
-
-        Returns as `Recovery.abort`.
-        """
+        """Complete the step's collectives, if the other ranks are in them, and tell these; as `Recovery.abort`."""
         recovery = self._steps.recovery
         if self._has_synchronized and not recovery.is_interrupted:
             return ()

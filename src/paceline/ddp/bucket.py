@@ -86,11 +86,7 @@ class Bucket(Protocol):
         """Start reducing the message. Collective; does not wait."""
 
     def attach(self, is_used: Callable[[int], bool]) -> None:
-        """Give every parameter its reduced gradient; those not used on any rank, or left out, keep what they had.
-
-        Args:
-            is_used: Whether any rank used a parameter, by index; asked only for those that this rank did not use.
-        """
+        """Give every parameter its reduced gradient; those left out, or not `is_used` on any rank, keep theirs."""
 
     # ---- unused parameters and late gradients
 
@@ -101,10 +97,7 @@ class Bucket(Protocol):
         """Whether autograd has touched it after `collect`, or though it is left out."""
 
     def launch_late(self, scale: float, group: ProcessGroup) -> Work:
-        """Start summing what arrived late, scaled, over the ranks, zeros if nothing did; to be added when it is done.
-
-        Collective; does not wait.
-        """
+        """Start summing what arrived late over the ranks, to be added when done. Collective; does not wait."""
 
     # ---- between backwards
 

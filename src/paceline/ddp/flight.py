@@ -86,10 +86,7 @@ class Flight(Protocol):
         """
 
     def wait_for_words(self) -> bool:
-        """Wait for what brings the ranks' status words; False: they have to be summed apart.
-
-        Raises PeerLostError if a rank died or hangs; gradients are undefined.
-        """
+        """Wait for what brings the ranks' status words; False: they are summed apart. Raises PeerLostError."""
 
     def hand_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> bool:
         """Every rank's backward has ended well: whether somebody else completes each bucket when it is needed.

@@ -37,10 +37,7 @@ class Interruptible(Protocol):
         """A backward begins."""
 
     def complete_aborted(self, status: Status) -> tuple[int, ...]:
-        """Perform what is left of the collectives of the last backward, and tell the other ranks that it raised.
-
-        Returns the ranks that ran out of memory, if nothing else went wrong on any rank.
-        """
+        """Perform what is left of the last backward's collectives, and say that it raised; as `recover`."""
 
     def rest(self) -> None:
         """No backward is under way any more."""

@@ -164,10 +164,7 @@ class Reducer:
     # ---- a backward begins
 
     def begin(self, owner: Owner | None = None) -> Backward:
-        """Backward has reached the module: decide whether it synchronizes, and be told when it ends.
-
-        Without an `owner`, the forward to which it belongs, it stays local.
-        """
+        """Backward has reached the module: does it synchronize? Without an `owner`, its forward, it is local."""
         if self.recovery.is_interrupted:
             self.recovery.recover()
         terms = self._terms()
@@ -429,11 +426,7 @@ class Reducer:
     # ---- besides
 
     def run_without_autograd(self, terms: Terms) -> None:
-        """A synchronized backward that touches nothing here: `sync_gradients`, or the shadow of a joined rank.
-
-        Contract:
-            Collective: matches the other ranks' backward.
-        """
+        """A synchronized backward that touches nothing here: `sync_gradients`, or a joined rank's. Collective."""
         backward = Backward(True, self._end, by_autograd=False)
         self.arm(backward, terms)
         backward.end()

@@ -126,11 +126,7 @@ def verify(
 
 
 def tell_of_refusal(error: Exception, process_group: ProcessGroup, device: torch.device) -> None:
-    """Let the ranks that do wrap their module hear that this one cannot, instead of waiting for it.
-
-    Contract:
-        Collective, as wrapping is: matches the other ranks' `verify`.
-    """
+    """Tell ranks that wrap their module that this one cannot. Collective: matches the others' `verify`."""
     if process_group.size() == 1:
         return
     where = device_for_metadata(process_group, device)

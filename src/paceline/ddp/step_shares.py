@@ -57,10 +57,7 @@ class Standing:
     limit: int = 0  # the samples of a micro-batch that this rank can hold; 0: not known
 
     def batch_among(self, had: Sequence[Standing | None]) -> GlobalBatch:
-        """This rank's global batch, cut among others: in proportion to what they had; None: a rank is new.
-
-        Raises ConfigurationError if there are more ranks than samples, or micro-steps.
-        """
+        """This rank's global batch, cut among others by what they had; None: new. Raises ConfigurationError."""
         if self.moves_micro_steps:
             counts = cut_among([None if it is None else it.micro_steps for it in had], self.num_micro_steps)
             sizes = tuple(self.local if count else 0 for count in counts)
@@ -107,10 +104,7 @@ class StepShares:
     # ---- weights
 
     def own_weights(self) -> list[int]:
-        """What this rank's micro-batches count in the step under way: their samples, or tokens.
-
-        Raises ConfigurationError if no step is under way.
-        """
+        """What this rank's micro-batches count in the step under way. Raises ConfigurationError if there is none."""
         if self.sampler.step is None:
             raise ConfigurationError(
                 "the model has a batch_sampler, but this step did not come from it. Iterate over "
@@ -121,10 +115,7 @@ class StepShares:
     # ---- reports
 
     def report(self, last: StepTiming | None) -> tuple[float, ...]:
-        """This rank's words on the step that begins; the first call in a step starts its clock. Local.
-
-        `last` is the last step that ended well.
-        """
+        """This rank's words on the step that begins after the good step `last`; starts its clock. Local."""
         step = self.sampler.step
         if step is None:
             return NO_REPORT
@@ -161,10 +152,7 @@ class StepShares:
         self._clock.expect_end()
 
     def take(self, reports: Sequence[Sequence[float]]) -> None:
-        """All ranks' words are there: compare them, and decide, the same on every rank.
-
-        Raises ProtocolError if steps differ.
-        """
+        """Compare all ranks' words, and decide, the same on every rank. Raises ProtocolError if steps differ."""
         rows = [_Report(*words) for words in reports]
         if not all(row.trains for row in rows):
             return
@@ -198,10 +186,7 @@ class StepShares:
     # ---- other members
 
     def standing(self, last: StepTiming | None) -> Standing:
-        """Where this rank's data stand; a step under way that has not been trained comes again. Local.
-
-        `last` is the last step that ended well.
-        """
+        """Where this rank's data stand after the good step `last`; one not trained comes again. Local."""
         sampler, batch, rank = self.sampler, self.sampler.batch, self._rank
         state = sampler.state_dict()
         epoch, position = state["epoch"], state["position"]

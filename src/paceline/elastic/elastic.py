@@ -330,10 +330,7 @@ class _Crew:
         return Standings.of(step, group)
 
     def rebuild(self, seat: Seat, standings: Standings, place: Place) -> Any:
-        """Let the model go on over the group; returns the state of the rank that is furthest, if any is behind.
-
-        Collective; blocks. Nothing of this rank's state has been changed.
-        """
+        """Let the model go on over the group; returns the furthest rank's state, if any is behind. Collective."""
         given, tensors = None, []
         group = dist.group.WORLD
         assert group is not None

@@ -92,10 +92,7 @@ class Carried:
         return [each.detach() for each in (*self._module.parameters(), *self._module.buffers())]
 
     def take(self, tree: Any, *, is_new: bool) -> None:
-        """Be where the giver was. Local.
-
-        `is_new`: with its random numbers and seed as well. A rank that is a step behind has drawn its own already.
-        """
+        """Be where the giver was; `is_new`: with its random numbers, which a rank a step behind has drawn. Local."""
         with torch.no_grad():
             for mine, given in zip(self._tensors(), tree["model"], strict=True):
                 mine.copy_(given)

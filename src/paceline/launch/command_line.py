@@ -65,11 +65,7 @@ def num_cores() -> int:
 
 
 def parse(arguments: list[str]) -> LaunchArguments:
-    """Parse torchrun's command line and refuse what cannot work.
-
-    Raises:
-        ConfigurationError: Names what is wrong and what to type instead. Nothing was started.
-    """
+    """Parse torchrun's command line; raises ConfigurationError that says what to type instead."""
     args = _parser().parse_args(arguments)
     _check_script(args)
     num_nodes = _num_nodes(args.nnodes)

@@ -53,10 +53,7 @@ class Board:
         self._seen: dict[int, tuple[bytes, float]] = {}  # each machine's words, and when they came
 
     def look(self, own: Sequence[Entered], now_s: float, *, asks: bool) -> list[Entered]:
-        """Ask and answer, as it is time; returns how far other machines' ranks are, with 0 for their processes.
-
-        Raises RuntimeError if the store is gone.
-        """
+        """Ask and answer; how far other machines' ranks are, their processes 0. RuntimeError: the store is gone."""
         asks = asks and now_s - self._asked_s > _ASKS_S
         if asks:
             self._asked_s = now_s
@@ -126,10 +123,7 @@ class Correspondent:
         return self._board.num_ranks
 
     def look(self, own: Sequence[Entered], now_s: float, *, asks: bool) -> tuple[list[Entered], list[str]]:
-        """As `Board.look`, and as `Board.heard`; nothing while the store does not answer. Waits for a moment at most.
-
-        Raises RuntimeError if the store is gone.
-        """
+        """As `Board.look` and `Board.heard`; nothing if the store is slow. RuntimeError: the store is gone."""
 
         def call() -> None:
             self._others = self._board.look(own, now_s, asks=asks)

@@ -21,11 +21,7 @@ _MOST = 1024
 
 
 def parse_servers(text: str | None) -> tuple[int, tuple[str, ...]]:
-    """What `--servers` says: how many to start here, or addresses of servers that run already.
-
-    Raises:
-        ConfigurationError: Neither.
-    """
+    """What `--servers` says: how many to start, or addresses of running ones. Raises ConfigurationError if neither."""
     if text is None:
         return 0, ()
     if text.lstrip("-").isdigit():

@@ -25,16 +25,7 @@ _NEVER_ARRIVE = ("SIGKILL", "SIGSTOP")
 
 
 def check_values(args: argparse.Namespace, num_local_ranks: int, num_machines: int) -> None:
-    """Refuse values that torch's launcher would stumble over, or ignore.
-
-    Args:
-        args: As torch's parser returned them, with what `rendezvous_endpoint.choose_backend` fills in.
-        num_local_ranks: Ranks of this machine.
-        num_machines: Of the launch, at most.
-
-    Raises:
-        ConfigurationError: Names the option, its value and the rule.
-    """
+    """Raise ConfigurationError for values that torch's launcher would stumble over, or ignore."""
     _check_meeting(args, num_machines)
     for option, text in (("--tee", args.tee), ("--redirects", args.redirects)):
         _check_streams(option, text, num_local_ranks)

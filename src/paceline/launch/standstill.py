@@ -32,15 +32,7 @@ class Standstill:
 
 
 def standstill(entered: Iterable[Entered], num_ranks: int) -> Standstill | None:
-    """Who waits for whom, right now.
-
-    Args:
-        entered: How far every rank of this machine is, in each of its groups.
-        num_ranks: Of the job, if all of them are here; 0 otherwise. So ranks are missed that have entered nothing yet.
-
-    Returns:
-        None if nobody waits.
-    """
+    """Who waits for whom; None: nobody. `num_ranks`: of the job, if all are here, to miss silent ones; or 0."""
     by_group: dict[bytes, list[Entered]] = {}
     for each in entered:
         by_group.setdefault(each.group, []).append(each)

@@ -57,13 +57,7 @@ class Counter:
         self._what = ""
 
     def enter(self, what: str, step: int = -1, *, waits: bool = True) -> None:
-        """This rank enters a collective.
-
-        Args:
-            what: In words; the same on every rank.
-            step: In which step.
-            waits: Whether it stays there until `leave`.
-        """
+        """This rank enters a collective, the same `what` on every rank; it `waits` there until `leave`."""
         self._count += 1
         self._step = step
         if what != self._what:
@@ -119,12 +113,7 @@ os.register_at_fork(after_in_child=_forget_parents)
 
 
 def counter(name: str, ranks: Sequence[int]) -> Counter | None:
-    """Return this rank's count in a group; None if nobody reads it. Local.
-
-    Args:
-        name: Of the group, the same on its ranks; a name that was used before goes on counting.
-        ranks: Of the group, in the job.
-    """
+    """This rank's count in the group of this name and ranks, anew or going on; None if nobody reads it. Local."""
     return _file.counter(name, ranks)
 
 

@@ -68,11 +68,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read what is there, also while ranks still write.
-
-    Raises:
-        ConfigurationError: There is no run in the folder, or one of another version.
-    """
+    """Read what is there, also while ranks write. Raises ConfigurationError if it is no run of this version."""
     header = header_of(folder)
     paths = [(int(found[1]), path) for path in folder.iterdir() if (found := _RANK_FILE.fullmatch(path.name))]
     paths.sort(key=lambda x: (x[0], ".before." not in x[1].name))

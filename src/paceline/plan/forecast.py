@@ -139,11 +139,7 @@ def kind_of(cluster: Cluster) -> str:
 
 
 def keep(path: Path, records: Iterable[Any]) -> None:
-    """Append records, each a dataclass, to the file, on a line of its own if its last one was cut off.
-
-    Raises:
-        ConfigurationError: It cannot be written.
-    """
+    """Append records (dataclasses) to the file, behind a line that was cut off. Raises ConfigurationError."""
     lines = [
         json.dumps({"record": type(record).__name__, **dataclasses.asdict(record)}) for record in records
     ]

@@ -312,10 +312,7 @@ def best_algorithm(setup: Setup) -> Found:
 
 
 def _knee(points: Sequence[Point]) -> int:
-    """The last point at which the devices added since the one before brought enough, each.
-
-    Not the first at which they did not: the step onto a second host costs more than the third and fourth host do.
-    """
+    """The last point whose added devices brought enough; a step onto a second host, which costs most, may not."""
     knee = points[0].num_ranks
     for before, after in pairwise(points):
         if after.speed_up - before.speed_up >= KNEE * (after.num_ranks - before.num_ranks):

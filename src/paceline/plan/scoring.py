@@ -55,11 +55,7 @@ class Score:
 
 
 def show_scores(folder: Path, traces: Sequence[Path], *, as_json: bool) -> None:
-    """Add the runs of `traces` to the predictions kept in `folder`, and print the score of every kind.
-
-    Raises:
-        ConfigurationError: A trace cannot be read, or nothing was ever predicted.
-    """
+    """Add runs to the predictions kept in `folder`, and print every kind's score. Raises ConfigurationError."""
     kept = folder / PREDICTIONS
     scores(kept)  # refuses before anything is written
     runs = [measured_run(trace) for trace in traces]
@@ -115,11 +111,7 @@ def _unscored(run: MeasuredRun) -> str:
 
 
 def measured_run(path: Path) -> MeasuredRun:
-    """Read how long the whole steps of a trace were, on however many ranks.
-
-    Raises:
-        ConfigurationError: It is no trace of this version, is damaged, or holds no complete step.
-    """
+    """Read how long the whole steps of a trace were. Raises ConfigurationError if it holds none."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -166,11 +158,7 @@ def _length_s(step: Mapping[str, Any]) -> float:
 
 
 def scores(path: Path) -> list[Score]:
-    """Score every prediction that a run came after, by kind.
-
-    Raises:
-        ConfigurationError: There is no such file.
-    """
+    """Score every prediction that a run came after, by kind. Raises ConfigurationError without a file."""
     pairs = scored_pairs(path)
     return [
         _score(kind, [x for x in pairs if x[0].kind == kind]) for kind in sorted({x.kind for x, _ in pairs})
@@ -178,11 +166,7 @@ def scores(path: Path) -> list[Score]:
 
 
 def scored_pairs(path: Path) -> list[tuple[KeptPrediction, MeasuredRun]]:
-    """Every run that something was predicted for, with the prediction; the last that was measured of each run.
-
-    Raises:
-        ConfigurationError: There is no such file.
-    """
+    """Each run's last measurement with its prediction. Raises ConfigurationError without a file."""
     said: list[KeptPrediction] = []
     pairs: dict[str, tuple[KeptPrediction, MeasuredRun]] = {}
     for record in _records(path):

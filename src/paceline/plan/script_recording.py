@@ -96,11 +96,7 @@ def record_script(
 def record_into(
     out: Path, script: Path, arguments: Sequence[str], num_steps: int, *, scratch: bool = False
 ) -> RecordedWorkload:
-    """Record a script and save its workload, which is returned; as `record_script`.
-
-    Raises:
-        ConfigurationError: `out` cannot be written, which is found before the script runs.
-    """
+    """As `record_script`, and save; ConfigurationError before the script runs if `out` cannot be written."""
     check_output(out, "--out")
     found = record_script(script, arguments, num_steps, scratch=scratch)
     found.save(out)
@@ -108,11 +104,7 @@ def record_into(
 
 
 def _copied(folder: Path, into: Path) -> Path:
-    """Copy a folder: files as they are, links to folders as links, without hidden ones. Returns the copy.
-
-    Raises:
-        ConfigurationError: It is too large.
-    """
+    """Copy a folder, links to folders as links, without hidden ones. Raises ConfigurationError if too large."""
     files: list[Path] = []
     links: list[Path] = []
     for root, folders, names in os.walk(folder):

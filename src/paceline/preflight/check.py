@@ -115,14 +115,7 @@ def check_here() -> Checkup:
 
 
 def check_with_others() -> Checkup | None:
-    """As a rank of a launch: every machine and every link; None on ranks other than 0.
-
-    Contract:
-        Collective over the launcher's ranks. Blocks: about a second a rank.
-
-    Raises:
-        PairsError: A rank did not come.
-    """
+    """As a rank of a launch: all machines and links; None but on rank 0. Collective. Raises PairsError."""
     import torch.distributed as dist  # noqa: PLC0415  takes seconds
 
     from paceline.process_group.connections import address_towards  # noqa: PLC0415

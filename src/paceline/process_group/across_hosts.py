@@ -61,10 +61,7 @@ class AcrossHosts:
         self.use(os.environ.get(CHOICE), CHOICE)
 
     def use(self, name: str | None, set_by: str = "use_schedule") -> None:
-        """Take this schedule whatever it costs; None for the cheapest.
-
-        Raises ConfigurationError, changing nothing, for an unknown.
-        """
+        """Take this schedule, None for the cheapest. ConfigurationError, changing nothing, for an unknown."""
         usable = [
             known
             for known, algorithm in SCHEDULES.items()

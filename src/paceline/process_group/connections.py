@@ -26,10 +26,7 @@ _DISCARD_PORT = 9  # nothing is sent: connecting a datagram socket only asks the
 
 
 def address_towards(num_hosts: int) -> str:
-    """Return the address under which the other hosts reach this one: that of the route to the job's master.
-
-    It is "" where GLOO_SOCKET_IFNAME decides, or nothing is known.
-    """
+    """This host's address on the route to the master; "" where GLOO_SOCKET_IFNAME decides, or it is unknown."""
     if os.environ.get(INTERFACE):
         return ""
     if num_hosts == 1:
@@ -74,10 +71,7 @@ def open_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timede
 
 
 def bounded_loss(module: str) -> Any:
-    """A module of the transport with bounded loss, loaded when it is used: numba takes half a second to import. Local.
-
-    Raises ConfigurationError if numba is not installed.
-    """
+    """A module of the lossy transport, loaded when used (numba: 0.5 s). ConfigurationError without numba. Local."""
     try:
         return importlib.import_module(f"paceline.transports.bounded_loss.{module}")
     except ImportError as error:
@@ -135,10 +129,7 @@ def _meet(rendezvous: Rendezvous, num_ranks: int, num_ports: int = 1) -> Any:
 
 
 def check_datagrams(num_ranks: int) -> None:
-    """Make sure that this rank could open such a transport, and compile it. Local; takes seconds only once.
-
-    Raises ConfigurationError without numba or such an interface, and what numba raises if it cannot compile.
-    """
+    """Make sure this rank could open it, and compile it; raises ConfigurationError if not. Local; seconds once."""
     bounded_loss("datagram_loop").compile_all()
     bounded_loss("udp_socket").check_address(datagram_address(num_ranks))
 

@@ -103,10 +103,7 @@ class HostCollectives:
         return num_elements * first // self._num_shares, num_elements * last // self._num_shares
 
     def _fold_share(self, shares: Sequence[Tensor], fold: Fold, across: Across | None) -> None:
-        """Reduce this rank's share of all ranks' memory, and write the result into all of it.
-
-        Ranks are folded in their order, whoever does it: so the bits do not depend on how a message is cut.
-        """
+        """Reduce this rank's share, and write it everywhere; in rank order, so that cuts do not change bits."""
         if not shares[0].numel():
             return
         step = max(CHUNK_BYTES // shares[0].element_size(), 1)

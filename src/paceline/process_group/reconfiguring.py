@@ -57,15 +57,7 @@ class Handle:
 
 
 def in_order(given: Collection[str], own: Handle) -> list[Handle]:
-    """The members by their new ranks.
-
-    Args:
-        given: A list decides; of a set the old ranks do.
-        own: This rank's.
-
-    Raises:
-        ConfigurationError: There are none, one is none or comes twice, or this rank's newest is not among them.
-    """
+    """The members by new rank: as in a list; in a set, as old ranks. ConfigurationError if they cannot be."""
     handles = [Handle.parse(words) for words in (given if isinstance(given, list) else sorted(given))]
     if len({handle.who for handle in handles}) < len(handles):
         raise ConfigurationError(f"of {len(handles)} handles some are of the same rank. Pass one of each.")

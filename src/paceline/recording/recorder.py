@@ -243,10 +243,7 @@ def _forget_clock() -> None:
 
 
 def folder_of_this_rank() -> Path | None:
-    """The run folder that the environment names, if it is one and no other model of this process writes there.
-
-    Raises nothing: a folder that cannot be used is said on stderr.
-    """
+    """The run folder in the environment, unless another model of ours writes there; failures go to stderr."""
     global _written_by  # noqa: PLW0603  one a process
     words = os.environ.get(VARIABLE)
     if not words or _written_by == os.getpid():

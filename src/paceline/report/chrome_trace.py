@@ -60,12 +60,7 @@ class Timeline:
 
 
 def timeline_of(run: Run, most_steps: int = MOST_STEPS) -> Timeline:
-    """Lay a run's last steps out on the first rank's clock. Local and pure.
-
-    Args:
-        run: As far as it could be read.
-        most_steps: Of each rank; earlier ones are left out.
-    """
+    """Lay each rank's last `most_steps` steps out on the first rank's clock. Local and pure."""
     offsets = clock_offsets(run)
     last = max((rank.steps[-1].step for rank in run.ranks if rank.steps), default=0)
     first = min((rank.steps[0].step for rank in run.ranks if rank.steps), default=1)

@@ -14,11 +14,7 @@ from paceline.report.page import page_of
 
 
 def write_timeline(folder: Path, out: Path, most_steps: int) -> str:
-    """Write a run folder's timeline; returns what was written, in words.
-
-    Raises:
-        ConfigurationError: There is no run in the folder, nothing to draw in it, or `out` cannot be written.
-    """
+    """Write a run folder's timeline; says what was written. ConfigurationError if there is nothing to draw."""
     check_output(out, "--out")
     run = read_run(folder)
     found = timeline_of(run, most_steps)

@@ -54,11 +54,7 @@ class DatagramSums:
         self._running: dict[int, Sum] = {}
 
     def join(self, rank: int, words: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Take what a rank says of itself; what all are told, once all have said it.
-
-        Raises:
-            ConfigurationError: It does not fit what another rank said.
-        """
+        """Take a rank's words; what all are told once all said them. ConfigurationError if they do not fit."""
         first = next(iter(self._cards.values()), words)
         for what in ("number", "servers", "ports"):
             if words[what] != first[what]:
@@ -100,12 +96,7 @@ class DatagramSums:
         return self._link
 
     def take_finished(self) -> list[int]:
-        """The sums that are done since the last call.
-
-        Raises:
-            PeerLostError: A rank's datagrams stay away; it says which rank.
-            Exception: Whatever else went wrong.
-        """
+        """The sums done since the last call. PeerLostError if a rank's datagrams stay away; or what else failed."""
         done = []
         for number, launched in list(self._running.items()):
             try:

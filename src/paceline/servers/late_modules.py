@@ -83,11 +83,7 @@ def make_steps(words: dict[str, Any]) -> Steps:
 
 
 def make_sums(num_ranks: int, timeout_s: float, address: str) -> Sums:
-    """What sums by datagrams.
-
-    Raises:
-        ConfigurationError: It cannot be done here.
-    """
+    """What sums by datagrams. Raises ConfigurationError if it cannot be done here."""
     try:
         module = _load_sums()
     except ImportError as error:

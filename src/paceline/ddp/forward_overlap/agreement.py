@@ -104,11 +104,7 @@ class Agreement:
     def defers(
         self, buckets: Sequence[Bucket], step: int, timings: StepTimings, forward_s: float, needs: Needs
     ) -> bool:
-        """Whether the step whose backward begins is deferred; `step` counts those of the module.
-
-        Contract:
-            Collective and blocking in the steps in which the ranks agree or compare, local otherwise.
-        """
+        """Whether the module's `step`, which begins, is deferred. Collective when ranks agree or compare; or local."""
         if self.is_off:
             return False
         if self._first_step is None:
@@ -249,11 +245,7 @@ def measure(
 
 
 def agree(pieces: Sequence[Piece], mine: MeasuredStep, group: ProcessGroup, peers: Peers) -> Agreed:
-    """Let rank 0 plan for the slowest rank's backward and the best rate that any has seen.
-
-    Contract:
-        Collective: every rank.  Blocks: yes.  Afterwards: the same on all ranks.
-    """
+    """Let rank 0 plan for the slowest backward and the best rate. Collective; blocks; same on all ranks."""
     row = torch.tensor(
         [-mine.reduced_s, mine.rate_bytes_per_s, mine.backward_s, *mine.ready_s], dtype=torch.float64
     )

@@ -136,11 +136,7 @@ class ForwardOverlap:
         self._agreement.move_to(process_group, peers)
 
     def begin(self, step: Step, buckets: Sequence[Bucket]) -> Flight:
-        """As `Flights.begin`. The backward needs the buffers: flush.
-
-        Contract:
-            Collective and blocking in the steps in which the ranks agree on an order or compare, local otherwise.
-        """
+        """As `Flights.begin`; flush, as it needs the buffers. Collective when ranks agree or compare."""
         self.flush()
         if not step.backward.synchronizes:
             return self._plain.begin(step, buckets)
@@ -317,11 +313,7 @@ class ForwardOverlap:
     # ---- debug
 
     def check_outputs(self, outputs: Iterable[Tensor], name_of: Callable[[Parameter], str]) -> None:
-        """Debug, after a forward: raise if it has read what was outstanding.
-
-        Raises:
-            ProtocolError: An output is NaN, and some parameters were never waited for.
-        """
+        """Debug, after a forward: raise ProtocolError if an output is NaN and some parameters were never waited for."""
         step = self._step
         if not self._poisons or step is None or not any(bool(output.isnan().any()) for output in outputs):
             return

@@ -169,10 +169,7 @@ def _wait_for_nothing(module: Module, inputs: Any) -> None:
 
 
 def install(module: Module, waiting: Waiting, managed: Iterable[Parameter]) -> tuple[RemovableHandle, ...]:
-    """Make every part of `module` wait before its forward for the managed parameters that are its own. Local.
-
-    A part that has none of its own, but has parts that have, says that it runs, too.
-    """
+    """Make every part of `module` wait before its forward for managed parameters of its own or its parts. Local."""
     ids = set(map(id, managed))
     return tuple(
         part.register_forward_pre_hook(_Wait(waiting, [p for p in _own(part) if id(p) in ids]), prepend=True)

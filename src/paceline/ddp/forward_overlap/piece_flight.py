@@ -240,11 +240,7 @@ class PieceFlight:
         return unused
 
     def wait_for(self, bucket: Bucket, consequence: str | None = None) -> None:
-        """Wait until a bucket has arrived.
-
-        Raises:
-            PeerLostError: A rank died or hangs.
-        """
+        """Wait until a bucket has arrived. Raises PeerLostError if a rank died or hangs."""
         progress, times = self.progress[bucket.index], self._times
         if progress.has_ended and progress.error is None and times is None:
             return

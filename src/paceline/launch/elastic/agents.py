@@ -79,14 +79,7 @@ class Agents:
     # ---- the beginning
 
     def meet(self, check: Callable[[], None]) -> Start | None:
-        """Wait for the other hosts; returns how this one's ranks begin, or None if the job has begun before.
-
-        Args:
-            check: Called again and again; what it raises ends the wait.
-
-        Raises:
-            LaunchError: They did not come in time.
-        """
+        """Wait for the other hosts; None: the job has begun before. `check` may end that, LaunchError if too long."""
         began_s = time.monotonic()
         while True:
             check()
@@ -114,11 +107,7 @@ class Agents:
     # ---- a Decider
 
     def decide(self, proposal: Proposal) -> Plan | None:
-        """See `Decider`: the ranks of this host have stopped, and `proposal` says which can go on.
-
-        Raises:
-            LaunchError: There was no plan for too long, because agents or ranks are missing.
-        """
+        """See `Decider`; raises LaunchError if there was no plan for too long: agents or ranks are missing."""
         self._check_thread()
         now_s = time.monotonic()
         with self._lock:
@@ -205,11 +194,7 @@ class Agents:
     # ---- the end
 
     def finish(self, check: Callable[[], None]) -> None:
-        """This host's ranks have ended well: wait until the others' have, as they may need this agent's vote.
-
-        Args:
-            check: Called again and again; what it raises ends the wait.
-        """
+        """This host's ranks have ended well: wait for the others', who may need its vote; `check` may end that."""
         with self._lock:
             self._council.leave()
         while True:

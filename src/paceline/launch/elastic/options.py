@@ -11,16 +11,7 @@ LOST_AFTER_S = 30.0
 
 
 def check_elastic(args: argparse.Namespace, num_local_ranks: int, num_machines: int) -> None:
-    """Refuse values of --min-ranks and --lost-after that cannot be.
-
-    Args:
-        args: As parsed.
-        num_local_ranks: Ranks of this machine.
-        num_machines: Of the launch, at most.
-
-    Raises:
-        ConfigurationError: Names the option, its value and the rule.
-    """
+    """Raise ConfigurationError for values of --min-ranks and --lost-after that cannot be."""
     least = args.min_ranks
     if least is None:
         if args.lost_after is not None:

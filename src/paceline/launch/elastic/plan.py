@@ -123,10 +123,7 @@ class Decider(Protocol):
         """
 
     def why_over(self, epoch: int) -> str | None:
-        """Why this epoch has ended, so that this host's ranks have to stop; None: it goes on. Local; never blocks.
-
-        Raises LaunchError if training cannot begin.
-        """
+        """Why this epoch has ended; None: it goes on. Local; never blocks. LaunchError if training cannot begin."""
 
 
 def _whole(value: Any) -> int:

@@ -62,10 +62,7 @@ class RankProcess:
         return self._process.poll() is not None
 
     def bury(self) -> int:
-        """End it, with all that it has started, and free what belongs to it; returns its exit code.
-
-        Blocks until the kernel has freed its memory.
-        """
+        """End it and all it started; returns its exit code. Blocks until the kernel has freed its memory."""
         if not self.has_ended():
             self._process.kill()
         code = self._process.wait()

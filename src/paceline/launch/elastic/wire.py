@@ -41,11 +41,7 @@ def encode(packet: Packet) -> bytes:
 
 
 def decode(body: bytes) -> Packet:
-    """What `encode` was given.
-
-    Raises:
-        ProtocolError: It is something else.
-    """
+    """What `encode` was given. Raises ProtocolError if it is something else."""
     try:
         job, sender, epoch, is_done, *rest = json.loads(body)
         return Packet(

@@ -163,10 +163,7 @@ class Stepped:
 
     @torch.no_grad()
     def install(self) -> bool:
-        """Give the parameters what the servers made of them; returns whether there was a step. Local.
-
-        Raises ConfigurationError, installing nothing, if somebody has changed one of them since backward.
-        """
+        """Take what the servers made, if there was a step; ConfigurationError if parameters have changed. Local."""
         if not self._awaits:
             return False
         unused = set(map(id, self._unused))
