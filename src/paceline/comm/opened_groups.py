@@ -38,20 +38,10 @@ def group_like(
     device: torch.device = HOST,
     peers: Peers | None = None,
 ) -> dist.ProcessGroup:
-    """Return a new group with the ranks and the timeout of `group`.
+    """Return a new group with the ranks and the timeout of `group`; without a `backend`, of the default group's.
 
-    Args:
-        group: Of c10d's.
-        backend: None: the default group's.
-        device: That `group` can send from, if not from the host.
-        peers: The ranks of `group`, to name who has died; None: it is said in the backend's words.
-
-    Contract:
-        Collective over the group's ranks.  Blocks: until every rank has come. It ends with the default group, or when
-        it is closed.
-
-    Raises:
-        PeerLostError: A rank died or hangs.
+    `device`: that `group` can send from, if not from the host; `peers`: its ranks, to name who has died. Collective;
+    blocks until every rank has come, or raises PeerLostError. It ends with the default group, or when it is closed.
     """
     c10d: Any = dist.distributed_c10d
     number = torch.tensor([secrets.randbits(_NAME_BITS)], device=device_for_metadata(group, device))

@@ -75,11 +75,9 @@ class Bucket(Protocol):
     def collect(self, scale: float, mean_scale: float, used_before: set[int], has_ended: bool) -> None:
         """Make the message: bring every gradient in, scaled, and take `.grad` away from every parameter.
 
-        Args:
-            scale: Of gradients on their way into a dense bucket, as the reduction wants it.
-            mean_scale: The scale of sparse and late gradients. They bypass the reduction and are always averaged.
-            used_before: Parameter indices that earlier, unsynchronized backwards of this step have touched.
-            has_ended: Whether backward has: autograd writes no more.
+        `scale` is for dense gradients on their way into the bucket; `mean_scale` for sparse and late ones, which are
+        always averaged. `used_before`: parameters that earlier backwards of this step touched; `has_ended`: autograd
+        writes no more.
         """
 
     def launch(self, reduction: Reduction, group: ProcessGroup, is_last: bool) -> Work:

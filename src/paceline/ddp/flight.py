@@ -76,13 +76,10 @@ class Flight(Protocol):
         """It is the bucket's turn: send it, once it is collected. Collective; does not wait."""
 
     def close(self) -> Exception | None:
-        """Autograd is done: come to know which buckets leave.
+        """Autograd is done: come to know which buckets leave. Local in a plain flight; else collective, and blocks.
 
         Returns what this rank has to raise once it has completed the step's collectives. Raises StepDroppedError, on
         every rank, if the ranks do not agree; nothing was launched.
-
-        Contract:
-            Collective if the ranks still have to agree on that; then it blocks. Local in a plain flight.
         """
 
     def wait_for_words(self) -> bool:

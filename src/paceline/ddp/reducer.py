@@ -286,14 +286,9 @@ class Reducer:
     def _finish(self, backward: Backward) -> None:
         """Reduce what is left, wait for everything, give every parameter its gradient.
 
-        Contract:
-            Collective: every rank, once a synchronized backward.  Blocks: yes.  Mutates: `.grad` of all parameters.
-            Afterwards: bitwise equal on all ranks.
-
-        Raises:
-            StepDroppedError: Another rank's backward raised, or the ranks do not agree on this step; gradients are
-                undefined on all ranks.
-            PeerLostError: A rank died or hangs; gradients are undefined.
+        Collective: once a synchronized backward; blocks. Gradients are bitwise equal afterwards, and undefined after an
+        error: StepDroppedError if another rank's backward raised or ranks disagree, PeerLostError if a rank died or
+        hangs.
         """
         ended_s = time.perf_counter()
         self._buffers.note_backward()

@@ -89,23 +89,9 @@ def verify(
 ) -> Verified:
     """Make sure that every rank described the same model, and say where each has it, and what it is called.
 
-    Args:
-        description: Of this rank's.
-        process_group: Whose ranks are compared.
-        peers: The same, for waiting.
-        device: Where the words that are exchanged lie.
-        on_cpu: Whether this rank's model is on the CPU. Ranks may differ in that.
-        number: Among the modules over this group, as far as this rank knows.
-        knows_beside: Whether this rank knows a group beside this one.
-
-    Contract:
-        Collective: every rank.  Blocks: yes.
-
-    Cost:
-        One all-gather of 8 words a rank; a second one, of the whole description, only where ranks differ.
-
-    Raises:
-        ReplicaMismatchError: On every rank, with the same message, naming rank and parameter.
+    The words that are exchanged lie on `device`; ranks may differ in `on_cpu`, their `number` for the module and
+    `knows_beside`. Collective; blocks. One all-gather of 8 words a rank; a second one, of the whole description, only
+    where ranks differ: then ReplicaMismatchError, the same on every rank, names rank and parameter.
     """
     encoded = description.encode()
     digest = hashlib.sha256(encoded).digest()

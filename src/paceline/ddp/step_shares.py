@@ -174,10 +174,7 @@ class StepShares:
                 self.sampler.change(batch, position=int(max(row.fetched for row in rows)))
 
     def make_room(self, ranks: Sequence[int]) -> None:
-        """These ranks ran out of memory in the step under way: train its samples again, in other shares. Local.
-
-        On every rank, with the same ranks. Raises ConfigurationError if there is no room for them.
-        """
+        """These ranks ran out of memory: train the step again, in other shares. Local, on all; ConfigurationError."""
         assert self.balance is not None
         assert self.sampler.step is not None
         self._clock.forget()
@@ -217,11 +214,7 @@ class StepShares:
         )
 
     def follow(self, batch: GlobalBatch, rank: int, told: Standing, limits: Sequence[int]) -> None:
-        """Train these shares as `rank` from where one rank has `told` to.
-
-        Local; on every one of them. Raises ConfigurationError if they cannot hold the batch, by the limits of each
-        one's micro-batches (0: not known).
-        """
+        """Train these shares as `rank` from where one has `told` to. Local, on all. ConfigurationError: too large."""
         if self.balance is not None:
             batch = self.balance.begin_again(batch, [limit or None for limit in limits], tells=rank == 0)
         self.sampler.move(batch, rank, told.epoch, told.position)

@@ -104,12 +104,7 @@ class Watcher:
             return self._changed.wait_for(lambda: self.is_over or self._is_alone, limit_s) and self.is_over
 
     def next_seat(self) -> Seat:
-        """This rank's place in the next membership. Blocks until the agent says it.
-
-        Raises:
-            ReplicaMismatchError: This rank cannot come in.
-            PeerLostError: The agent is gone.
-        """
+        """This rank's next place; blocks. ReplicaMismatchError: it cannot come in. PeerLostError: the agent is gone."""
         told = self._seats.get()
         while not self._seats.empty():
             told = self._seats.get()

@@ -84,15 +84,7 @@ def answer_signals(folder: Path) -> None:
 
 
 def stack_of(pid: int, folder: Path | None = None) -> Stack:
-    """Read where a process is.
-
-    Args:
-        pid: Of this host.
-        folder: Where it answers signals; None: it is sent none.
-
-    Contract:
-        Blocks: some tenths of a second as a rule, six seconds at most. The process goes on afterwards.
-    """
+    """Read where a process is; it answers signals in `folder`, or is sent none. Blocks: six seconds at most."""
     kernel = kernel_words(pid)
     frames, by = _by_py_spy(pid)
     if not frames and folder is not None and not is_stopped(state_of(pid)):

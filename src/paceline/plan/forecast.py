@@ -53,14 +53,9 @@ class KeptPrediction:
 
 
 def forecast(request: PlanRequest, folder: Path, *, as_json: bool) -> None:
-    """Predict, show, draw, and keep.
+    """Predict, show, draw, and keep. Raises ConfigurationError if something asked for is not possible.
 
-    Contract:
-        Where a launcher has started several ranks: collective until the link between their hosts is measured; then
-        rank 0 goes on, and the others return.
-
-    Raises:
-        ConfigurationError: Something asked for is not possible.
+    Under a launcher of several ranks: collective until their link is measured; then rank 0 goes on, the others return.
     """
     _prepare(folder)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -35,19 +35,10 @@ class RecordingError(PacelineError, RuntimeError):
 def record_script(
     script: Path, arguments: Sequence[str], num_steps: int, *, scratch: bool = False
 ) -> RecordedWorkload:
-    """Run a script as one rank until it has trained enough steps.
+    """Run a script as one rank until it has trained `num_steps` after the warm-up; its output goes to stderr.
 
-    Its output goes to stderr. It is stopped as if it had called `sys.exit()` within `optimizer.step()`.
-
-    Args:
-        script: A Python file that trains with torch.
-        arguments: Its own.
-        num_steps: Recorded after the warm-up.
-        scratch: Whether it runs in a copy of this folder, so that nothing here is overwritten.
-
-    Raises:
-        ConfigurationError: There is no such script, or it never trained a step.
-        RecordingError: It failed.
+    It is stopped as if it had called `sys.exit()` within `optimizer.step()`. `scratch`: in a copy of this folder.
+    Raises ConfigurationError if there is no such script or it never trained a step, RecordingError if it failed.
     """
     if not script.is_file():
         raise ConfigurationError(

@@ -81,18 +81,8 @@ def look_around() -> tuple[Finding, ...]:
 def checkup(machines: str | None, endpoint: str | None, *, as_json: bool) -> Checkup | None:
     """Look at this machine; as a rank of a launch, or with options of one, at all machines and their links.
 
-    Args:
-        machines: How many, as of `paceline run --nnodes`; None: this one, or those of the launch it runs under.
-        endpoint: Where they meet, as of `--rdzv-endpoint`.
-        as_json: How the rank that this starts is to print.
-
-    Returns:
-        None where another process prints what was found.
-
-    Raises:
-        ConfigurationError: The machines cannot meet so.
-        LaunchError: They did not.
-        PairsError: A rank did not come.
+    The options are those of `paceline run`. None where another process prints what was found, `as_json` or not. Raises
+    ConfigurationError (they cannot meet so), LaunchError (they did not), PairsError (a rank did not come).
     """
     if machines is None and endpoint is None:
         is_rank = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -58,10 +58,7 @@ def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, addre
 def open_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> Transport:
     """Connect the ranks for messages of their own, beside any process group: through shared memory on one host.
 
-    Nothing else uses `store`.
-
-    Contract:
-        Collective over these ranks.  Blocks: until every rank has come.
+    Nothing else uses `store`. Collective; blocks until every rank has come.
     """
     host = join_host(dist.PrefixStore("memory", store), rank, num_ranks, timeout)
     if host.is_only_one:
@@ -85,12 +82,9 @@ def open_lossy_transport(
 ) -> LossyTransport:
     """Connect the ranks for sums over UDP of which a bounded part may be lost, by so many ports of each.
 
-    It listens on the interface that GLOO_SOCKET_IFNAME names, or on the address towards the job's master. Arguments
-    and contract as of `open_transport`.
-
-    Raises:
-        ConfigurationError: numba is not installed, or there is no such interface.
-        PeerLostError: A rank did not come, or it cannot, and said why.
+    It listens on the interface that GLOO_SOCKET_IFNAME names, or on the address towards the job's master. As
+    `open_transport`; raises ConfigurationError without numba or interface, PeerLostError if a rank does not come, and
+    why.
     """
     meeting = Rendezvous(store, rank, num_ranks, timeout, "connecting to sum gradients over UDP")
     try:

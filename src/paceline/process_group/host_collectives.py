@@ -182,12 +182,9 @@ class HostCollectives:
         self._staging.exchange(what, (len(spans),), enter, work)
 
     def all_to_all(self, what: Descriptor, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Fill `outputs`, one a rank, with what each of them has for this one; `inputs` is for them.
+        """Fill `outputs`, one a rank, with what each has for this one (`inputs`). Contiguous, 1-D, one dtype.
 
-        Contiguous, 1-D, of one dtype on all ranks.
-
-        Raises:
-            CollectiveMismatchError: A rank has a row of another length for this one.
+        Raises CollectiveMismatchError if a rank has a row of another length for this one.
         """
         me, width, staging = self._me, inputs[0].dtype.itemsize, self._staging
         lengths, expected = list(map(Tensor.numel, inputs)), list(map(Tensor.numel, outputs))

@@ -72,17 +72,9 @@ def in_order(given: Collection[str], own: Handle) -> list[Handle]:
 def store_of(
     handles: list[Handle], own: Handle, store: dist.Store, uuid: int, timeout: timedelta
 ) -> dist.Store:
-    """Where the members meet: a place of this change's own, in the store of the first of them.
+    """Where the members (`handles`, in order) meet: a place of the change `uuid` in the store of the first of them.
 
-    Args:
-        handles: Of the members, in the order that all have.
-        own: This rank's.
-        store: This group's.
-        uuid: Of the change.
-        timeout: For a connection to another group's store.
-
-    Raises:
-        ConfigurationError: The first member's store is no TCPStore, by which members of another group reach it.
+    Raises ConfigurationError if that is no TCPStore, by which members of another group reach it.
     """
     where = handles[0].where
     base = innermost(store)

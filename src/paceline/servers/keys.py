@@ -39,19 +39,10 @@ def largest_key_bytes(total_bytes: int, num_servers: int, width: int) -> int:
 
 
 def cut_keys(sizes: Sequence[int], widths: Sequence[int], num_servers: int) -> list[Key]:
-    """Cut parameters into keys.
+    """Cut parameters, by their elements in registration order and bytes of each, into keys, as backward produces them.
 
-    Args:
-        sizes: Elements of each parameter, in registration order, which backward runs through from the end.
-        widths: Bytes of one element of each.
-        num_servers: How many share them.
-
-    Returns:
-        In the order in which backward produces them. No server has more bytes than another by more than the largest
-        key, among the first n of them, for every n.
-
-    Raises:
-        ConfigurationError: There is no server, or some would have nothing.
+    No server has more bytes than another by more than the largest key, among the first n keys, for every n. Raises
+    ConfigurationError if there is no server, or some would have nothing.
     """
     if num_servers < 1:
         raise ConfigurationError(

@@ -236,14 +236,9 @@ class ForwardOverlap:
                 outstanding.complete(parameter)
 
     def flush(self) -> None:
-        """Complete everything that is outstanding.
+        """Complete everything that is outstanding: parameters, gradients, the optimizer's state. Local: waits.
 
-        Contract:
-            Local: waits for what was launched.  Mutates: parameters, their gradients, the optimizer's state.
-
-        Raises:
-            PeerLostError: A rank died or hangs.
-            ProtocolError: One did, earlier.
+        Raises PeerLostError if a rank died or hangs, ProtocolError if one did earlier.
         """
         with lock:
             while self._step is not None:

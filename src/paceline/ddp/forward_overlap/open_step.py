@@ -108,11 +108,7 @@ class OpenStep:
         return self.flight.buckets
 
     def make(self, bucket: Bucket) -> None:
-        """Give a bucket that has arrived its gradients, and step it. Its parameters are outstanding meanwhile.
-
-        Contract:
-            Local.  Mutates: parameters, gradients, the optimizer's state.  Once: after an error they are undefined.
-        """
+        """Give a bucket that has arrived its gradients, and step it; once: after an error they are undefined. Local."""
         with outside_transforms():
             with Moment.plain().again():
                 self._restore(bucket)

@@ -54,15 +54,7 @@ _MOST_TRIES = 10  # memberships in a row in which no step is completed
 
 
 def run(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
-    """Run the script on every rank of this host, and go on without those that are lost.
-
-    Contract:
-        Blocks: until all ranks that are left have ended well. Afterwards no process of them is left.
-
-    Raises:
-        LaunchError: Training did not begin, or could not go on.
-        InterruptedLaunchError: A signal arrived.
-    """
+    """Run the script on every rank of this host, go on without those that are lost; as `launch`, errors included."""
     with _signals(arguments) as received, contextlib.ExitStack() as stack:
 
         def check() -> None:

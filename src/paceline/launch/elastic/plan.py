@@ -116,10 +116,10 @@ class Decider(Protocol):
     is_alone: bool  # whether there is no other host
 
     def decide(self, proposal: Proposal) -> Plan | None:
-        """Return the plan of the proposal's epoch, or of a later one; None: not decided yet, ask again.
+        """Return the plan of the proposal's epoch, or of a later one; None: not yet, ask again. Local; never blocks.
 
-        Local; never blocks. This host's ranks may be missing in it: they have lost touch, and what they hold is old.
-        Raises LaunchError if there never will be one.
+        This host's ranks may be missing: they lost touch, and what they hold is old. Raises LaunchError if there never
+        is one.
         """
 
     def why_over(self, epoch: int) -> str | None:

@@ -78,22 +78,10 @@ def join_host(
     timeout: timedelta | None = None,
     known: dist.Store | None = None,
 ) -> Host:
-    """Map the arenas of this host's ranks.
+    """Map the arenas of this host's ranks. Collective over the group; blocks until all have come. Nothing is on disk.
 
-    Args:
-        store: This group's own.
-        rank: In this group.
-        num_ranks: This group's.
-        timeout: How long to wait for the others; None: as long as the store does.
-        known: A store in which the ranks may have announced themselves before, under the same numbers.
-
-    Contract:
-        Collective over the group. Blocks: until every rank has come here.
-        Nothing is left on disk: there never was anything.
-
-    Raises:
-        PeerLostError: A rank died meanwhile, or did not come.
-        ConfigurationError: The ranks run different versions of Paceline; on every rank.
+    `store` is this group's own; in `known` the ranks may have announced themselves before, under the same numbers.
+    Raises PeerLostError if a rank did not come, ConfigurationError, on every rank, for different versions of Paceline.
     """
     doing = f"joining a process group of {num_ranks} ranks"
     patience: Any = store
