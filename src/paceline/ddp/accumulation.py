@@ -77,10 +77,7 @@ class Window(Generic[Batch]):
     """One optimizer step's micro-batches: a context, and within it an iterator. Made by `model.accumulate`."""
 
     def __init__(
-        self,
-        steps: StepCoordinator,
-        batches: Sequence[Batch],
-        weight: Callable[[Batch], float] | None,
+        self, steps: StepCoordinator, batches: Sequence[Batch], weight: Callable[[Batch], float] | None
     ) -> None:
         self._steps = steps
         self._batches = batches
@@ -202,10 +199,7 @@ class Window(Generic[Batch]):
             )
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         try:
             return self._leave(error)

@@ -153,10 +153,7 @@ class _Listener:
     """The hooks of one bucket's parameters."""
 
     def __init__(
-        self,
-        bucket: Bucket,
-        take: Callable[[Bucket, int, Any], None],
-        on_full: Callable[[Bucket], None],
+        self, bucket: Bucket, take: Callable[[Bucket, int, Any], None], on_full: Callable[[Bucket], None]
     ) -> None:
         self.bucket = bucket
         self._take = take

@@ -111,12 +111,7 @@ def _host_facts(rank: RankRun) -> dict[int, HostFacts]:
 
 def _rank_step(record: StepRecord, rank: RankRun, host: HostFacts) -> RankStep:
     return RankStep(
-        _parts(record, rank.labels),
-        record.work_s,
-        record.step_s,
-        host,
-        record.num_samples,
-        record.num_tokens,
+        _parts(record, rank.labels), record.work_s, record.step_s, host, record.num_samples, record.num_tokens
     )
 
 

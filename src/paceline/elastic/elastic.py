@@ -159,9 +159,8 @@ class Elastic:
         behind = self._place_behind_step()
         step = self._sampler.step
         assert step is not None
-        self._place = Place(
-            self.step, self._sampler.epoch, step.position
-        )  # no longer the end of the epoch before
+        # no longer the end of the epoch before
+        self._place = Place(self.step, self._sampler.epoch, step.position)
         self._is_in_step, self._is_given_up = True, False
         try:
             yield batches

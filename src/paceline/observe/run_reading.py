@@ -14,15 +14,7 @@ from pathlib import Path
 
 from paceline.observe.run_folder import header_of
 from paceline.observe.run_lines import from_line
-from paceline.observe.run_records import (
-    Health,
-    Labels,
-    RankHeader,
-    Record,
-    RunHeader,
-    Sample,
-    StepRecord,
-)
+from paceline.observe.run_records import Health, Labels, RankHeader, Record, RunHeader, Sample, StepRecord
 
 
 @dataclass

@@ -9,16 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PHASES = (
-    "loading",
-    "forward",
-    "backward",
-    "optimizer",
-    "checkpoint",
-    "garbage",
-    "recording",
-    "waiting",
-)
+PHASES = ("loading", "forward", "backward", "optimizer", "checkpoint", "garbage", "recording", "waiting")
 """What an `Interval` may be; time of a step in none of them is Python between them. Waiting is for other ranks within a
 forward: for buffers, or for gradients of the step before (forward overlap)."""
 # What may lie within other phases, and what in turn within that: the innermost takes the time.

@@ -21,14 +21,7 @@ from paceline.plan.deployment import Cluster
 from paceline.plan.lemmas import LemmasBeside
 from paceline.plan.links_here import measure_link
 from paceline.plan.request import PlanRequest
-from paceline.plan.scaling import (
-    BUSY_RATIO,
-    Answer,
-    Question,
-    doubling_counts,
-    predict_scaling,
-    quantiles,
-)
+from paceline.plan.scaling import BUSY_RATIO, Answer, Question, doubling_counts, predict_scaling, quantiles
 from paceline.plan.workload import RecordedWorkload
 from paceline.quantities import ms
 

@@ -95,12 +95,7 @@ class AcrossHosts:
         """Return the cheapest schedule for a message of all columns together. After `prepare`."""
         assert self._links is not None
         return choose(
-            "all_reduce",
-            size_bytes,
-            self._columns,
-            self._links,
-            element_bytes=itemsize,
-            only=self._only,
+            "all_reduce", size_bytes, self._columns, self._links, element_bytes=itemsize, only=self._only
         )
 
     def all_reduce(self, share: Tensor, fold: Fold) -> None:

@@ -23,12 +23,7 @@ class Keeper:
 
     def words(self) -> dict[str, Any]:
         """What a checkpoint says of it."""
-        return {
-            "kind": self.kind,
-            "rank": self.rank,
-            "num_ranks": self.num_ranks,
-            "sizes": dict(self.sizes),
-        }
+        return {"kind": self.kind, "rank": self.rank, "num_ranks": self.num_ranks, "sizes": dict(self.sizes)}
 
     def has_saved(self, state: Mapping[str, Any], strict: bool) -> bool:
         """Whether `state` was saved by this rank of as many ranks.

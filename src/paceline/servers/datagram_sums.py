@@ -24,9 +24,8 @@ from paceline.transports.bounded_loss.udp_socket import Introduction
 
 _DTYPES = ("float32", "float64")
 _MOST_SERVERS, _MOST_PORTS = 1024, 16
-_LINGER_S = (
-    0.0  # whoever closes it does not wait; the link's thread goes on for a moment, as its peers may need it
-)
+# whoever closes it does not wait; the link's thread goes on for a moment, as its peers may need it
+_LINGER_S = 0.0
 
 
 class DatagramSums:

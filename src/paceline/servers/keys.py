@@ -13,12 +13,10 @@ from dataclasses import dataclass
 
 from paceline.errors import ConfigurationError
 
-ALIGNED_ELEMENTS = (
-    64  # keys begin at multiples: whatever vectors a processor adds in, it adds them as in one tensor
-)
-KEYS_PER_SERVER = (
-    64  # of equal size, at least, where the model is large enough: what makes servers equal to 1/64
-)
+# keys begin at multiples: whatever vectors a processor adds in, it adds them as in one tensor
+ALIGNED_ELEMENTS = 64
+# of equal size, at least, where the model is large enough: what makes servers equal to 1/64
+KEYS_PER_SERVER = 64
 
 
 @dataclass(frozen=True)

@@ -73,9 +73,8 @@ def _shown(listener: socket.socket) -> str:
 def listen(address: str, port: int) -> socket.socket:
     """A listening socket on one address. Raises ConfigurationError if it cannot be."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    takes_both = (
-        family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-    )  # where the address is every one, `::`
+    # where the address is every one, `::`
+    takes_both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
         return socket.create_server(
             (address, port), family=family, backlog=_BACKLOG, dualstack_ipv6=takes_both

@@ -26,15 +26,7 @@ from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.forward_overlap.outstanding import Needs
 from paceline.observe import StepTiming, StepTimings
-from paceline.planning.forward_overlap import (
-    LEAST_GAIN_RATIO,
-    Gain,
-    MeasuredStep,
-    Piece,
-    cut,
-    plan,
-    predict,
-)
+from paceline.planning.forward_overlap import LEAST_GAIN_RATIO, Gain, MeasuredStep, Piece, cut, plan, predict
 
 AGREES_AFTER_STEPS = 3  # buckets are cut anew after the first
 AGREES_AGAIN_AFTER = (6, 12)  # the first steps may have been slow, and a rate too low costs the gain

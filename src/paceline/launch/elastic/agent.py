@@ -46,9 +46,8 @@ from paceline.launch.watchdog import GRACE_S
 _LOOK_S = 0.005  # between two looks at the ranks: the kernel shows a death so early nowhere else
 _STOPPED_RATIO = 0.1  # of --lost-after, that a stopped process may stand still
 _MISSING_RATIO = 10.0  # of it, that the others wait while fewer than --min-ranks are there
-_MOST_STARTS = (
-    3  # of all ranks before the first membership; of one seat's replacements, if none of them comes in
-)
+# of all ranks before the first membership; of one seat's replacements, if none of them comes in
+_MOST_STARTS = 3
 _EARLY_S = 1.0  # that a rank's death may be seen later than those that it causes
 _MOST_TRIES = 10  # memberships in a row in which no step is completed
 

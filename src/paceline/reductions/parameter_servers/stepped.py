@@ -94,9 +94,8 @@ class Stepped:
         self._begin = pack({"groups": self.settings(), **self._used_words()})
         self._used, self._unused, self._arrived = False, [], []
         if self._awaits:
-            self._awaits = (
-                False  # what completes this backward steps on the servers again, and only the last goes back
-            )
+            # what completes this backward steps on the servers again, and only the last goes back
+            self._awaits = False
             raise ConfigurationError(
                 "backward ran twice without optimizer.step() between, and the servers have stepped with the first "
                 "one's gradients; both are dropped. Accumulate under no_sync() or accumulate(), or drop the first "
