@@ -28,10 +28,9 @@ from paceline.errors import ConfigurationError
 from paceline.host.addresses import is_loopback
 from paceline.integrations import at_start
 from paceline.launch import rendezvous_endpoint
-from paceline.launch.elastic.options import LOST_AFTER_S, check_elastic
 from paceline.launch.hang_watch import QUIET_S
 from paceline.launch.local_servers import parse_servers
-from paceline.launch.option_values import MOST_MACHINES, MOST_RANKS, check_values
+from paceline.launch.option_values import LOST_AFTER_S, MOST_MACHINES, MOST_RANKS, check_elastic, check_values
 
 _FILLED_IN = ("rdzv_backend", "node_rank", "master_addr")
 

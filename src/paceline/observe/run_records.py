@@ -112,6 +112,14 @@ class StepRecord:
         marks = self.gradients or tuple((bucket.index, bucket.ready_s) for bucket in self.buckets)
         return tuple(sorted(marks, key=lambda mark: mark[1]))
 
+    def spans(self) -> list[tuple[str, float, float]]:
+        """Phases, their starts and ends, outer before inner ones; backward ends with the own last gradient: waiting."""
+        until_s = {"backward": self.work_ended_s}
+        found = [(x.phase, x.start_s, min(x.end_s, until_s.get(x.phase, x.end_s))) for x in self.intervals]
+        return sorted(
+            [*found, ("waiting", self.work_ended_s, self.ended_s)], key=lambda span: (span[1], -span[2])
+        )
+
     def phases_s(self) -> dict[str, float]:
         """Where the step went: every phase, with all waiting in `waiting`, and `other`; they add up to it."""
         found = dict.fromkeys(PHASES, 0.0)

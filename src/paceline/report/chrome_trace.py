@@ -145,16 +145,9 @@ def _training(rank: int, step: StepRecord, clock: _Clock) -> Iterator[Event]:
         about["samples"] = step.num_samples
     if step.num_tokens is not None:
         about["tokens"] = step.num_tokens
-    spans = [(x.phase, x.start_s, x.end_s) for x in step.intervals]
-    # Its own backward ends with its last gradient; what autograd's call takes after that is waiting.
-    spans = [
-        (name, start_s, min(end_s, step.work_ended_s) if name == "backward" else end_s)
-        for name, start_s, end_s in spans
-    ]
-    spans.append(("waiting", step.work_ended_s, step.ended_s))
     yield _slice(f"step {step.step}", rank, _TRAINING, clock.us(step.began_s), clock.us(step.ended_s), about)
     around = [clock.us(step.ended_s)]
-    for name, start_s, end_s in sorted(spans, key=lambda span: (span[1], -span[2])):
+    for name, start_s, end_s in step.spans():
         start_us, end_us = clock.us(max(start_s, step.began_s)), clock.us(end_s)
         while len(around) > 1 and start_us >= around[-1]:
             around.pop()

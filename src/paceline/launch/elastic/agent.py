@@ -34,8 +34,7 @@ from paceline.elastic.line import (
 )
 from paceline.host.processes import is_stopped
 from paceline.launch.command_line import LaunchArguments
-from paceline.launch.elastic.one_host import OneHost
-from paceline.launch.elastic.plan import NOT_STARTED, Decider, Member, Plan, Proposal, Start
+from paceline.launch.elastic.plan import NOT_STARTED, Decider, Member, OneHost, Plan, Proposal, Start
 from paceline.launch.elastic.rank_process import RankProcess, how_it_ended
 from paceline.launch.elastic.seats import Phase, Rank, Seats
 from paceline.launch.elastic.several_hosts import connected

@@ -9,6 +9,7 @@ Rules
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
@@ -70,11 +71,6 @@ class Plan:
                 f"as the tie-breaker; its members are {self.members}, its voters {self.voters}."
             )
 
-    @property
-    def holder_rank(self) -> int:
-        """The new number of the rank that has the state."""
-        return self.members.index(self.holder)
-
     def to_bytes(self) -> bytes:
         """As JSON."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
@@ -124,6 +120,33 @@ class Decider(Protocol):
 
     def why_over(self, epoch: int) -> str | None:
         """Why this epoch has ended; None: it goes on. Local; never blocks. LaunchError if training cannot begin."""
+
+
+class OneHost:
+    """Decides where there is one host: its agent, at once."""
+
+    is_alone = True
+
+    def __init__(self) -> None:
+        self.name = socket.gethostname()
+
+    def decide(self, proposal: Proposal) -> Plan | None:
+        """The ranks that were there before, in their order, and those that have come."""
+        members = tuple(proposal.steps)
+        holder = max(members, key=lambda member: proposal.steps[member])
+        return Plan(
+            epoch=proposal.epoch,
+            members=members,
+            voters=(holder.host,),
+            tie_breaker=holder.host,
+            step=proposal.steps[holder],
+            holder=holder,
+            store=proposal.store,
+            num_new=sum(step == NOT_STARTED for step in proposal.steps.values()),
+        )
+
+    def why_over(self, epoch: int) -> str | None:
+        return None
 
 
 def _whole(value: Any) -> int:
