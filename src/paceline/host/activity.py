@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.host.processes import state_of
+from paceline.host.processes import stat_of, state_of
 
 _TICK_S = 0.01  # of /proc/PID/stat; USER_HZ is 100 on Linux
 # Fields behind the name (proc(5)): pages that came by faults, utime, stime, cutime and cstime, waits for disks.
@@ -64,8 +64,8 @@ def family_of(pid: int) -> list[int]:
 
 
 def _fields(pid: int) -> list[str]:
-    with contextlib.suppress(OSError, IndexError):
-        found = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    with contextlib.suppress(OSError):
+        found = stat_of(pid)
         return found if len(found) > _DISK_TIME else []
     return []
 

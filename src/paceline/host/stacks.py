@@ -109,13 +109,13 @@ def kernel_words(pid: int) -> str:
     return ""
 
 
-def _py_spy() -> str | None:
+def py_spy() -> str | None:
     """The program, on the PATH or beside this Python."""
     return shutil.which("py-spy") or shutil.which("py-spy", path=sysconfig.get_path("scripts"))
 
 
 def _by_py_spy(pid: int) -> tuple[list[Frame], str]:
-    program = _py_spy()
+    program = py_spy()
     if program is None:
         return [], "py-spy is not installed (pip install py-spy)"
     words = [program, "dump", "--json", "--pid", str(pid)]

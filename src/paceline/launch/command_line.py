@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import run as torchrun
@@ -110,64 +110,35 @@ def _parser() -> argparse.ArgumentParser:
     for action in parser._actions:  # to tell what was given from torch's defaults; see `rendezvous_endpoint`
         if action.dest in _FILLED_IN and f"PET_{action.dest.upper()}" not in os.environ:
             action.default = None
-    own.add_argument(
-        "--share-devices",
-        "--share_devices",
-        action="store_true",
-        help="Allow more ranks than this machine has accelerators.",
+
+    def add(option: str, words: str, **more: Any) -> None:
+        own.add_argument(*dict.fromkeys((option, f"--{option[2:].replace('-', '_')}")), help=words, **more)
+
+    add("--share-devices", "Allow more ranks than this machine has accelerators.", action="store_true")
+    words = (
+        "At the end, print where the time of a step went: model.timings.table() of the first rank, and ranks that "
+        "differ from it."
     )
-    own.add_argument(
-        "--timings",
-        action="store_true",
-        help="At the end, print where the time of a step went: model.timings.table() of the first rank, and ranks that "
-        "differ from it.",
+    add("--timings", words, action="store_true")
+    words = "Show a line a rank in this terminal while they train: the last steps, where they go, and what delays them."
+    add("--watch", words, action="store_true")
+    words = f"Say who is missing once nothing has moved for so long; 0: never. Default: {QUIET_S:g}."
+    add("--hang-after", words, metavar="SECONDS", type=float, default=QUIET_S)
+    words = "Parameter servers (reduction=ParameterServers()): how many to start here, or where they run."
+    add("--servers", words, metavar="N or HOST:PORT,...")
+    words = (
+        "Go on when ranks are lost, as long as N are left, and start replacements; the script uses "
+        "paceline.Elastic."
     )
-    own.add_argument(
-        "--watch",
-        action="store_true",
-        help="Show a line a rank in this terminal while they train: the last steps, where they go, and what delays "
-        "them.",
+    add("--min-ranks", words, type=int, metavar="N")
+    words = (
+        f"With --min-ranks: a rank that stands still for so long counts as lost (default {LOST_AFTER_S:g})."
     )
-    own.add_argument(
-        "--hang-after",
-        "--hang_after",
-        metavar="SECONDS",
-        type=float,
-        default=QUIET_S,
-        help=f"Say who is missing once nothing has moved for so long; 0: never. Default: {QUIET_S:g}.",
-    )
-    own.add_argument(
-        "--servers",
-        metavar="N or HOST:PORT,...",
-        help="Parameter servers (reduction=ParameterServers()): how many to start here, or where they run.",
-    )
-    own.add_argument(
-        "--min-ranks",
-        "--min_ranks",
-        type=int,
-        metavar="N",
-        help="Go on when ranks are lost, as long as N are left, and start replacements; the script uses "
-        "paceline.Elastic.",
-    )
-    own.add_argument(
-        "--lost-after",
-        "--lost_after",
-        type=float,
-        metavar="SECONDS",
-        help=f"With --min-ranks: a rank that stands still for so long counts as lost (default {LOST_AFTER_S:g}).",
-    )
-    own.add_argument(
-        "--replace-ddp",
-        "--replace_ddp",
-        action="store_true",
-        help="Make torch's DistributedDataParallel be Paceline's in every rank; the script stays as it is.",
-    )
-    own.add_argument(
-        "--reduction", help="With --replace-ddp: how gradients are combined, for example adasum."
-    )
-    own.add_argument(
-        "--compression", help="With --replace-ddp: send fewer bytes, for example bf16, powersgd or auto."
-    )
+    add("--lost-after", words, type=float, metavar="SECONDS")
+    words = "Make torch's DistributedDataParallel be Paceline's in every rank; the script stays as it is."
+    add("--replace-ddp", words, action="store_true")
+    add("--reduction", "With --replace-ddp: how gradients are combined, for example adasum.")
+    add("--compression", "With --replace-ddp: send fewer bytes, for example bf16, powersgd or auto.")
     for action in parser._actions:  # Paceline's name for it, which its other commands have, too
         if action.dest == "nproc_per_node":
             action.option_strings = [*action.option_strings, "--ranks-per-host"]

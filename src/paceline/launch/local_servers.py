@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 from paceline.comm import SERVERS, TOKEN
@@ -87,9 +86,7 @@ class LocalServers:
             os.environ[SERVERS] = ",".join(self._addresses)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def who_died(self) -> str | None:

@@ -31,7 +31,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -74,9 +73,7 @@ class Watchdog:
         )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # The watchdog may be gone if someone killed it; then nobody reads the pipe, and its work is left to us.
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate(b"done" if kind is None else b"")
