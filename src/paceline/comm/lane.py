@@ -189,14 +189,7 @@ _OPERATORS = {
 
 
 class Lane:
-    """Performs works one after another.
-
-    Args:
-        name: Of the thread, as stack dumps show it.
-
-    Attributes:
-        streams: On which works run that accelerators do.
-    """
+    """Performs works one after another, on a thread of this name; those of accelerators on its `streams`."""
 
     def __init__(self, name: str) -> None:
         self.streams = SideStreams()

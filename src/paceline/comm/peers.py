@@ -176,11 +176,7 @@ class _Progress:
 
 
 class _FailureDetection:
-    """Asks the ranks of a group, through the job's store, which of them still answer.
-
-    Attributes:
-        still_asks: Whether `learn` may find out more.
-    """
+    """Asks the ranks of a group, through the store, which still answer; `still_asks`: `learn` may find out more."""
 
     def __init__(self, process_group: ProcessGroup, name: str, first_act: str) -> None:
         self._rank = process_group.rank()

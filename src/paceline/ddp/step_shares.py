@@ -69,14 +69,8 @@ class Standing:
 class StepShares:
     """Connects one wrapped module with the sampler of its batches, and with the balance of their shares.
 
-    Raises ConfigurationError if the sampler is for other ranks, or its shares cannot be balanced.
-
-    Args:
-        sampler: Whose `steps` are trained.
-        balance: Decides on shares; None: they change only if the user changes them.
-        rank: This rank, in the group over which gradients are reduced.
-        num_ranks: Of that group.
-        device: Of the module.
+    Without a `balance` shares change only if the user changes them. Ranks are those of the group over which gradients
+    are reduced. Raises ConfigurationError if the sampler is for other ranks, or its shares cannot be balanced.
     """
 
     def __init__(

@@ -75,11 +75,7 @@ class StepWeights:
 
 
 class WeightExchange:
-    """The sum under way.
-
-    Contract:
-        Collective: every rank, once a step.  Blocks: the constructor no, `finish` yes.
-    """
+    """The sum under way. Collective, once a step; the constructor does not block, `finish` does."""
 
     def __init__(
         self,

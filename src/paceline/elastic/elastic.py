@@ -245,14 +245,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 class _Crew:
-    """This rank's place among the others: its launcher's word, the group, and what is carried from one to another.
-
-    Args:
-        line: To the agent.
-        model: The wrapped model.
-        carried: What a rank that is behind receives.
-        sampler: The model's.
-    """
+    """This rank's place among the others: its line to the agent, the group, and what is carried between ranks."""
 
     def __init__(
         self, line: Line, model: DistributedDataParallel, carried: Carried, sampler: GlobalShuffle

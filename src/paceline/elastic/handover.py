@@ -59,14 +59,7 @@ class Standings:
 
 
 class Carried:
-    """What training has made on this rank: model, optimizers, schedules, what else has a state, the data's place.
-
-    Args:
-        module: Without its wrapper.
-        optimizers: Of its parameters.
-        others: `state_dict` and `load_state_dict`.
-        sampler: Whose seed counts.
-    """
+    """What training has made on this rank: module, optimizers, others with a `state_dict`, the sampler's place."""
 
     def __init__(
         self, module: Module, optimizers: Sequence[Optimizer], others: Sequence[Any], sampler: GlobalShuffle

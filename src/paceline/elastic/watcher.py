@@ -31,12 +31,7 @@ class OverError(PeerLostError):
 
 
 class Watcher:
-    """This rank's ear for its agent.
-
-    Attributes:
-        epoch: Of the membership that this rank is in, or was in last.
-        since_s: When the agent's last word came that it is over, by `time.monotonic`.
-    """
+    """This rank's ear for its agent: the `epoch` of its membership, and since when (`since_s`) that is over."""
 
     def __init__(self, line: Line) -> None:
         self._line = line

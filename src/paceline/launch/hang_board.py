@@ -31,13 +31,7 @@ _MOMENT_S = 0.25  # a store that is well answers in milliseconds
 
 
 class Board:
-    """One launcher's view of it.
-
-    Args:
-        store: Where the machines met.
-        job: The launch's id: several may meet in one store.
-        num_ranks: Of all machines; 0: not known, because some may still come.
-    """
+    """One launcher's view of the store where machines met, of one job. `num_ranks` 0: some may still come."""
 
     def __init__(self, store: Any, job: str, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -100,11 +94,7 @@ class Board:
 
 
 class Correspondent:
-    """Asks a board on a thread of its own, so that nobody waits for a store that does not answer.
-
-    Args:
-        board: Nobody else may use it.
-    """
+    """Asks a board, which nobody else uses, on its own thread: nobody waits for a store that does not answer."""
 
     def __init__(self, board: Board) -> None:
         self._board = board

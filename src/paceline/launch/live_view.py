@@ -45,12 +45,7 @@ _COLOURS = {
 
 
 class LiveView:
-    """The table, redrawn once a second; a context manager around the launch.
-
-    Args:
-        folder: For what ranks record.
-        command: What is launched, for the record.
-    """
+    """The table of what ranks record in `folder`, redrawn once a second; a context manager around the launch."""
 
     def __init__(self, folder: Path, command: Sequence[str]) -> None:
         self._folder = folder

@@ -41,14 +41,7 @@ def parse_servers(text: str | None) -> tuple[int, tuple[str, ...]]:
 
 
 class LocalServers:
-    """Servers of this launch; a context manager around it. They end with the launcher, however it ends.
-
-    Args:
-        number: How many to start.
-        addresses: Of servers that run already.
-        address: To listen on.
-        note: Called with one line.
-    """
+    """Servers of this launch, besides those that run already; a context manager. They end with the launcher."""
 
     def __init__(
         self, number: int, addresses: tuple[str, ...], address: str | None, note: Callable[[str], None]

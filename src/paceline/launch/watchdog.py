@@ -93,13 +93,7 @@ class _Process(NamedTuple):
 
 
 class Kin:
-    """The processes of a launch: marked ones, the launcher's children since its start, their children and sessions.
-
-    Args:
-        launch_id: What marks an environment.
-        launcher: Its process id.
-        others: Children that it had before, by their start: not of this launch.
-    """
+    """The processes of a launch: marked ones, the launcher's children but the `others` of before, theirs, sessions."""
 
     def __init__(self, launch_id: str, launcher: int, others: dict[int, str]) -> None:
         self._launch_id = launch_id

@@ -25,16 +25,7 @@ def fresh_place(_: Frame, num_bytes: int) -> Sequence[Any]:
 
 
 class Connection:
-    """Frames over a socket.
-
-    Args:
-        connected: A socket, which becomes this object's.
-        place: Where bodies go.
-
-    Attributes:
-        bytes_sent: Over its life.
-        bytes_received: Likewise.
-    """
+    """Frames over a socket that becomes this object's; bodies go to `place`. Counts the bytes of its life."""
 
     def __init__(self, connected: socket.socket, place: Place = fresh_place) -> None:
         connected.setblocking(False)

@@ -29,13 +29,7 @@ _LINGER_S = 0.0
 
 
 class DatagramSums:
-    """Of one session.
-
-    Args:
-        num_ranks: How many push.
-        timeout_s: A sum that takes longer has failed.
-        address: Of this host, as the ranks know it.
-    """
+    """Of one session: a sum that takes longer than `timeout_s` has failed; ranks know this host by `address`."""
 
     def __init__(self, num_ranks: int, timeout_s: float, address: str) -> None:
         try:

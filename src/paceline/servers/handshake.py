@@ -37,9 +37,8 @@ class RefusedError(ConfigurationError):
 class ServerSide:
     """A server's part; bytes in, bytes out.
 
-    Attributes:
-        has_knocked: Whether who connected has shown, by a code that may be a recorded one, that it is a rank.
-        has_entered: Whether it has proved it; nothing else follows then.
+    Whoever `has_knocked` has shown by a code, which may be a recorded one, that it is a rank; whoever `has_entered` has
+    proved it, and nothing else follows then.
     """
 
     def __init__(self, token: str) -> None:

@@ -30,11 +30,7 @@ _NEEDED_FOR: dict[Kind, Callable[[], Any]] = {Kind.SET_UP: _load_stepping, Kind.
 
 
 class LateModules:
-    """Imports beside a loop that goes on.
-
-    Attributes:
-        woken: Can be read once more is there.
-    """
+    """Imports beside a loop that goes on; `woken` can be read once more is there."""
 
     def __init__(self) -> None:
         self._wake, self.woken = socket.socketpair()

@@ -43,18 +43,9 @@ DRIFT_RATIO = 1.25  # between two rates that are not the same any more
 class Agreement:
     """One module's, the same on every rank.
 
-    Args:
-        group: That the ranks agree over.
-        peers: For waiting.
-        is_forced: Steps are deferred without asking whether that pays.
-
-    Attributes:
-        is_on: Whether steps are deferred; None as long as the ranks measure, or wait for another rate (rule 4); False
-            is for good.
-        pieces: In the order in which they are sent.
-        gain: What it was predicted to save, before it was on.
-        seen: Seconds of a step with and without, as compared; None before.
-        verdict: On or off, and why, with the numbers; empty as long as the ranks measure.
+    `is_on` says whether steps are deferred: None as long as the ranks measure, or wait for another rate (rule 4); False
+    is for good; `is_forced`: without measuring. `gain` is what it was predicted to save, `seen` what was compared once
+    on, `verdict` the decision with its numbers in words, and `pieces` are in the order in which they are sent.
     """
 
     def __init__(self, group: ProcessGroup, peers: Peers, is_forced: bool) -> None:

@@ -54,17 +54,9 @@ GRACE_S = 1.0  # for sums under way when the program ends with an error
 class ForwardOverlap:
     """Defers the end of steps into the next forward, for one module on one rank.
 
-    Args:
-        module: Whose parts wait for their parameters.
-        process_group: That the script reduces over; the ranks agree over it.
-        piece_group: For pieces alone.
-        peers: For waiting.
-        is_forced: Without asking whether it pays.
-        poisons: Debug: fill parameters with NaN while their step is outstanding.
-
-    Attributes:
-        is_idle: Nothing is outstanding, and nothing has to be measured.
-        lock: Held while a step is deferred, or a part of it completed.
+    The ranks agree over the script's `process_group`; `piece_group` is for pieces alone. `poisons` (debug) fills
+    parameters with NaN while their step is outstanding. `is_idle`: nothing is outstanding or to be measured. `lock` is
+    held while a step is deferred, or a part of it completed.
     """
 
     lock = lock

@@ -192,12 +192,10 @@ def _is_container(part: Module) -> bool:
 
 
 class Needs:
-    """When each parameter was first needed in the last forward that said so, without the time spent waiting in it.
+    """When each parameter was first needed in the last forward that said so, without the time `waited_s` in it.
 
-    If the step was completed before a forward (say, by saving the model), no need times are recorded in it.
-
-    Attributes:
-        waited_s: Of the last forward, so far. Who reads a weight between a step and the forward is not counted.
+    None are recorded if the step was completed before, say by saving the model. Who reads a weight between a step and
+    the forward is not counted.
     """
 
     def __init__(self) -> None:

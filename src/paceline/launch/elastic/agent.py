@@ -106,18 +106,7 @@ class EarlyEnd:
 
 
 class Agent:
-    """One host's.
-
-    Args:
-        arguments: A checked command line.
-        decider: Says who trains together, when this host's ranks have stopped.
-        starter: Starts processes.
-        start: How they begin; None: the job has begun without this host.
-        note: Called with one line for what people should know.
-
-    Attributes:
-        is_over: Whether all ranks have ended well.
-    """
+    """One host's; `start` says how its ranks begin, None: the job has begun without this host."""
 
     def __init__(
         self,

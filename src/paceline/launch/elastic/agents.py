@@ -41,18 +41,7 @@ class AgentSetting:
 
 
 class Agents:
-    """This agent among the others; a `Decider`.
-
-    Args:
-        setting: Which one it is.
-
-    Attributes:
-        name: Which no other agent of the job has, nor this host's next one.
-        is_alone: No.
-
-    Raises:
-        OSError: The address to listen on is taken, or is none of this host.
-    """
+    """This agent among the others; a `Decider`. Raises OSError if the address is taken or not this host's."""
 
     is_alone = False
 

@@ -14,16 +14,7 @@ from paceline.host.processes import Vitals, VitalSigns
 
 
 class RankProcess:
-    """Starts it.
-
-    Args:
-        command: The script's.
-        environment: All of it.
-
-    Attributes:
-        line: To hear and to tell.
-        pidfd: Readable once it has ended.
-    """
+    """Starts it, with this environment alone; `line` hears and tells, `pidfd` is readable once it has ended."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.line, theirs = Line.pair()

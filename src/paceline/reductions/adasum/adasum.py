@@ -174,12 +174,9 @@ class Adasum(Reduction):
 
 
 class Connection:
-    """Transport and thread of the Adasums over one process group.
+    """Transport and thread of the Adasums over one process group. Collective: making one, and `launch`; neither blocks.
 
     `find_topology`, a collective, returns which ranks share a host, given an executor and a timeout in seconds.
-
-    Contract:
-        Collective: making one, and `launch`; neither blocks.
     """
 
     def __init__(
