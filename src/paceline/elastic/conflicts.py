@@ -22,7 +22,11 @@ _DEFERS = "paceline.optim"
 
 
 def check(model: object, optimizers: Sequence[object], states: Sequence[object], sampler: object) -> None:
-    """Raise ConfigurationError for what could not go on with other ranks. Local; the same on every rank."""
+    """Refuse what could not go on with other ranks. Local; the same on every rank.
+
+    Raises:
+        ConfigurationError: With the reason, and what to do instead.
+    """
     if not isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
             f"Elastic(model={type(model).__name__}): give the model that paceline.DistributedDataParallel wraps."
