@@ -15,10 +15,7 @@ Action = Callable[[Any], None]
 
 
 def on_first_use(package: str, home_of: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` (PEP 562) of a package that imports its public names when they are first used.
-
-    `home_of` has the module of each name, relative to the package.
-    """
+    """Return a package's `__getattr__` (PEP 562) that imports names when used from the modules in `home_of`."""
 
     def public_name(name: str) -> Any:
         if name not in home_of:
@@ -31,11 +28,7 @@ def on_first_use(package: str, home_of: Mapping[str, str]) -> Callable[[str], An
 
 
 def when_imported(name: str, action: Action) -> None:
-    """Call `action(module)` once the module `name` has been imported; at once if it has been already.
-
-    Contract:
-        Local. Imports nothing itself. An exception of `action` reaches whoever imports the module.
-    """
+    """Call `action(module)` once `name` has been imported, or at once; its exceptions reach the importer. Local."""
     if name in sys.modules:
         action(sys.modules[name])
     else:

@@ -100,13 +100,9 @@ if (0, 61) <= numba.version_info.short <= (0, 68):
 
 
 def inner(function: Callable[..., Any], options: dict[str, Any], is_hot: bool = False) -> Any:
-    """A function for compiled code.
+    """A function for compiled code; `options` of `numba.njit`, without `cache`.
 
-    Args:
-        function: To compile.
-        options: Of `numba.njit`, without `cache`.
-        is_hot: Optimise it by itself as well, as numba does: a loop over lanes is then a tenth to a fifth faster than
-            one that is optimised within a large caller only.
+    `is_hot`: optimise it by itself as well, as numba does: a loop over lanes is then a tenth to a fifth faster.
     """
     passes = _LEAN if is_hot else _LINKED
     only = {**options, "no_cpython_wrapper": True, "no_cfunc_wrapper": True, **passes}

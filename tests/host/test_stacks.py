@@ -64,7 +64,7 @@ def _without_py_spy(monkeypatch):
 @pytest.mark.parametrize("how", [SLEEPS, HOLDS_THE_LOCK], ids=["sleeps", "holds the GIL"])
 @pytest.mark.parametrize("has_py_spy", [True, False])
 def test_the_function_that_does_not_return(how, has_py_spy, stuck, tmp_path, monkeypatch):
-    if has_py_spy and stacks._py_spy() is None:
+    if has_py_spy and stacks.py_spy() is None:
         pytest.skip("py-spy is not installed")
     if not has_py_spy:
         _without_py_spy(monkeypatch)

@@ -9,8 +9,7 @@ import pytest
 
 from harness.recorded_runs import write_run
 from paceline.observe.run_reading import read_run
-from paceline.report.drawings import Span, strip
-from paceline.report.markup import row_of, table_of_cells
+from paceline.report.markup import Span, row_of, strip, table_of_cells
 from paceline.report.page import page_of
 
 _VOID = {"meta", "link", "rect", "line", "polyline"}

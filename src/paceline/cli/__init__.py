@@ -1,4 +1,4 @@
-"""The `paceline` command: one file a command, and no torch until a command needs it."""
+"""The `paceline` command: a file for each longer command, and no torch until a command needs it."""
 
 from __future__ import annotations
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
 
 from paceline import __version__
-from paceline.cli import demo, doctor, explain, plan, report, run, serve, trace
+from paceline.cli import demo, doctor, explain, plan, trace
 from paceline.errors import ConfigurationError, PacelineError
 
 # Commands that come with another package of this repository: what brings them, and where it lies in a checkout.
@@ -78,12 +79,52 @@ def _front_door(
         print(context.get_help())
 
 
-app.command("run", **run.SETTINGS)(run.run)
-app.command("serve")(serve.serve)
+# torchrun's parser reads `run`'s options, and has a help of its own
+_LEAVES_OPTIONS = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+
+
+@app.command("run", add_help_option=False, context_settings=_LEAVES_OPTIONS)
+def _run(context: typer.Context) -> None:
+    """Start one process of a script per rank, like torchrun and with its flags."""
+    from paceline.launch import launch, parse
+
+    launch(parse(context.args), note=lambda line: print(f"paceline run: {line}", file=sys.stderr))
+
+
+@app.command("serve")
+def _serve(
+    listen: Annotated[
+        str,
+        typer.Option(
+            help="Address of this machine and port; port 0 takes a free one. Printed once it listens."
+        ),
+    ] = "127.0.0.1:0",
+) -> None:
+    """Run a parameter server until it is stopped; ranks name it: paceline run --servers HOST:PORT."""
+    from paceline.servers.process import serve_on
+
+    serve_on(listen)
+
+
 app.command("demo")(demo.demo)
 app.command("doctor", cls=doctor.TakesACommand)(doctor.doctor)
-app.command("trace", cls=trace.TakesACommand)(trace.trace)
-app.command("report")(report.report)
+app.command("trace", cls=doctor.TakesACommand)(trace.trace)
+
+
+@app.command("report")
+def _report(
+    run: Annotated[Path, typer.Argument(help="A run folder that was recorded.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Write a run as one page of HTML: what delays its steps, and what that rests on.
+
+    The page needs no network and no other file. `paceline doctor --record RUN -- COMMAND` records a run.
+    """
+    from paceline.report.files import write_page
+
+    print(write_page(run, out))
+
+
 app.command("explain")(explain.explain)
 app.add_typer(plan.plan, name="plan")
 for _package in sorted(entry_points(group="paceline.commands"), key=lambda entry: entry.name):
@@ -91,11 +132,7 @@ for _package in sorted(entry_points(group="paceline.commands"), key=lambda entry
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the `paceline` command and exit.
-
-    Args:
-        arguments: The words after `paceline`; this process's own if None.
-    """
+    """Run the `paceline` command on these words, this process's own if None, and exit."""
     try:
         code = command_of(app)(arguments, prog_name="paceline", standalone_mode=False)
     except ConfigurationError as error:

@@ -80,12 +80,7 @@ def passages() -> list[Passage]:
 
 
 def answers(asked: str, known: list[Passage]) -> list[Passage]:
-    """The passages that these words are about, the best first.
-
-    Args:
-        asked: A term, words of a heading, or a whole message that contains a heading's words.
-        known: What to choose from.
-    """
+    """The passages of `known` that these words, a term or a whole message, are about; the best first."""
     query = _words(asked)
     terms = [each for each in known if query in (_words(term) for term in each.heading.split(","))]
     within = [each for each in known if f" {query} " in f" {each.words} "]

@@ -57,8 +57,7 @@ class _TakesAScript(TyperCommand):
 
 
 plan = typer.Typer(
-    cls=_PredictsByDefault,
-    help="Predict how a training script scales, from a measurement on what is here.",
+    cls=_PredictsByDefault, help="Predict how a training script scales, from a measurement on what is here."
 )
 
 ReportFolder = Annotated[

@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.doctor import COMMAND, TakesACommand
-
-__all__ = ["TakesACommand", "trace"]
+from paceline.cli.doctor import COMMAND
 
 
 def trace(

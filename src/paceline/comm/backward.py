@@ -19,23 +19,15 @@ from torch.utils.hooks import RemovableHandle
 
 @dataclass(eq=False)
 class Backward:
-    """One backward under way.
+    """One backward under way."""
 
-    Attributes:
-        synchronizes: Whether it reduces gradients.
-        on_end: Called with this object when autograd has nothing left to do.
-        by_autograd: False: nothing is differentiated; gradients that are there are reduced.
-        ends_with_inner: Of nested backwards, it is one of the inner ones, not the outermost.
-        waits_for_outer: A nested backward has ended, and the engine cannot yet be told to call at the outer one's end.
-        started_s: When it reached the module.
-    """
-
-    synchronizes: bool
-    on_end: Callable[[Backward], None]
-    by_autograd: bool = True
-    ends_with_inner: bool = False
+    synchronizes: bool  # whether it reduces gradients
+    on_end: Callable[[Backward], None]  # called with this object when autograd has nothing left to do
+    by_autograd: bool = True  # False: nothing is differentiated; gradients that are there are reduced
+    ends_with_inner: bool = False  # of nested backwards, it is one of the inner ones, not the outermost
+    # a nested backward has ended, and the engine cannot yet be told to call at the outer one's end
     waits_for_outer: bool = False
-    started_s: float = field(default_factory=time.perf_counter)
+    started_s: float = field(default_factory=time.perf_counter)  # when it reached the module
 
     def end(self) -> None:
         self.on_end(self)
@@ -46,10 +38,7 @@ class Backward:
         return outer is not None and not self.ends_with_inner and self._wait_for_outer(outer)
 
     def _wait_for_outer(self, outer: Any) -> bool:
-        """Be called again once the engine has left this node, which started the nested backward.
-
-        It takes callbacks for the backward whose node it is running.
-        """
+        """Be called again once the engine has left this node: it takes callbacks for the backward it runs."""
         inner_task = torch._C._current_graph_task_id()
         hooks: list[RemovableHandle] = []
 

@@ -75,10 +75,7 @@ def all_gather(rows: list[Tensor], row: Tensor, group: ProcessGroup, at_once: bo
 
 
 def all_to_all(received: Tensor, sent: Tensor, group: ProcessGroup) -> C10dWork:
-    """Send the i-th of equal parts of `sent` to rank i, and fill `received` with what the ranks send to this one.
-
-    Collective; does not wait. Only where `can_all_to_all`.
-    """
+    """Send part i of `sent` to rank i, receive theirs. Collective; does not wait. If `can_all_to_all`."""
     exchange = getattr(group, _ALL_TO_ALL)
     return C10dWork(exchange(received, sent, [], [], dist.AllToAllOptions()))
 
@@ -90,14 +87,7 @@ def can_all_to_all(group: ProcessGroup) -> bool:
 
 
 def isend(tensor: Tensor, group: Any, peer: int, tag: int) -> dist.Work:
-    """Send `tensor` to a rank, which receives it with the same tag. Does not wait.
-
-    Args:
-        tensor: Not to be changed until the work is done.
-        group: A process group, or a backend of one.
-        peer: Rank within the group.
-        tag: Tells messages of two ranks apart.
-    """
+    """Send `tensor` to a rank of the group, which receives it with this tag. Does not wait; leave it unchanged."""
     work: dist.Work = group.send([tensor], peer, tag)
     return work
 
@@ -144,12 +134,7 @@ def carries(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def device_for_metadata(group: ProcessGroup, device: torch.device) -> torch.device:
-    """Where metadata that ranks exchange should lie (counts, shapes, settings): on the host, if the group reaches it.
-
-    Args:
-        group: Over whom; Gloo gathers host tensors only, NCCL device tensors only.
-        device: Of the module.
-    """
+    """Where counts, shapes and settings that ranks exchange should lie: on the host, if the group reaches it."""
     try:
         on_host = torch.device("cpu") in group._device_types
     except (AttributeError, RuntimeError):  # a process group written in Python
@@ -158,10 +143,7 @@ def device_for_metadata(group: ProcessGroup, device: torch.device) -> torch.devi
 
 
 def launch_session_name(process_group: ProcessGroup, device: torch.device) -> Callable[[], str]:
-    """Rank 0 draws a name for connections beside the group, and broadcasts it; the result waits and returns it.
-
-    It is rank 0's, so that ranks agree on it whatever failed before on one of them. Collective; does not wait.
-    """
+    """Rank 0 draws a name and broadcasts it; the result waits and returns it. Collective; does not wait."""
     number = torch.tensor([secrets.randbits(62)], device=device_for_metadata(process_group, device))
     sent = broadcast(number, process_group, source=0)
 

@@ -53,11 +53,7 @@ def why_without_streams(device: torch.device) -> str | None:
 
 
 class Mark:
-    """A place in the current streams of some devices: behind all that they were told until now.
-
-    Args:
-        devices: Whose; without any, everything is past already.
-    """
+    """A place in the current streams of `devices`, behind all that they were told; past already without any."""
 
     __slots__ = ("_events",)
 
@@ -189,11 +185,7 @@ def to_device(target: Tensor, host: Tensor) -> None:
 
 
 class Later:
-    """A value of a device, on its way to the host behind the current stream's work; to be read when it has arrived.
-
-    Args:
-        value: Small; may be written again at once.
-    """
+    """A small value of a device, on its way to the host; it may be written again at once, and read on arrival."""
 
     def __init__(self, value: Tensor) -> None:
         self._host = host_memory(value).copy_(value.detach(), non_blocking=True)

@@ -26,14 +26,11 @@ from paceline.host.addresses import is_loopback
 
 @dataclass
 class _Beside:
-    """What stands beside a group.
+    """What stands beside a group."""
 
-    Attributes:
-        made: A group of our backend; None: it would gain nothing. Not the group itself, which would keep its own key.
-        num_users: How many have asked for it and not left. What is garbage counts: it ends at other times elsewhere.
-    """
-
+    # A group of our backend; None: it would gain nothing. Not the group itself, which would keep its own key.
     made: dist.ProcessGroup | None
+    # How many have asked for it and not left. What is garbage counts: it ends at other times elsewhere.
     num_users: int = 0
 
 
@@ -61,15 +58,8 @@ def gradient_groups(
 ) -> list[dist.ProcessGroup]:
     """Return the groups that carry a module's gradients: for each of `process_groups` the one beside it, or itself.
 
-    Args:
-        process_groups: What the script asked for.
-        all_on_cpu: Whether all ranks, which wrap the module now, have it on the CPU: shared memory is for CPU tensors.
-        all_know: Whether `knows_beside` on all ranks: a rank that others have left does not know that it was left.
-        in_parts: As of `group_beside`.
-        peers: As of `group_like`, of all `process_groups`.
-
-    Contract:
-        As `group_beside`; local unless `all_on_cpu`, which has to be the same on every rank, as `all_know`.
+    `all_on_cpu` (shared memory is for CPU tensors) and `all_know` (`knows_beside`: a rank that others have left does
+    not know it) are of all ranks that wrap the module. Else as `group_beside`; local unless `all_on_cpu`.
     """
     if not all_on_cpu:
         return process_groups
@@ -89,18 +79,10 @@ def group_beside(
 ) -> dist.ProcessGroup:
     """Return a `paceline` group with the ranks of `group`, or `group` itself where that would gain nothing.
 
-    It gains where tensors go over Gloo and all ranks of the job share this host's memory. Everyone who asks for the
-    same `group` is given the same answer. The group beside it ends with the default group, or when all who asked for it
-    have left.
-
-    Args:
-        group: What the script asked for.
-        in_parts: Also beside a group of a part of the job's ranks.
-        peers: As of `group_like`.
-
-    Contract:
-        Collective over the group's ranks, for a Gloo group under such a launcher; local otherwise.  Blocks: until every
-        rank has come.
+    It gains where tensors go over Gloo and all ranks of the job share this host's memory; `in_parts`: also beside a
+    part of the job's ranks. Everyone who asks for the same `group` is given the same answer. It ends with the default
+    group, or when all who asked for it have left. Collective for a Gloo group under such a launcher, and then blocks;
+    local otherwise.
     """
     if group not in _beside:
         if (
@@ -117,11 +99,7 @@ def group_beside(
 
 
 def leave(group: dist.ProcessGroup) -> None:
-    """Stop using what `group_beside` has returned for `group`; the last who leaves closes it. Local.
-
-    Contract:
-        On every rank that goes on, in the same order. Nothing is under way on this rank.
-    """
+    """Leave what `group_beside` returned; the last closes it. Local; all that go on, in order, nothing under way."""
     beside = _beside.get(group)
     if beside is None:
         return
@@ -173,10 +151,7 @@ def group_apart(group: dist.ProcessGroup, peers: Peers | None = None) -> dist.Pr
     """Return a new group with the ranks of `group`, if that is of our backend and they share memory; else `group`.
 
     For what is launched within backward: collectives that the script launches there as well come before one of these on
-    one rank, and after it on another. Elsewhere updates travel by connections that nobody else uses.
-
-    Contract:
-        As `group_like`, where it opens one; else local.
+    one rank, and after it on another. Elsewhere updates travel by connections of their own. Collective as `group_like`.
     """
     if not shares_memory(group):
         return group
@@ -188,14 +163,9 @@ def group_for_pieces(
 ) -> dist.ProcessGroup:
     """Return a new group with the ranks of `group`: collectives in it keep no order with those in others.
 
-    Gloo's for tensors of the CPU, for those of an accelerator one like `group`.
-
-    Contract:
-        As `group_like`.
-
-    Raises:
-        ConfigurationError: `group` communicates CPU tensors by something else than Gloo, which may not take launches
-            from several threads; or c10d does not know it. Local: the same on every rank.
+    Gloo's for tensors of the CPU, for an accelerator's one like `group`. Collective as `group_like`. Raises
+    ConfigurationError, the same on every rank, if `group` sends CPU tensors by something else than Gloo, which may not
+    take launches from several threads, or if c10d does not know it.
     """
     if check_carries_pieces(group, device) is not None:
         return group_like(group, "gloo", peers=peers)
@@ -227,15 +197,8 @@ def group_for_numbers(
 ) -> dist.ProcessGroup | None:
     """Return a new Gloo group with the ranks of `group`, if that carries no tensors of the host; else None.
 
-    What the hosts tell each other in a step goes over it, so that none of them has to wait for its device.
-
-    Args:
-        group: The script's. None stands beside one that c10d does not know.
-        device: Of the module; there is nothing to open for one on the CPU.
-        peers: As of `group_like`.
-
-    Contract:
-        Local where there is nothing to open; else as `group_for_pieces`.
+    What the hosts tell each other in a step goes over it, so that none of them has to wait for its device. None stands
+    beside a group that c10d does not know. Local where nothing is opened; else as `group_for_pieces`.
     """
     is_known = group in dist.distributed_c10d._world.pg_map
     if not is_accelerator(device) or group.size() == 1 or not is_known:

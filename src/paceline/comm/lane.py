@@ -189,14 +189,7 @@ _OPERATORS = {
 
 
 class Lane:
-    """Performs works one after another.
-
-    Args:
-        name: Of the thread, as stack dumps show it.
-
-    Attributes:
-        streams: On which works run that accelerators do.
-    """
+    """Performs works one after another, on a thread of this name; those of accelerators on its `streams`."""
 
     def __init__(self, name: str) -> None:
         self.streams = SideStreams()
@@ -211,12 +204,7 @@ class Lane:
         self._closed = False
 
     def launch(self, work: LaneWork, at_once: bool) -> LaneWork:
-        """Perform `work` after all that were launched before.
-
-        Args:
-            work: What to do.
-            at_once: The caller waits for it anyway: it may be performed by this very thread.
-        """
+        """Perform `work` after all before it; `at_once`: the caller waits, so it may run on this very thread."""
         work.note_launch(self)
         if self._performer == threading.get_ident():
             work.perform()  # launched by a callback of the collective that has just ended
@@ -235,11 +223,7 @@ class Lane:
         return work
 
     def help_with(self, work: LaneWork) -> None:
-        """Perform, on this thread, which waits for `work`, what is before it and itself, as far as nobody does.
-
-        Raises:
-            KeyboardInterrupt: And what else is meant for this thread, not for who waits for the work it came in.
-        """
+        """Perform, on this thread, which waits for `work`, what is before it and itself, as far as nobody does."""
         while not work.is_completed() and self._turn.acquire(blocking=False):
             try:
                 performed = self._perform_next()

@@ -38,20 +38,10 @@ def group_like(
     device: torch.device = HOST,
     peers: Peers | None = None,
 ) -> dist.ProcessGroup:
-    """Return a new group with the ranks and the timeout of `group`.
+    """Return a new group with the ranks and the timeout of `group`; without a `backend`, of the default group's.
 
-    Args:
-        group: Of c10d's.
-        backend: None: the default group's.
-        device: That `group` can send from, if not from the host.
-        peers: The ranks of `group`, to name who has died; None: it is said in the backend's words.
-
-    Contract:
-        Collective over the group's ranks.  Blocks: until every rank has come. It ends with the default group, or when
-        it is closed.
-
-    Raises:
-        PeerLostError: A rank died or hangs.
+    `device`: that `group` can send from, if not from the host; `peers`: its ranks, to name who has died. Collective;
+    blocks until every rank has come, or raises PeerLostError. It ends with the default group, or when it is closed.
     """
     c10d: Any = dist.distributed_c10d
     number = torch.tensor([secrets.randbits(_NAME_BITS)], device=device_for_metadata(group, device))
@@ -84,12 +74,7 @@ def _agree(number: torch.Tensor, group: dist.ProcessGroup, peers: Peers | None) 
 
 
 def close(group: dist.ProcessGroup) -> None:
-    """Give back the threads, descriptors and memory of a group that was opened here.
-
-    Contract:
-        Local: waits for no other rank; a second call does nothing. Who still waits in it, in shared memory, is told
-        that this rank has left.
-    """
+    """Close a group opened here. Local; a second call does nothing. Who waits in it is told that this rank left."""
     if group in _closed:
         return
     _closed.add(group)
@@ -109,10 +94,7 @@ def close(group: dist.ProcessGroup) -> None:
 
 
 def abort_ours() -> None:
-    """Break all groups of our backend that c10d knows: who waits in one raises, here and on neighbours. Local.
-
-    From any thread; again and again, until nobody waits any more.
-    """
+    """Break all groups of our backend: who waits in one raises, here and on neighbours. Local; from any thread."""
     for group in list(dist.distributed_c10d._world.pg_map):
         ours: Any = group
         if getattr(ours, "name", str)() == BACKEND_NAME:

@@ -44,19 +44,14 @@ _witnesses: list[Callable[[], str | None]] = []
 
 
 def ask_first(witness: Callable[[], str | None]) -> None:
-    """Before failure detection asks the other ranks, ask this witness who is gone; None: it does not know.
-
-    For whoever has been told from elsewhere, such as by the launcher: then nobody has to be waited for. Local.
-    """
+    """Before failure detection asks the ranks, ask this witness who is gone; None: it does not know. Local."""
     _witnesses.append(witness)
 
 
 def next_name(process_group: ProcessGroup, is_collective: bool) -> str:
     """Return a name for what is being made: the same on every rank of the group, not used before.
 
-    Args:
-        process_group: Of the ranks that make it.
-        is_collective: Whether all of them do so now; copies are counted apart, as a rank may make some by itself.
+    Copies are counted apart (not `is_collective`), as a rank may make some by itself.
     """
     try:
         members = dist.get_process_group_ranks(process_group)
@@ -109,19 +104,11 @@ class Peers:
         self._failure_detection.progress.num_steps = number
 
     def wait(self, pending: Work, doing: str, consequence: str | None = None, on_host: bool = False) -> None:
-        """Wait for a collective.
+        """Wait for a collective, at most for the group's timeout, `GRACE_S` and failure detection, whatever it is.
 
-        Args:
-            pending: It.
-            doing: What this rank is doing, for the message.
-            consequence: What its failure means, where that is not what this object says of every other.
-            on_host: It is of tensors of the host, so that this wait may be cut into slices, whatever others may.
-
-        Contract:
-            Blocks: yes, at most for the process group's timeout, `GRACE_S` and failure detection, whatever it is.
-
-        Raises:
-            PeerLostError: It failed, here or on another rank; names the ranks that are gone.
+        The error says what this rank was `doing` and the `consequence`, where that is not the usual one. `on_host`: it
+        is of tensors of the host, so that this wait may be cut into slices. Raises PeerLostError, which names the ranks
+        that are gone.
         """
         if self._count is not None:
             self._count.enter(doing, self._failure_detection.progress.next_step)
@@ -146,13 +133,7 @@ class Peers:
             self._failure_detection.learn()
 
     def lost(self, error: Exception, doing: str, consequence: str | None = None) -> PeerLostError:
-        """Start failure detection, or join it; returns the error that names the missing ranks. Arguments as of `wait`.
-
-        Args:
-            error: Of the collective.
-            doing: What this rank was doing.
-            consequence: What its failure means.
-        """
+        """Start failure detection, or join it; returns the error that names missing ranks. Arguments as of `wait`."""
         if isinstance(error, ServerLostError):  # every rank is connected to it, and sees the same
             return ServerLostError(
                 f"rank {self._rank} was {doing} when communication failed: {error}. {consequence or self._consequence}"
@@ -195,11 +176,7 @@ class _Progress:
 
 
 class _FailureDetection:
-    """Asks the ranks of a group, through the job's store, which of them still answer.
-
-    Attributes:
-        still_asks: Whether `learn` may find out more.
-    """
+    """Asks the ranks of a group, through the store, which still answer; `still_asks`: `learn` may find out more."""
 
     def __init__(self, process_group: ProcessGroup, name: str, first_act: str) -> None:
         self._rank = process_group.rank()
@@ -233,11 +210,7 @@ class _FailureDetection:
                 self.still_asks = False
 
     def raise_if_called(self) -> None:
-        """Poll the store.
-
-        Raises:
-            RuntimeError: Another rank has started failure detection.
-        """
+        """Poll the store; raises RuntimeError if another rank has started failure detection."""
         if self._has_store and (self._query is None or not self._query.is_alive()):
             self._query = _StoreQuery(self._store, "failure_detection")
             reason = self._query.answer(SLICE_S)
@@ -247,13 +220,7 @@ class _FailureDetection:
                 )
 
     def who_is_gone(self, doing: str, named: int | None, reason: str | None) -> str:
-        """Start failure detection, or join it; returns in words which ranks are missing.
-
-        Args:
-            doing: What this rank was doing.
-            named: The rank that the failed collective named, if it did.
-            reason: Why the others are called; None: they know.
-        """
+        """Start failure detection, or join it if there is no `reason`; returns in words which ranks are missing."""
         if not self._has_store:
             return "this job has no store in which to ask who still answers"
         if self._query is not None:

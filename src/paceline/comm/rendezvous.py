@@ -30,18 +30,10 @@ def announce(store: dist.Store, rank: int) -> None:
 
 
 class Rendezvous:
-    """One rank's part in a rendezvous.
+    """One rank's part in a rendezvous, in a store of its own.
 
-    Args:
-        store: Of this rendezvous alone.
-        rank: Of this process.
-        num_ranks: How many take part.
-        timeout: How long a rank waits for the others.
-        doing: What it is for, for messages: "joining a process group of 4 ranks".
-        known: A store in which every rank may have announced itself before, as the same rank.
-
-    Attributes:
-        rank: Of this process.
+    A rank waits `timeout` for the others; `doing` says in messages what for. In `known`, another store, every rank may
+    have announced itself before, as the same rank.
     """
 
     def __init__(
@@ -71,14 +63,7 @@ class Rendezvous:
         self._store.set(_FAILED, f"{self.rank} rank {self.rank} cannot come ({why})")
 
     def collect(self, topic: str) -> list[bytes]:
-        """Return what every rank has published.
-
-        Contract:
-            Blocks: until all have, at most the timeout.
-
-        Raises:
-            PeerLostError: A rank died, or did not come in time.
-        """
+        """Return what every rank has published. Blocks until all have; PeerLostError if one does not in time."""
         try:
             return self._collect(topic)
         except PeerLostError:

@@ -20,12 +20,7 @@ _PAUSE_S = 0.1
 
 
 class SealedStore:
-    """What this package keeps in a store. Same methods as torch's, of those that are needed.
-
-    Args:
-        store: Where.
-        scope: What the keys are about; a value cannot be moved to another scope or key.
-    """
+    """What this package keeps in a store, by torch's methods; a value fits one scope and key."""
 
     def __init__(self, store: dist.Store, scope: str) -> None:
         self._store = store

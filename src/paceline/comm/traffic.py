@@ -7,14 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sent.
+    """What one rank sent."""
 
-    Attributes:
-        sent_bytes: For gradients, as payloads.
-        plain_bytes: What an all-reduce of the same gradients sends that is optimal in bytes, 2 (P-1)/P of their size.
-    """
-
-    sent_bytes: int = 0
+    sent_bytes: int = 0  # for gradients, as payloads
+    # what an all-reduce of the same gradients sends that is optimal in bytes, 2 (P-1)/P of their size
     plain_bytes: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:

@@ -192,10 +192,7 @@ def cut_by(sizes: Sequence[int], num_samples: int) -> tuple[int, ...]:
 
 
 def cut_among(had: Sequence[int | None], whole: int) -> tuple[int, ...]:
-    """Cut `whole` among other ranks than before, by what they `had`; None: new, and given the others' mean.
-
-    See `cut_by`. Raises ConfigurationError if there are more ranks than samples or micro-steps.
-    """
+    """Cut `whole` among other ranks by what they `had`; None: new, given the mean. As `cut_by`; ConfigurationError."""
     if whole < len(had):
         raise ConfigurationError(
             f"{whole} samples or micro-steps a step cannot be cut among {len(had)} ranks. Give rebuild(batch=...) a "

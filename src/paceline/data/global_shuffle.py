@@ -72,9 +72,8 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         self.seed = seed
         super().__init__(batch, rank, last)
         self._num_given = 0  # batches of the iteration under way
-        self._steps_start: int | None = (
-            None  # while in `steps`: from where the loader's next iteration fetches
-        )
+        # while in `steps`: from where the loader's next iteration fetches
+        self._steps_start: int | None = None
         self._plan_from(0)
 
     def _stand_at(self, epoch: int, position: int) -> None:

@@ -77,10 +77,7 @@ class Window(Generic[Batch]):
     """One optimizer step's micro-batches: a context, and within it an iterator. Made by `model.accumulate`."""
 
     def __init__(
-        self,
-        steps: StepCoordinator,
-        batches: Sequence[Batch],
-        weight: Callable[[Batch], float] | None,
+        self, steps: StepCoordinator, batches: Sequence[Batch], weight: Callable[[Batch], float] | None
     ) -> None:
         self._steps = steps
         self._batches = batches
@@ -206,10 +203,7 @@ class Window(Generic[Batch]):
             )
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         try:
             return self._leave(error)
@@ -248,10 +242,7 @@ class Window(Generic[Batch]):
         return True
 
     def _makes_room(self, error: Exception, ranks: Sequence[int]) -> bool:
-        """Whether this step is repeated in other shares, as these ranks are full; the same answer on every rank.
-
-        Raises ConfigurationError, on every rank, if there is no room for the global batch.
-        """
+        """Whether this step is repeated in other shares; the same on every rank. Raises ConfigurationError."""
         shares = self._steps.setting.shares
         if shares is None or not shares.can_make_room or not ranks:
             return False
@@ -276,10 +267,7 @@ class Window(Generic[Batch]):
         )
 
     def _give_up(self, status: Status = Status.ABORTED) -> tuple[int, ...]:
-        """Complete the step's collectives, if the other ranks will be in them, and tell these.
-
-        Returns as `Recovery.abort`.
-        """
+        """Complete the step's collectives, if the other ranks are in them, and tell these; as `Recovery.abort`."""
         recovery = self._steps.recovery
         if self._has_synchronized and not recovery.is_interrupted:
             return ()

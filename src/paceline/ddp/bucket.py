@@ -75,22 +75,16 @@ class Bucket(Protocol):
     def collect(self, scale: float, mean_scale: float, used_before: set[int], has_ended: bool) -> None:
         """Make the message: bring every gradient in, scaled, and take `.grad` away from every parameter.
 
-        Args:
-            scale: Of gradients on their way into a dense bucket, as the reduction wants it.
-            mean_scale: The scale of sparse and late gradients. They bypass the reduction and are always averaged.
-            used_before: Parameter indices that earlier, unsynchronized backwards of this step have touched.
-            has_ended: Whether backward has: autograd writes no more.
+        `scale` is for dense gradients on their way into the bucket; `mean_scale` for sparse and late ones, which are
+        always averaged. `used_before`: parameters that earlier backwards of this step touched; `has_ended`: autograd
+        writes no more.
         """
 
     def launch(self, reduction: Reduction, group: ProcessGroup, is_last: bool) -> Work:
         """Start reducing the message. Collective; does not wait."""
 
     def attach(self, is_used: Callable[[int], bool]) -> None:
-        """Give every parameter its reduced gradient; those not used on any rank, or left out, keep what they had.
-
-        Args:
-            is_used: Whether any rank used a parameter, by index; asked only for those that this rank did not use.
-        """
+        """Give every parameter its reduced gradient; those left out, or not `is_used` on any rank, keep theirs."""
 
     # ---- unused parameters and late gradients
 
@@ -101,10 +95,7 @@ class Bucket(Protocol):
         """Whether autograd has touched it after `collect`, or though it is left out."""
 
     def launch_late(self, scale: float, group: ProcessGroup) -> Work:
-        """Start summing what arrived late, scaled, over the ranks, zeros if nothing did; to be added when it is done.
-
-        Collective; does not wait.
-        """
+        """Start summing what arrived late over the ranks, to be added when done. Collective; does not wait."""
 
     # ---- between backwards
 

@@ -53,11 +53,7 @@ class BucketCuts:
         return buckets
 
     def is_due(self, timings: StepTimings) -> bool:
-        """After a synchronized backward that ended well, while that `may_change`: whether buckets are to be cut anew.
-
-        Contract:
-            Collective and blocking after the first one, and as `CapSearch.after_step`; local otherwise.
-        """
+        """Whether buckets are to be cut anew, after a good backward. Collective as `CapSearch.after_step`."""
         is_due = self._tries_others(timings) if self.has_followed else self._follow()
         self.may_change = self.search is not None and self.search.best_mb is None
         return is_due

@@ -176,10 +176,7 @@ class Buffers:
         self.hook = hook
 
     def bring_in_line(self, source_of: Callable[[], int], again: bool) -> None:
-        """Take over a rank's buffers (rule 2); `again`: also if all have had the same since the last backward.
-
-        Collective; blocks.
-        """
+        """Take over a rank's buffers (rule 2); `again`: also if all had the same before. Collective; blocks."""
         if again or not self._are_in_line:
             self.synchronize(source_of())
             self._are_in_line = True

@@ -67,11 +67,7 @@ class CapSearch:
     def after_step(
         self, timings: StepTimings, device: torch.device, group: ProcessGroup, peers: Peers
     ) -> BucketCaps | None:
-        """A synchronized backward has ended well: return other caps if buckets are to be cut anew.
-
-        Contract:
-            Collective and blocking after every `STEPS_EACH`th step as long as the search goes on, local otherwise.
-        """
+        """Return other caps if buckets are to be cut anew. Collective after every `STEPS_EACH`th step, else local."""
         if self.best_mb is not None:
             return None
         self._num_steps += 1
@@ -108,10 +104,7 @@ class CapSearch:
 
 
 def course(default: float, least: float, most: float) -> Generator[float, float, float]:
-    """Yields the cap to try next, in bytes, is sent the seconds of a step with it, and returns the best (rules 2, 3).
-
-    Caps smaller than `least` are not tried, nor those above `most`, which would all make one bucket.
-    """
+    """Yields the next cap in bytes, from `least` to `most`, is sent a step's seconds, returns the best (rules 2, 3)."""
     seen = {default: (yield default)}
 
     def measure(cap: float) -> Generator[float, float, bool]:

@@ -138,10 +138,7 @@ class StepCoordinator:
     # ---- the model, on all ranks
 
     def verify(self, managed: ManagedParameters, *more: tuple[str, object]) -> Verified:
-        """Raise ReplicaMismatchError, on every rank, unless all wrap the same module with the same arguments.
-
-        Collective; blocks.
-        """
+        """Raise ReplicaMismatchError, on all ranks, unless all wrap the same with the same arguments. Collective."""
         members, groups = self.membership, self.setting.process_groups
         num_groups = ("number of process groups", len(groups))
         verified = self._verify(managed, groups, members.peers, members.number, num_groups, *more)
@@ -331,11 +328,7 @@ class StepCoordinator:
     # ---- before a step
 
     def prepare_forward(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Before a forward of these arguments that may be differentiated.
-
-        Contract:
-            Collective if its backward will synchronize: buffers; parameters that were unfrozen; joined ranks.
-        """
+        """Before a forward that may be differentiated. Collective if its backward will synchronize."""
         self.reducer.prepare()
         self._follow_changes()
         self.reducer.open_forwards.begin(counts=self.wrapped.training)
@@ -369,10 +362,7 @@ class StepCoordinator:
         return [range_of(names[member] for member in bucket.members) for bucket in self.reducer.buckets]
 
     def _follow_changes(self) -> None:
-        """Take in what was done to the parameters since the last forward. Collective if some were unfrozen.
-
-        Raises ConfigurationError if they were moved.
-        """
+        """Take in unfrozen parameters (collective); raises ConfigurationError if some were moved."""
         first = self._home.get(self._first)
         if first is not None and (now := first.device) != self.membership.device:
             raise ConfigurationError(
@@ -459,11 +449,7 @@ class StepCoordinator:
         self.buffers.come_from(0)
 
     def match_window(self, weights: StepWeights) -> None:
-        """Take part in the other ranks' last backward, contributing nothing; if nothing counts anywhere, there is none.
-
-        Contract:
-            Collective: matches the end of the other ranks' windows.
-        """
+        """Match the other ranks' last backward, contributing nothing; none if nothing counts. Collective."""
         weights.raise_if_refused(self.membership.rank)
         if weights.total > 0:
             self._run_without_autograd(share=0.0)

@@ -50,12 +50,7 @@ def _set_gradients(parameters: Iterable[Tensor], gradients: Iterable[Tensor | No
     collections.deque(map(_set_gradient, parameters, gradients), maxlen=0)
 
 
-_INTEGERS = {
-    1: torch.int8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LEAST = {size: torch.iinfo(integers).min for size, integers in _INTEGERS.items()}  # has the bits of -0.0
 
 

@@ -76,20 +76,14 @@ class Flight(Protocol):
         """It is the bucket's turn: send it, once it is collected. Collective; does not wait."""
 
     def close(self) -> Exception | None:
-        """Autograd is done: come to know which buckets leave.
+        """Autograd is done: come to know which buckets leave. Local in a plain flight; else collective, and blocks.
 
         Returns what this rank has to raise once it has completed the step's collectives. Raises StepDroppedError, on
         every rank, if the ranks do not agree; nothing was launched.
-
-        Contract:
-            Collective if the ranks still have to agree on that; then it blocks. Local in a plain flight.
         """
 
     def wait_for_words(self) -> bool:
-        """Wait for what brings the ranks' status words; False: they have to be summed apart.
-
-        Raises PeerLostError if a rank died or hangs; gradients are undefined.
-        """
+        """Wait for what brings the ranks' status words; False: they are summed apart. Raises PeerLostError."""
 
     def hand_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> bool:
         """Every rank's backward has ended well: whether somebody else completes each bucket when it is needed.

@@ -48,11 +48,7 @@ class Joining:
         self.divides_by_all, self.authoritative_rank, self.num_averaged = True, 0, None
 
     def notify(self, wrapped: Any, next_step: NextStep) -> None:
-        """Within `join`: tell the joined ranks that this one has another batch or window, and what follows.
-
-        Contract:
-            Collective with the joined ranks' shadows.  Blocks: yes, for one small message.
-        """
+        """Within `join`: tell joined ranks what follows. Collective with their shadows; blocks for a message."""
         self.num_averaged = None
         if self.is_enabled(wrapped):
             told = Join.notify_join_context(wrapped)

@@ -15,12 +15,9 @@ from paceline.ddp.views import gradient_views
 
 
 def launch_late(body: Tensor, parameters: Sequence[Parameter], scale: float, group: ProcessGroup) -> Work:
-    """Start summing a dense bucket's late gradients over the ranks; added to what has been reduced when they are done.
+    """Start summing a dense bucket's late gradients over the ranks; added to `body`, reduced, when they are done.
 
-    `body` is the bucket's buffer, reduced. Without `parameters` this rank contributes zeros.
-
-    Contract:
-        Collective; does not wait.  Mutates: `body`, when the returned is done; takes `.grad` away.
+    Without `parameters` this rank contributes zeros. Collective; does not wait; takes `.grad` away.
     """
     late = torch.zeros_like(body)
     for parameter, view in zip(parameters, gradient_views(late, parameters), strict=True):

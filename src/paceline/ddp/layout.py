@@ -107,10 +107,7 @@ class GradientMemory:
     def cut(self, order: Sequence[int]) -> list[Bucket]:
         """Lay the gradients out for this ready order; the status words lie behind the last bucket where that is dense.
 
-        Gradients that are alive move along.
-
-        Contract:
-            Local; the same order gives the same layout on every rank. Old buckets' views are worthless afterwards.
+        Gradients that are alive move along; old buckets' views are worthless afterwards. Local; the same on every rank.
         """
         managed = self._managed
         alive = self._take_alive()

@@ -55,9 +55,8 @@ class Suspicion:
     name: str  # of the first parameter, in backward's order, whose gradient is not
     parameter: Tensor
     is_old: bool  # parameters were not finite before that step
-    is_late: bool = (
-        False  # it was one of the steps before `step`; `name` is that of the first parameter (rule 5)
-    )
+    # it was one of the steps before `step`; `name` is that of the first parameter (rule 5)
+    is_late: bool = False
 
     @classmethod
     def of(

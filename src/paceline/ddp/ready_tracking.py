@@ -134,11 +134,7 @@ class ReadyTracker:
     def agree_on_order(
         self, otherwise: Sequence[int], size: int, device: torch.device, group: ProcessGroup, peers: Peers
     ) -> tuple[list[int], int]:
-        """The order that rank 0 has observed, the rest as in `otherwise`, and its `size`; stops recording the order.
-
-        Contract:
-            Collective: every rank, at the end of its first synchronized backward.  Blocks: yes.
-        """
+        """Rank 0's order, the rest as `otherwise`, and its `size`; stops recording. Collective; blocks."""
         for recorder in self._recorders:
             recorder.remove()
         self._recorders = []
@@ -165,10 +161,7 @@ class _Listener:
     """The hooks of one bucket's parameters."""
 
     def __init__(
-        self,
-        bucket: Bucket,
-        take: Callable[[Bucket, int, Any], None],
-        on_full: Callable[[Bucket], None],
+        self, bucket: Bucket, take: Callable[[Bucket, int, Any], None], on_full: Callable[[Bucket], None]
     ) -> None:
         self.bucket = bucket
         self._take = take

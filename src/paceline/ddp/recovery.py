@@ -37,10 +37,7 @@ class Interruptible(Protocol):
         """A backward begins."""
 
     def complete_aborted(self, status: Status) -> tuple[int, ...]:
-        """Perform what is left of the collectives of the last backward, and tell the other ranks that it raised.
-
-        Returns the ranks that ran out of memory, if nothing else went wrong on any rank.
-        """
+        """Perform what is left of the last backward's collectives, and say that it raised; as `recover`."""
 
     def rest(self) -> None:
         """No backward is under way any more."""
@@ -109,13 +106,9 @@ class Recovery:
         self._failure = error
 
     def check(self) -> None:
-        """Before a step: complete the last backward, if it raised.
+        """Before a step: complete the last backward, if it raised. ProtocolError if communication has failed for good.
 
-        Raises ProtocolError if communication has failed for good.
-
-        Contract:
-            Local, unless this rank's last backward raised: then it completes that backward's collectives, for which
-            the other ranks are waiting, and tells them.
+        Local, unless that backward raised: then it completes the collectives for which the others wait, and tells them.
         """
         self._trained_by = threading.get_ident()
         if self._failure is not None:
@@ -153,12 +146,10 @@ class Recovery:
     # ---- giving up a step
 
     def recover(self, status: Status = Status.ABORTED) -> tuple[int, ...]:
-        """Complete the collectives of a backward that raised, tell the others, drop this rank's gradients.
+        """Complete the collectives of a backward that raised, tell the others this status, drop this rank's gradients.
 
-        Tells them this status; returns the ranks that ran out of memory, if nothing else went wrong on any rank.
-
-        Contract:
-            Collective if that backward synchronizes: matches the other ranks' backward.  Blocks: yes.
+        Returns the ranks that ran out of memory, if nothing else went wrong on any. Collective if that backward
+        synchronizes; blocks.
         """
         raised = self._backward is not None and self._backward() is None
         self._backward = None
@@ -177,13 +168,7 @@ class Recovery:
         return out_of_memory
 
     def abort(self, status: Status = Status.ABORTED) -> tuple[int, ...]:
-        """Give up this step: complete its collectives, tell the other ranks, drop this rank's gradients.
-
-        Otherwise as `recover`.
-
-        Contract:
-            Collective: matches the other ranks' synchronized backward, whether this rank's has begun or not.
-        """
+        """Give up this step, whether its backward has begun or not; otherwise as `recover`. Collective."""
         if not (self.is_interrupted and self._synchronizes):
             self._reducer.rest()
             self._reducer.arm(Backward(True, _never_ended, by_autograd=False), Terms())

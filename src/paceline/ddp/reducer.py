@@ -164,10 +164,7 @@ class Reducer:
     # ---- a backward begins
 
     def begin(self, owner: Owner | None = None) -> Backward:
-        """Backward has reached the module: decide whether it synchronizes, and be told when it ends.
-
-        Without an `owner`, the forward to which it belongs, it stays local.
-        """
+        """Backward has reached the module: does it synchronize? Without an `owner`, its forward, it is local."""
         if self.recovery.is_interrupted:
             self.recovery.recover()
         terms = self._terms()
@@ -290,14 +287,9 @@ class Reducer:
     def _finish(self, backward: Backward) -> None:
         """Reduce what is left, wait for everything, give every parameter its gradient.
 
-        Contract:
-            Collective: every rank, once a synchronized backward.  Blocks: yes.  Mutates: `.grad` of all parameters.
-            Afterwards: bitwise equal on all ranks.
-
-        Raises:
-            StepDroppedError: Another rank's backward raised, or the ranks do not agree on this step; gradients are
-                undefined on all ranks.
-            PeerLostError: A rank died or hangs; gradients are undefined.
+        Collective: once a synchronized backward; blocks. Gradients are bitwise equal afterwards, and undefined after an
+        error: StepDroppedError if another rank's backward raised or ranks disagree, PeerLostError if a rank died or
+        hangs.
         """
         ended_s = time.perf_counter()
         self._buffers.note_backward()
@@ -430,11 +422,7 @@ class Reducer:
     # ---- besides
 
     def run_without_autograd(self, terms: Terms) -> None:
-        """A synchronized backward that touches nothing here: `sync_gradients`, or the shadow of a joined rank.
-
-        Contract:
-            Collective: matches the other ranks' backward.
-        """
+        """A synchronized backward that touches nothing here: `sync_gradients`, or a joined rank's. Collective."""
         backward = Backward(True, self._end, by_autograd=False)
         self.arm(backward, terms)
         backward.end()

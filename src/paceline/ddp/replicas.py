@@ -66,17 +66,12 @@ def _facts(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Verified:
-    """What all ranks know of each other, once they have the same model.
+    """What all ranks know of each other, once they have the same model."""
 
-    Attributes:
-        are_on_cpu: For each rank whether it has the model on a CPU: so defaults that depend on it are the same.
-        number: What rank 0 calls the module.
-        all_know_beside: Whether all ranks know of a group beside the one that they asked for.
-    """
-
+    # for each rank whether it has the model on a CPU: so defaults that depend on it are the same
     are_on_cpu: Sequence[bool]
-    number: int
-    all_know_beside: bool
+    number: int  # what rank 0 calls the module
+    all_know_beside: bool  # whether all ranks know of a group beside the one that they asked for
 
     @property
     def all_on_cpu(self) -> bool:
@@ -94,23 +89,9 @@ def verify(
 ) -> Verified:
     """Make sure that every rank described the same model, and say where each has it, and what it is called.
 
-    Args:
-        description: Of this rank's.
-        process_group: Whose ranks are compared.
-        peers: The same, for waiting.
-        device: Where the words that are exchanged lie.
-        on_cpu: Whether this rank's model is on the CPU. Ranks may differ in that.
-        number: Among the modules over this group, as far as this rank knows.
-        knows_beside: Whether this rank knows a group beside this one.
-
-    Contract:
-        Collective: every rank.  Blocks: yes.
-
-    Cost:
-        One all-gather of 8 words a rank; a second one, of the whole description, only where ranks differ.
-
-    Raises:
-        ReplicaMismatchError: On every rank, with the same message, naming rank and parameter.
+    The words that are exchanged lie on `device`; ranks may differ in `on_cpu`, their `number` for the module and
+    `knows_beside`. Collective; blocks. One all-gather of 8 words a rank; a second one, of the whole description, only
+    where ranks differ: then ReplicaMismatchError, the same on every rank, names rank and parameter.
     """
     encoded = description.encode()
     digest = hashlib.sha256(encoded).digest()
@@ -131,11 +112,7 @@ def verify(
 
 
 def tell_of_refusal(error: Exception, process_group: ProcessGroup, device: torch.device) -> None:
-    """Let the ranks that do wrap their module hear that this one cannot, instead of waiting for it.
-
-    Contract:
-        Collective, as wrapping is: matches the other ranks' `verify`.
-    """
+    """Tell ranks that wrap their module that this one cannot. Collective: matches the others' `verify`."""
     if process_group.size() == 1:
         return
     where = device_for_metadata(process_group, device)

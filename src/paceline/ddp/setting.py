@@ -51,16 +51,10 @@ class Setting:
 
     @classmethod
     def of(cls, module: Module, given: Any) -> Setting:
-        """Check the constructor's arguments, in torch's order, and say what they come to.
+        """Check the constructor's arguments, in torch's order, say what they come to; make sharded parameters local.
 
-        In a larger mesh, the module's sharded parameters become local ones.
-
-        Contract:
-            Local where they are good. If not, and with `init_sync`, the other ranks are told, who are wrapping theirs.
-
-        Raises:
-            RuntimeError, ValueError: What torch raises for the same mistake, in its words.
-            ConfigurationError: Any other mistake.
+        Raises RuntimeError or ValueError in torch's words where torch does, else ConfigurationError. Local where all is
+        good. If not, and with `init_sync`, the other ranks are told, who are wrapping theirs.
         """
         process_groups = arguments.choose_process_groups(given.process_group, given.device_mesh)
         try:

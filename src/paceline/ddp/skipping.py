@@ -179,11 +179,7 @@ class SkippingFlight:
         self._words = torch.tensor([*needs, *said], dtype=torch.float64, device=where)
 
     def ask(self) -> Work:
-        """Launch the sum of what all ranks need.
-
-        Contract:
-            Collective: every rank, once a synchronized backward, before its buckets.  Blocks: no.
-        """
+        """Launch the sum of what all ranks need. Collective: once a synchronized backward, before its buckets."""
         group = self._ranks.group
         self._pending = Done() if group.size() == 1 else all_reduce(self._words, group)
         self._pending.on_done(self._has_arrived.set)

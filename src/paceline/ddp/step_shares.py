@@ -58,10 +58,7 @@ class Standing:
     limit: int = 0  # the samples of a micro-batch that this rank can hold; 0: not known
 
     def batch_among(self, had: Sequence[Standing | None]) -> GlobalBatch:
-        """This rank's global batch, cut among others: in proportion to what they had; None: a rank is new.
-
-        Raises ConfigurationError if there are more ranks than samples, or micro-steps.
-        """
+        """This rank's global batch, cut among others by what they had; None: new. Raises ConfigurationError."""
         if self.moves_micro_steps:
             counts = cut_among([None if it is None else it.micro_steps for it in had], self.num_micro_steps)
             sizes = tuple(self.local if count else 0 for count in counts)
@@ -73,14 +70,8 @@ class Standing:
 class StepShares:
     """Connects one wrapped module with the sampler of its batches, and with the balance of their shares.
 
-    Raises ConfigurationError if the sampler is for other ranks, or its shares cannot be balanced.
-
-    Args:
-        sampler: Whose `steps` are trained.
-        balance: Decides on shares; None: they change only if the user changes them.
-        rank: This rank, in the group over which gradients are reduced.
-        num_ranks: Of that group.
-        device: Of the module.
+    Without a `balance` shares change only if the user changes them. Ranks are those of the group over which gradients
+    are reduced. Raises ConfigurationError if the sampler is for other ranks, or its shares cannot be balanced.
     """
 
     def __init__(
@@ -108,10 +99,7 @@ class StepShares:
     # ---- weights
 
     def own_weights(self) -> list[int]:
-        """What this rank's micro-batches count in the step under way: their samples, or tokens.
-
-        Raises ConfigurationError if no step is under way.
-        """
+        """What this rank's micro-batches count in the step under way. Raises ConfigurationError if there is none."""
         if self.sampler.step is None:
             raise ConfigurationError(
                 "the model has a batch_sampler, but this step did not come from it. Iterate over "
@@ -137,10 +125,7 @@ class StepShares:
     # ---- reports
 
     def report(self, last: StepTiming | None) -> tuple[float, ...]:
-        """This rank's words on the step that begins; the first call in a step starts its clock. Local.
-
-        `last` is the last step that ended well.
-        """
+        """This rank's words on the step that begins after the good step `last`; starts its clock. Local."""
         step = self.sampler.step
         if step is None:
             return NO_REPORT
@@ -177,10 +162,7 @@ class StepShares:
         self._clock.expect_end()
 
     def take(self, reports: Sequence[Sequence[float]]) -> None:
-        """All ranks' words are there: compare them, and decide, the same on every rank.
-
-        Raises ProtocolError if steps differ.
-        """
+        """Compare all ranks' words, and decide, the same on every rank. Raises ProtocolError if steps differ."""
         rows = [_Report(*words) for words in reports]
         if not all(row.trains for row in rows):
             return
@@ -202,10 +184,7 @@ class StepShares:
                 self.sampler.change(batch, position=int(max(row.fetched for row in rows)))
 
     def make_room(self, ranks: Sequence[int]) -> None:
-        """These ranks ran out of memory in the step under way: train its samples again, in other shares. Local.
-
-        On every rank, with the same ranks. Raises ConfigurationError if there is no room for them.
-        """
+        """These ranks ran out of memory: train the step again, in other shares. Local, on all; ConfigurationError."""
         assert self.balance is not None
         assert self.sampler.step is not None
         self._clock.forget()
@@ -214,10 +193,7 @@ class StepShares:
     # ---- other members
 
     def standing(self, last: StepTiming | None) -> Standing:
-        """Where this rank's data stand; a step under way that has not been trained comes again. Local.
-
-        `last` is the last step that ended well.
-        """
+        """Where this rank's data stand after the good step `last`; one not trained comes again. Local."""
         sampler, batch, rank = self.sampler, self.sampler.batch, self._rank
         state = sampler.state_dict()
         epoch, position = state["epoch"], state["position"]
@@ -248,11 +224,7 @@ class StepShares:
         )
 
     def follow(self, batch: GlobalBatch, rank: int, told: Standing, limits: Sequence[int]) -> None:
-        """Train these shares as `rank` from where one rank has `told` to.
-
-        Local; on every one of them. Raises ConfigurationError if they cannot hold the batch, by the limits of each
-        one's micro-batches (0: not known).
-        """
+        """Train these shares as `rank` from where one has `told` to. Local, on all. ConfigurationError: too large."""
         if self.balance is not None:
             batch = self.balance.begin_again(batch, [limit or None for limit in limits], tells=rank == 0)
         self.sampler.move(batch, rank, told.epoch, told.position)

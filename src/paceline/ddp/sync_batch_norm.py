@@ -174,13 +174,10 @@ def move(
 
 
 def separate_group(module: Module, process_group: ProcessGroup, peers: Peers) -> ProcessGroup | None:
-    """Let the layers that use `process_group` or none talk over a group of their own.
+    """Let the layers that use `process_group` or none talk over a group of their own; returns it, if there are any.
 
     Their collectives happen within backward; on the gradients' own group they would have to come between the same
-    buckets on every rank. Returns it; None if there are no such layers.
-
-    Contract:
-        Collective: every rank, if the module has such a layer.
+    buckets on every rank. Collective, if the module has such a layer.
     """
     if layers_over(module, process_group) and process_group.size() > 1:
         own = group_like(process_group, device=next(module.parameters()).device, peers=peers)

@@ -169,10 +169,7 @@ class Verdict:
             peers.wait(pending, "waiting for the ranks' statuses", on_host=self.status.words.is_cpu)
 
     def reach(self, step: int, reduction: Reduction) -> bool:
-        """Read the words of this step; whether any rank has late gradients.
-
-        Raises PeerAbortedError, on every rank, if its gradients are of no use.
-        """
+        """Whether any rank has late gradients. PeerAbortedError, on all ranks, if its gradients are of no use."""
         self.status.read()
         if self.status.is_plain:
             return False

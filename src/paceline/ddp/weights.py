@@ -77,11 +77,7 @@ class StepWeights:
 
 
 class WeightExchange:
-    """The sum under way.
-
-    Contract:
-        Collective: every rank, once a step.  Blocks: the constructor no, `finish` yes.
-    """
+    """The sum under way. Collective, once a step; the constructor does not block, `finish` does."""
 
     def __init__(
         self,
@@ -151,10 +147,7 @@ class Weighing:
         return self._setting.weight is not None or self._setting.shares is not None
 
     def weigh_plain(self, inputs: Sequence[Any], kwargs: Mapping[str, Any], will_synchronize: bool) -> None:
-        """Ask what the batch of a forward outside of windows counts.
-
-        The ranks exchange it when backward begins, not here: some may have run a forward that no backward follows.
-        """
+        """Ask what a forward outside of windows counts; exchanged as backward begins, which some may never run."""
         setting = self._setting
         if not will_synchronize:
             raise ConfigurationError(
@@ -203,10 +196,7 @@ class Weighing:
         return WeightExchange(weight, num_micro_steps, group, members.peers, members.device, report, take)
 
     def finish(self, exchange: WeightExchange) -> StepWeights:
-        """Wait for what the ranks' micro-batches count.
-
-        Raises PeerLostError, and ProtocolError if the ranks do not train the same step.
-        """
+        """Wait for what the micro-batches count. Raises PeerLostError, and ProtocolError if steps differ."""
         try:
             with self.wait():
                 weights = exchange.finish()
@@ -217,10 +207,7 @@ class Weighing:
         return weights
 
     def terms(self, weights: StepWeights, weight: float, total: float, num_averaged: int | None) -> Terms:
-        """The backward that synchronizes begins: what it counts. Local.
-
-        `weight` is the last micro-batch's, in whose units gradients are, `total` that of all of this rank's.
-        """
+        """What the backward that begins counts: `weight` of its last micro-batch, `total` of all of them. Local."""
         setting = self._setting
         if setting.shares is not None:
             setting.shares.backward_begins()

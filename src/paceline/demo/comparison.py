@@ -41,10 +41,8 @@ def run_demo(
 ) -> Any:
     """Train twice, show it, write the report; returns the rows that the report holds.
 
-    Raises:
-        ConfigurationError: Something asked for is not possible; nothing was trained.
-        LaunchError: A rank failed.
-        PromiseBrokenError: The results differ; the report was written.
+    Raises ConfigurationError (nothing was trained), LaunchError, or PromiseBrokenError: results differ; the report is
+    there.
     """
     images, batch, cores = load_images(data), 64 * ranks, num_cores()
     num_train, num_test = len(images.train_labels), len(images.test_labels)

@@ -35,11 +35,7 @@ class Images:
 
 
 def load_images(choice: str, max_train: int = 5_000, max_test: int = 1_000) -> Images:
-    """Load a data set: `digits`, `fashion-mnist`, or the first images of a folder with MNIST's four files.
-
-    Raises:
-        ConfigurationError: It is not there, or is not what it should be; says how to get it.
-    """
+    """Load `digits`, `fashion-mnist`, or images of a folder with MNIST's files. Raises ConfigurationError."""
     if choice == "digits":
         with np.load(Path(__file__).with_name("digits.npz")) as stored:
             images, labels = stored["images"].astype(np.float64), stored["labels"]

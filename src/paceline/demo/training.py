@@ -109,9 +109,8 @@ def train(job: Job, rank: int, num_ranks: int, say: Callable[..., object]) -> No
 
 def main() -> None:
     """Join the group if there is one, train, leave."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # the launcher says that it was stopped; a rank adds no traceback
+    # the launcher says that it was stopped; a rank adds no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if job.wrapped:

@@ -17,23 +17,14 @@ _SMALL_BYTES, _MANY = 256 * 1024, 8
 
 @dataclass(frozen=True)
 class Everybody:
-    """Why all ranks are slow.
+    """Why all ranks are slow."""
 
-    Attributes:
-        kind: A name for scripts.
-        host: Where; "": everywhere.
-        phase: Of the step.
-        lost_s: A step, at most.
-        words: For people.
-        advice: What to do, without a full stop.
-    """
-
-    kind: str
-    host: str
-    phase: str
-    lost_s: float
-    words: str
-    advice: str
+    kind: str  # a name for scripts
+    host: str  # where; "": everywhere
+    phase: str  # of the step
+    lost_s: float  # a step, at most
+    words: str  # for people
+    advice: str  # what to do, without a full stop
 
 
 def everybody_waits(run: Run, table: StepTable) -> Everybody | None:

@@ -24,15 +24,10 @@ _COMPUTES = {"forward", "backward", "computation", "other"}
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a rank is late.
+    """Why a rank is late."""
 
-    Attributes:
-        kind: A name for scripts.
-        words: For people, after "because".
-    """
-
-    kind: str
-    words: str
+    kind: str  # a name for scripts
+    words: str  # for people, after "because"
 
 
 def cause_of(run: Run, table: StepTable, culprit: Culprit) -> Cause:

@@ -34,33 +34,20 @@ _COMPUTES = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Culprit:
-    """Who delays the steps.
+    """Who delays the steps."""
 
-    Attributes:
-        rank: None: it changes.
-        phase: As `run_records.PHASES`; "other": Python between them; "computation": all of forward and backward.
-        layer: Within backward, if most of the delay is there.
-        when: "always", "since", "periodic", "at times" or "moving".
-        places: The column of the culprit in each step of the table.
-        indices: The steps that it delays.
-        since_step: The first one, of an onset.
-        every: The period.
-        delay_s: By how much it delays such a step, in the median.
-        excess_s: By part, how much longer than the others it works, in the median.
-        sureness: The share of the steps looked at in which this rank was last.
-    """
-
-    rank: int | None
+    rank: int | None  # None: it changes
+    # as `run_records.PHASES`; "other": Python between them; "computation": all of forward and backward
     phase: str
-    layer: str
-    when: str
-    places: tuple[int, ...]
-    indices: tuple[int, ...]
-    since_step: int | None
-    every: int | None
-    delay_s: float
-    excess_s: dict[Part, float]
-    sureness: float
+    layer: str  # within backward, if most of the delay is there
+    when: str  # "always", "since", "periodic", "at times" or "moving"
+    places: tuple[int, ...]  # the column of the culprit in each step of the table
+    indices: tuple[int, ...]  # the steps that it delays
+    since_step: int | None  # the first one, of an onset
+    every: int | None  # the period
+    delay_s: float  # by how much it delays such a step, in the median
+    excess_s: dict[Part, float]  # by part, how much longer than the others it works, in the median
+    sureness: float  # the share of the steps looked at in which this rank was last
 
 
 def find_culprit(table: StepTable) -> Culprit | None:

@@ -83,11 +83,7 @@ class Diagnosis:
 
 
 def diagnose_folder(folder: Path) -> Diagnosis:
-    """Read a run as far as it goes, also while it is written, and say what delays its steps.
-
-    Raises:
-        ConfigurationError: There is no run in the folder, or one of another version.
-    """
+    """Say what delays the steps of a run, also while it is written. Raises ConfigurationError: it is none."""
     return diagnose(read_run(folder))
 
 

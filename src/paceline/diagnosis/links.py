@@ -24,25 +24,15 @@ _LEAST_BYTES = 0.1  # of the busiest connection: others carry no gradients
 
 @dataclass(frozen=True)
 class Edge:
-    """What one rank sent to another.
+    """What one rank sent to another."""
 
-    Attributes:
-        source: Whose counters they are.
-        target: Who is at the other end.
-        sent_bytes: Acknowledged between the first and the last sample.
-        busy_s: With something not yet acknowledged.
-        num_resent: Segments.
-        least_rtt_s: The shortest round trip seen.
-        kind: "tcp" or "udp".
-    """
-
-    source: int
-    target: int
-    sent_bytes: int
-    busy_s: float
-    num_resent: int
-    least_rtt_s: float
-    kind: str = "tcp"
+    source: int  # whose counters they are
+    target: int  # who is at the other end
+    sent_bytes: int  # acknowledged between the first and the last sample
+    busy_s: float  # with something not yet acknowledged
+    num_resent: int  # segments
+    least_rtt_s: float  # the shortest round trip seen
+    kind: str = "tcp"  # "tcp" or "udp"
 
     @property
     def bytes_per_s(self) -> float:
@@ -55,21 +45,13 @@ class Edge:
 
 @dataclass(frozen=True)
 class SlowLink:
-    """A rank whose connections differ from all others.
+    """A rank whose connections differ from all others."""
 
-    Attributes:
-        rank: Whose host's link it is.
-        kind: "rate", "loss" or "delay".
-        value: Bytes a second, the share of segments lost, or seconds.
-        others: The same of the other connections.
-        peer: With "loss": to whom.
-    """
-
-    rank: int
-    kind: str
-    value: float
-    others: float
-    peer: int | None = None
+    rank: int  # whose host's link it is
+    kind: str  # "rate", "loss" or "delay"
+    value: float  # bytes a second, the share of segments lost, or seconds
+    others: float  # the same of the other connections
+    peer: int | None = None  # with "loss": to whom
 
 
 def edges_of(run: Run) -> tuple[Edge, ...]:

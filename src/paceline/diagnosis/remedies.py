@@ -22,15 +22,10 @@ _HALF_RATIO = 0.5  # of the exposed communication that bf16 leaves where the lin
 
 @dataclass(frozen=True)
 class Remedy:
-    """Something to do.
+    """Something to do."""
 
-    Attributes:
-        words: In the imperative, without a full stop.
-        predicted: The step after it; None: not predicted.
-    """
-
-    words: str
-    predicted: Prediction | None
+    words: str  # in the imperative, without a full stop
+    predicted: Prediction | None  # the step after it; None: not predicted
 
 
 _OF_CAUSE = {

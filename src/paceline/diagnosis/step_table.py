@@ -23,38 +23,23 @@ Part = tuple[str, str]
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank did in one step.
+    """What one rank did in one step."""
 
-    Attributes:
-        parts: Seconds of its work by phase and layer.
-        work_s: Their sum, up to its own last gradient.
-        step_s: With waiting for the others.
-        host: What the kernel says.
-        num_samples: Trained; None: not known.
-        num_tokens: Trained; None: not known.
-    """
-
-    parts: dict[Part, float]
-    work_s: float
-    step_s: float
-    host: HostFacts
-    num_samples: int | None = None
-    num_tokens: int | None = None
+    parts: dict[Part, float]  # seconds of its work by phase and layer
+    work_s: float  # their sum, up to its own last gradient
+    step_s: float  # with waiting for the others
+    host: HostFacts  # what the kernel says
+    num_samples: int | None = None  # trained; None: not known
+    num_tokens: int | None = None  # trained; None: not known
 
 
 @dataclass(frozen=True)
 class StepTable:
-    """Steps that all ranks have recorded.
+    """Steps that all ranks have recorded."""
 
-    Attributes:
-        ranks: Which; the order of the columns.
-        steps: Their numbers.
-        rows: Of each step a `RankStep` a rank.
-    """
-
-    ranks: tuple[int, ...]
-    steps: tuple[int, ...]
-    rows: tuple[tuple[RankStep, ...], ...]
+    ranks: tuple[int, ...]  # which; the order of the columns
+    steps: tuple[int, ...]  # their numbers
+    rows: tuple[tuple[RankStep, ...], ...]  # of each step a `RankStep` a rank
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -126,12 +111,7 @@ def _host_facts(rank: RankRun) -> dict[int, HostFacts]:
 
 def _rank_step(record: StepRecord, rank: RankRun, host: HostFacts) -> RankStep:
     return RankStep(
-        _parts(record, rank.labels),
-        record.work_s,
-        record.step_s,
-        host,
-        record.num_samples,
-        record.num_tokens,
+        _parts(record, rank.labels), record.work_s, record.step_s, host, record.num_samples, record.num_tokens
     )
 
 

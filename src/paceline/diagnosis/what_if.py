@@ -102,8 +102,5 @@ def _step_s(row: tuple[RankStep, ...], works: Mapping[int, float]) -> float:
 def _prediction(steps_s: list[float], num_steps: int, chance: random.Random) -> Prediction:
     medians = sorted(median(chance.choices(steps_s, k=num_steps)) for _ in range(_RESAMPLED))
     return Prediction(
-        median(steps_s),
-        medians[_RESAMPLED // 20],
-        medians[-_RESAMPLED // 20],
-        sum(steps_s) / len(steps_s),
+        median(steps_s), medians[_RESAMPLED // 20], medians[-_RESAMPLED // 20], sum(steps_s) / len(steps_s)
     )

@@ -167,9 +167,8 @@ class Elastic:
         behind = self._place_behind_step()
         step = self._sampler.step
         assert step is not None
-        self._place = Place(
-            self.step, self._sampler.epoch, step.position
-        )  # no longer the end of the epoch before
+        # no longer the end of the epoch before
+        self._place = Place(self.step, self._sampler.epoch, step.position)
         self._is_in_step, self._is_given_up = True, False
         try:
             yield batches
@@ -254,14 +253,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 class _Crew:
-    """This rank's place among the others: its launcher's word, the group, and what is carried from one to another.
-
-    Args:
-        line: To the agent.
-        model: The wrapped model.
-        carried: What a rank that is behind receives.
-        sampler: The model's.
-    """
+    """This rank's place among the others: its line to the agent, the group, and what is carried between ranks."""
 
     def __init__(
         self, line: Line, model: DistributedDataParallel, carried: Carried, sampler: GlobalShuffle
@@ -339,10 +331,7 @@ class _Crew:
         return Standings.of(step, group)
 
     def rebuild(self, seat: Seat, standings: Standings, place: Place) -> Any:
-        """Let the model go on over the group; returns the state of the rank that is furthest, if any is behind.
-
-        Collective; blocks. Nothing of this rank's state has been changed.
-        """
+        """Let the model go on over the group; returns the furthest rank's state, if any is behind. Collective."""
         given, tensors = None, []
         group = dist.group.WORLD
         assert group is not None

@@ -27,17 +27,11 @@ from paceline.elastic.state_tree import PackedState, empty_tensors, pack, unpack
 
 @dataclass(frozen=True)
 class Place:
-    """Where training stands.
+    """Where training stands."""
 
-    Attributes:
-        step: Steps that have been completed.
-        epoch: Of the data, for the next step.
-        position: Samples of it before that step.
-    """
-
-    step: int
-    epoch: int
-    position: int
+    step: int  # steps that have been completed
+    epoch: int  # of the data, for the next step
+    position: int  # samples of it before that step
 
 
 @dataclass(frozen=True)
@@ -65,14 +59,7 @@ class Standings:
 
 
 class Carried:
-    """What training has made on this rank: model, optimizers, schedules, what else has a state, the data's place.
-
-    Args:
-        module: Without its wrapper.
-        optimizers: Of its parameters.
-        others: `state_dict` and `load_state_dict`.
-        sampler: Whose seed counts.
-    """
+    """What training has made on this rank: module, optimizers, others with a `state_dict`, the sampler's place."""
 
     def __init__(
         self, module: Module, optimizers: Sequence[Optimizer], others: Sequence[Any], sampler: GlobalShuffle
@@ -98,10 +85,7 @@ class Carried:
         return [each.detach() for each in (*self._module.parameters(), *self._module.buffers())]
 
     def take(self, tree: Any, *, is_new: bool) -> None:
-        """Be where the giver was. Local.
-
-        `is_new`: with its random numbers and seed as well. A rank that is a step behind has drawn its own already.
-        """
+        """Be where the giver was; `is_new`: with its random numbers, which a rank a step behind has drawn. Local."""
         with torch.no_grad():
             for mine, given in zip(self._tensors(), tree["model"], strict=True):
                 mine.copy_(given)

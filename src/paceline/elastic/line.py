@@ -149,10 +149,7 @@ class Line:
         return False
 
     def hear(self) -> Message | None:
-        """The next message; waits for it. None: the other end is closed.
-
-        Raises ProtocolError if it is none.
-        """
+        """The next message; waits for it. None: the other end is closed. Raises ProtocolError if it is none."""
         try:
             words = self._end.recvmsg(_MOST_BYTES)[0]
         except OSError:

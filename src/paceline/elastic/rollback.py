@@ -49,13 +49,7 @@ class Randomness:
 
 
 class Rollback:
-    """Remembers how one step began.
-
-    Args:
-        buffers: The module's buffers, by name, as they are now.
-        optimizers: Whose groups' settings schedules change.
-        others: What else steps behind a window: `state_dict` and `load_state_dict`.
-    """
+    """Remembers how one step began: buffers, optimizers' settings, and the state of what else steps behind a window."""
 
     def __init__(
         self,

@@ -29,11 +29,7 @@ class PackedState:
 
 
 def pack(tree: Any) -> PackedState:
-    """Take a tree apart. Its tensors are not copied.
-
-    Raises:
-        ConfigurationError: It has something else in it, such as an object of a class.
-    """
+    """Take a tree apart; tensors are not copied. Raises ConfigurationError for any other object in it."""
     tensors: list[Tensor] = []
     return PackedState(json.dumps(_described(tree, "", tensors), separators=(",", ":")).encode(), tensors)
 

@@ -31,12 +31,7 @@ class OverError(PeerLostError):
 
 
 class Watcher:
-    """This rank's ear for its agent.
-
-    Attributes:
-        epoch: Of the membership that this rank is in, or was in last.
-        since_s: When the agent's last word came that it is over, by `time.monotonic`.
-    """
+    """This rank's ear for its agent: the `epoch` of its membership, and since when (`since_s`) that is over."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
@@ -104,12 +99,7 @@ class Watcher:
             return self._changed.wait_for(lambda: self.is_over or self._is_alone, limit_s) and self.is_over
 
     def next_seat(self) -> Seat:
-        """This rank's place in the next membership. Blocks until the agent says it.
-
-        Raises:
-            ReplicaMismatchError: This rank cannot come in.
-            PeerLostError: The agent is gone.
-        """
+        """This rank's next place; blocks. ReplicaMismatchError: it cannot come in. PeerLostError: the agent is gone."""
         told = self._seats.get()
         while not self._seats.empty():
             told = self._seats.get()

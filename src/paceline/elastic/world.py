@@ -36,10 +36,7 @@ class WorldKind:
 
 
 def forget_world() -> None:
-    """Let c10d forget all its groups, without a word to them: their ranks may be dead. Local.
-
-    As `torch.distributed._abort_process_group` does, which would wait for what is under way.
-    """
+    """Let c10d forget all its groups without a word to their ranks, which may be dead: so it never waits. Local."""
     c10d: Any = dist.distributed_c10d
     world = c10d._world
     c10d._update_default_pg(None)

@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.host.processes import state_of
+from paceline.host.processes import stat_of, state_of
 
 _TICK_S = 0.01  # of /proc/PID/stat; USER_HZ is 100 on Linux
 # Fields behind the name (proc(5)): pages that came by faults, utime, stime, cutime and cstime, waits for disks.
@@ -19,21 +19,13 @@ _LEAST_FAULTS = 50
 
 @dataclass(frozen=True)
 class Activity:
-    """Of a process and its descendants, since they started.
+    """Of a process and its descendants, since they started."""
 
-    Attributes:
-        on_core_s: On a core, or waiting for a disk.
-        queued_s: Ready for a core.
-        moved_bytes: Read and written, from files and pipes.
-        num_faults: Pages that it has touched anew.
-        on_disk: Whether the process waits for a disk right now.
-    """
-
-    on_core_s: float
-    queued_s: float
-    moved_bytes: int
-    num_faults: int
-    on_disk: bool
+    on_core_s: float  # on a core, or waiting for a disk
+    queued_s: float  # ready for a core
+    moved_bytes: int  # read and written, from files and pipes
+    num_faults: int  # pages that it has touched anew
+    on_disk: bool  # whether the process waits for a disk right now
 
     def has_done_something(self, before: Activity, elapsed_s: float) -> bool:
         """Whether it has computed, read or written since `before`, so many seconds ago."""
@@ -72,8 +64,8 @@ def family_of(pid: int) -> list[int]:
 
 
 def _fields(pid: int) -> list[str]:
-    with contextlib.suppress(OSError, IndexError):
-        found = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    with contextlib.suppress(OSError):
+        found = stat_of(pid)
         return found if len(found) > _DISK_TIME else []
     return []
 

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.host.processes import stat_of
+
 _USER, _SYSTEM, _CORE, _DISK = 11, 12, 36, 39  # fields of /proc/PID/stat behind the name (proc(5))
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _SHOWN = 3
@@ -50,10 +52,9 @@ class CoreNeighbours:
 
 def _core_of_this_thread() -> int:
     try:
-        behind = Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()
+        return int(stat_of("thread-self")[_CORE])
     except OSError:
         return -1
-    return int(behind[_CORE])
 
 
 def threads_queued() -> tuple[int, float]:
@@ -98,10 +99,9 @@ def stolen_s() -> float:
 def disk_s() -> float:
     """How long this thread has waited for a disk; 0 where the kernel does not account for delays."""
     try:
-        behind = Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()
+        return _TICK_S * int(stat_of("thread-self")[_DISK])
     except OSError:
         return 0.0
-    return _TICK_S * int(behind[_DISK])
 
 
 def children_disk_s() -> float:
@@ -113,7 +113,7 @@ def children_disk_s() -> float:
         return 0.0
     for pid in children:
         try:
-            total += int(Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[_DISK])
+            total += int(stat_of(pid)[_DISK])
         except (OSError, IndexError):
             continue
     return _TICK_S * total

@@ -23,10 +23,7 @@ _endings: weakref.WeakKeyDictionary[Any, Callable[[Any, float], object]] = weakr
 
 
 def end_before_exit(owner: Any, end: Callable[[Any, float], object]) -> None:
-    """Call `end(owner, seconds left)` when the interpreter is about to end, if `owner` is still there.
-
-    Not in a process that was forked since.
-    """
+    """Call `end(owner, seconds left)` before the interpreter ends, if `owner` lives; not in a forked process."""
     _endings[owner] = end
 
 

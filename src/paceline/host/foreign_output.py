@@ -14,10 +14,7 @@ _PATIENCE_MS, _MOST_BYTES = 500, select.PIPE_BUF
 
 
 def write_to_stderr_of(pids: list[int], text: str) -> int:
-    """Write a text once to each standard error of these processes that is not this process's own as well.
-
-    Returns to how many it was written. A process whose output cannot be reached is left out.
-    """
+    """Write a text once to each reachable stderr of these processes that is not ours; returns to how many."""
     told = {_identity(f"/proc/self/fd/{_STDERR}")}
     num_told = 0
     for pid in pids:

@@ -108,9 +108,14 @@ class ProcessCard:
         return state_of(self.pid) if start_time_of(self.pid) == self.start_time else GONE
 
 
+def stat_of(process: int | str) -> list[str]:
+    """The fields of /proc/PID/stat behind the name; of `thread-self` those of this thread. Raises OSError."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
 def _field(pid: int, index: int) -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[index]
+        return stat_of(pid)[index]
     except (FileNotFoundError, ProcessLookupError):
         return GONE
     except (OSError, IndexError):

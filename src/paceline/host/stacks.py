@@ -66,17 +66,11 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stack:
-    """A process's main thread.
+    """A process's main thread."""
 
-    Attributes:
-        frames: Innermost first; none if they could not be read.
-        by: What read them, or why nothing could.
-        kernel: What the thread does in the kernel's words; "" where it does not say.
-    """
-
-    frames: tuple[Frame, ...]
-    by: str
-    kernel: str
+    frames: tuple[Frame, ...]  # innermost first; none if they could not be read
+    by: str  # what read them, or why nothing could
+    kernel: str  # what the thread does in the kernel's words; "" where it does not say
 
 
 def answer_signals(folder: Path) -> None:
@@ -90,15 +84,7 @@ def answer_signals(folder: Path) -> None:
 
 
 def stack_of(pid: int, folder: Path | None = None) -> Stack:
-    """Read where a process is.
-
-    Args:
-        pid: Of this host.
-        folder: Where it answers signals; None: it is sent none.
-
-    Contract:
-        Blocks: some tenths of a second as a rule, six seconds at most. The process goes on afterwards.
-    """
+    """Read where a process is; it answers signals in `folder`, or is sent none. Blocks: six seconds at most."""
     kernel = kernel_words(pid)
     frames, by = _by_py_spy(pid)
     if not frames and folder is not None and not is_stopped(state_of(pid)):
@@ -123,13 +109,13 @@ def kernel_words(pid: int) -> str:
     return ""
 
 
-def _py_spy() -> str | None:
+def py_spy() -> str | None:
     """The program, on the PATH or beside this Python."""
     return shutil.which("py-spy") or shutil.which("py-spy", path=sysconfig.get_path("scripts"))
 
 
 def _by_py_spy(pid: int) -> tuple[list[Frame], str]:
-    program = _py_spy()
+    program = py_spy()
     if program is None:
         return [], "py-spy is not installed (pip install py-spy)"
     words = [program, "dump", "--json", "--pid", str(pid)]

@@ -15,21 +15,13 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class ThreadTimes:
-    """Counts since the thread began; 0 where the kernel does not say.
+    """Counts since the thread began; 0 where the kernel does not say."""
 
-    Attributes:
-        cpu_s: On a core.
-        queued_s: Ready, and waiting for a core; contains `throttled_s`.
-        throttled_s: Its cgroup's processes: stopped by their quota.
-        major_faults: Pages that came from a disk.
-        preemptions: Times it was put off its core.
-    """
-
-    cpu_s: float
-    queued_s: float
-    throttled_s: float
-    major_faults: int
-    preemptions: int
+    cpu_s: float  # on a core
+    queued_s: float  # ready, and waiting for a core; contains `throttled_s`
+    throttled_s: float  # its cgroup's processes: stopped by their quota
+    major_faults: int  # pages that came from a disk
+    preemptions: int  # times it was put off its core
 
 
 class ThreadClock:

@@ -27,10 +27,7 @@ def register() -> None:
 
 def _add(package: str, strategies: Any) -> None:
     strategies.StrategyRegistry.register(
-        "paceline",
-        functools.partial(_make, package),
-        description="DDP by Paceline",
-        override=True,
+        "paceline", functools.partial(_make, package), description="DDP by Paceline", override=True
     )
 
 

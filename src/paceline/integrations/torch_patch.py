@@ -16,7 +16,6 @@ import functools
 import sys
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -54,9 +53,7 @@ class Patch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
 

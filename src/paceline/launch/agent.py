@@ -53,19 +53,11 @@ _CONSEQUENCES = {signal.SIGABRT: 2, signal.SIGTERM: 3}
 
 
 def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
-    """Run the script on every rank, and return when all have ended well.
+    """Run the script on every rank; blocks until all have ended well. On the main thread, where signals arrive.
 
-    Args:
-        arguments: A checked command line.
-        note: Called with one line for everything that the launcher decided by itself.
-
-    Contract:
-        Blocks: until every rank has ended. To be called on the main thread, where signals arrive.
-        Afterwards: no process of this launch is left, whatever happened.
-
-    Raises:
-        LaunchError: The ranks could not be started, or one of them failed.
-        InterruptedLaunchError: SIGINT, SIGTERM, SIGHUP or SIGQUIT arrived; the ranks got it too.
+    `note` is called with a line for everything that the launcher decided by itself. Afterwards no process of this
+    launch is left. Raises LaunchError if ranks could not be started or failed, InterruptedLaunchError if a signal
+    arrived.
     """
     port = arguments.local_port
     if port is not None and port_is_taken(port):

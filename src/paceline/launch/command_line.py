@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import run as torchrun
@@ -28,51 +28,34 @@ from paceline.errors import ConfigurationError
 from paceline.host.addresses import is_loopback
 from paceline.integrations import at_start
 from paceline.launch import rendezvous_endpoint
-from paceline.launch.elastic.options import LOST_AFTER_S, check_elastic
 from paceline.launch.hang_watch import QUIET_S
 from paceline.launch.local_servers import parse_servers
-from paceline.launch.option_values import MOST_MACHINES, MOST_RANKS, check_values
+from paceline.launch.option_values import LOST_AFTER_S, MOST_MACHINES, MOST_RANKS, check_elastic, check_values
 
 _FILLED_IN = ("rdzv_backend", "node_rank", "master_addr")
 
 
 @dataclass(frozen=True)
 class LaunchArguments:
-    """A command line that was found possible.
+    """A command line that was found possible."""
 
-    Attributes:
-        torchrun: What torch's own parser made of it; handed to torch's launcher as it is.
-        script: The script, module or program to start.
-        num_local_ranks: How many ranks this machine runs.
-        local_port: The port that this machine is asked to listen on, if one was named.
-        num_machines: How many may take part, at most.
-        environment: Variables that the ranks get besides the launcher's own.
-        words: The command line itself.
-        is_first: Whether this machine has to say where the others come to.
-        num_servers: Parameter servers to start on this machine.
-        servers: Addresses of parameter servers that run already.
-        shows_timings: Whether to print at the end where the time of a step went.
-        shows_live: Whether to show a line a rank while they train.
-        hang_after_s: How long nothing may move before a rank is called hung; 0: nobody looks.
-        min_ranks: With how many ranks training goes on when some are lost; None: a lost rank ends the launch.
-        lost_after_s: How long a rank may stand still before it counts as lost.
-    """
-
-    torchrun: argparse.Namespace
-    script: str
-    num_local_ranks: int
-    local_port: int | None
-    num_machines: int = 1
+    torchrun: argparse.Namespace  # what torch's own parser made of it; handed to torch's launcher as it is
+    script: str  # the script, module or program to start
+    num_local_ranks: int  # how many ranks this machine runs
+    local_port: int | None  # the port that this machine is asked to listen on, if one was named
+    num_machines: int = 1  # how many may take part, at most
+    # variables that the ranks get besides the launcher's own
     environment: Mapping[str, str] = field(default_factory=dict)
-    words: tuple[str, ...] = ()
-    is_first: bool = False
-    num_servers: int = 0
-    servers: tuple[str, ...] = ()
-    shows_timings: bool = False
-    shows_live: bool = False
-    hang_after_s: float = 0.0
+    words: tuple[str, ...] = ()  # the command line itself
+    is_first: bool = False  # whether this machine has to say where the others come to
+    num_servers: int = 0  # parameter servers to start on this machine
+    servers: tuple[str, ...] = ()  # addresses of parameter servers that run already
+    shows_timings: bool = False  # whether to print at the end where the time of a step went
+    shows_live: bool = False  # whether to show a line a rank while they train
+    hang_after_s: float = 0.0  # how long nothing may move before a rank is called hung; 0: nobody looks
+    # with how many ranks training goes on when some are lost; None: a lost rank ends the launch
     min_ranks: int | None = None
-    lost_after_s: float = LOST_AFTER_S
+    lost_after_s: float = LOST_AFTER_S  # how long a rank may stand still before it counts as lost
 
 
 def num_cores() -> int:
@@ -81,11 +64,7 @@ def num_cores() -> int:
 
 
 def parse(arguments: list[str]) -> LaunchArguments:
-    """Parse torchrun's command line and refuse what cannot work.
-
-    Raises:
-        ConfigurationError: Names what is wrong and what to type instead. Nothing was started.
-    """
+    """Parse torchrun's command line; raises ConfigurationError that says what to type instead."""
     args = _parser().parse_args(arguments)
     _check_script(args)
     num_nodes = _num_nodes(args.nnodes)
@@ -131,64 +110,35 @@ def _parser() -> argparse.ArgumentParser:
     for action in parser._actions:  # to tell what was given from torch's defaults; see `rendezvous_endpoint`
         if action.dest in _FILLED_IN and f"PET_{action.dest.upper()}" not in os.environ:
             action.default = None
-    own.add_argument(
-        "--share-devices",
-        "--share_devices",
-        action="store_true",
-        help="Allow more ranks than this machine has accelerators.",
+
+    def add(option: str, words: str, **more: Any) -> None:
+        own.add_argument(*dict.fromkeys((option, f"--{option[2:].replace('-', '_')}")), help=words, **more)
+
+    add("--share-devices", "Allow more ranks than this machine has accelerators.", action="store_true")
+    words = (
+        "At the end, print where the time of a step went: model.timings.table() of the first rank, and ranks that "
+        "differ from it."
     )
-    own.add_argument(
-        "--timings",
-        action="store_true",
-        help="At the end, print where the time of a step went: model.timings.table() of the first rank, and ranks that "
-        "differ from it.",
+    add("--timings", words, action="store_true")
+    words = "Show a line a rank in this terminal while they train: the last steps, where they go, and what delays them."
+    add("--watch", words, action="store_true")
+    words = f"Say who is missing once nothing has moved for so long; 0: never. Default: {QUIET_S:g}."
+    add("--hang-after", words, metavar="SECONDS", type=float, default=QUIET_S)
+    words = "Parameter servers (reduction=ParameterServers()): how many to start here, or where they run."
+    add("--servers", words, metavar="N or HOST:PORT,...")
+    words = (
+        "Go on when ranks are lost, as long as N are left, and start replacements; the script uses "
+        "paceline.Elastic."
     )
-    own.add_argument(
-        "--watch",
-        action="store_true",
-        help="Show a line a rank in this terminal while they train: the last steps, where they go, and what delays "
-        "them.",
+    add("--min-ranks", words, type=int, metavar="N")
+    words = (
+        f"With --min-ranks: a rank that stands still for so long counts as lost (default {LOST_AFTER_S:g})."
     )
-    own.add_argument(
-        "--hang-after",
-        "--hang_after",
-        metavar="SECONDS",
-        type=float,
-        default=QUIET_S,
-        help=f"Say who is missing once nothing has moved for so long; 0: never. Default: {QUIET_S:g}.",
-    )
-    own.add_argument(
-        "--servers",
-        metavar="N or HOST:PORT,...",
-        help="Parameter servers (reduction=ParameterServers()): how many to start here, or where they run.",
-    )
-    own.add_argument(
-        "--min-ranks",
-        "--min_ranks",
-        type=int,
-        metavar="N",
-        help="Go on when ranks are lost, as long as N are left, and start replacements; the script uses "
-        "paceline.Elastic.",
-    )
-    own.add_argument(
-        "--lost-after",
-        "--lost_after",
-        type=float,
-        metavar="SECONDS",
-        help=f"With --min-ranks: a rank that stands still for so long counts as lost (default {LOST_AFTER_S:g}).",
-    )
-    own.add_argument(
-        "--replace-ddp",
-        "--replace_ddp",
-        action="store_true",
-        help="Make torch's DistributedDataParallel be Paceline's in every rank; the script stays as it is.",
-    )
-    own.add_argument(
-        "--reduction", help="With --replace-ddp: how gradients are combined, for example adasum."
-    )
-    own.add_argument(
-        "--compression", help="With --replace-ddp: send fewer bytes, for example bf16, powersgd or auto."
-    )
+    add("--lost-after", words, type=float, metavar="SECONDS")
+    words = "Make torch's DistributedDataParallel be Paceline's in every rank; the script stays as it is."
+    add("--replace-ddp", words, action="store_true")
+    add("--reduction", "With --replace-ddp: how gradients are combined, for example adasum.")
+    add("--compression", "With --replace-ddp: send fewer bytes, for example bf16, powersgd or auto.")
     for action in parser._actions:  # Paceline's name for it, which its other commands have, too
         if action.dest == "nproc_per_node":
             action.option_strings = [*action.option_strings, "--ranks-per-host"]

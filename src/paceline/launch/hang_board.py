@@ -31,13 +31,7 @@ _MOMENT_S = 0.25  # a store that is well answers in milliseconds
 
 
 class Board:
-    """One launcher's view of it.
-
-    Args:
-        store: Where the machines met.
-        job: The launch's id: several may meet in one store.
-        num_ranks: Of all machines; 0: not known, because some may still come.
-    """
+    """One launcher's view of the store where machines met, of one job. `num_ranks` 0: some may still come."""
 
     def __init__(self, store: Any, job: str, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -53,10 +47,7 @@ class Board:
         self._seen: dict[int, tuple[bytes, float]] = {}  # each machine's words, and when they came
 
     def look(self, own: Sequence[Entered], now_s: float, *, asks: bool) -> list[Entered]:
-        """Ask and answer, as it is time; returns how far other machines' ranks are, with 0 for their processes.
-
-        Raises RuntimeError if the store is gone.
-        """
+        """Ask and answer; how far other machines' ranks are, their processes 0. RuntimeError: the store is gone."""
         asks = asks and now_s - self._asked_s > _ASKS_S
         if asks:
             self._asked_s = now_s
@@ -103,11 +94,7 @@ class Board:
 
 
 class Correspondent:
-    """Asks a board on a thread of its own, so that nobody waits for a store that does not answer.
-
-    Args:
-        board: Nobody else may use it.
-    """
+    """Asks a board, which nobody else uses, on its own thread: nobody waits for a store that does not answer."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -126,10 +113,7 @@ class Correspondent:
         return self._board.num_ranks
 
     def look(self, own: Sequence[Entered], now_s: float, *, asks: bool) -> tuple[list[Entered], list[str]]:
-        """As `Board.look`, and as `Board.heard`; nothing while the store does not answer. Waits for a moment at most.
-
-        Raises RuntimeError if the store is gone.
-        """
+        """As `Board.look` and `Board.heard`; nothing if the store is slow. RuntimeError: the store is gone."""
 
         def call() -> None:
             self._others = self._board.look(own, now_s, asks=asks)

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from paceline.host.activity import Activity, activity_of
@@ -68,12 +67,8 @@ class _Suspicion:
 class HangWatch:
     """Looks at the ranks of this machine twice a second; a context manager around the launch.
 
-    Args:
-        folder: Where the ranks write how far they are.
-        launch_id: What marks their environments.
-        num_ranks: Of the job, if all of them are here; 0 otherwise.
-        quiet_s: For how long nothing may move before a rank is called hung.
-        note: Called with each line for the user.
+    The ranks write how far they are into `folder`. `num_ranks` is the job's if all are here, 0 otherwise; nothing may
+    move for `quiet_s` before a rank is called hung.
     """
 
     def __init__(
@@ -95,9 +90,7 @@ class HangWatch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ends.set()
         self._thread.join(_END_S)
         if self._board is not None:

@@ -12,11 +12,7 @@ class LaunchError(PacelineError, RuntimeError):
 
 
 class InterruptedLaunchError(PacelineError, RuntimeError):
-    """A signal asked the launcher to stop; every rank has been stopped.
-
-    Attributes:
-        signal: Which one.
-    """
+    """This `signal` asked the launcher to stop; every rank has been stopped."""
 
     def __init__(self, message: str, received: signal.Signals) -> None:
         super().__init__(message)

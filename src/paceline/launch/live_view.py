@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -46,12 +45,7 @@ _COLOURS = {
 
 
 class LiveView:
-    """The table, redrawn once a second; a context manager around the launch.
-
-    Args:
-        folder: For what ranks record.
-        command: What is launched, for the record.
-    """
+    """The table of what ranks record in `folder`, redrawn once a second; a context manager around the launch."""
 
     def __init__(self, folder: Path, command: Sequence[str]) -> None:
         self._folder = folder
@@ -68,9 +62,7 @@ class LiveView:
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def _draw(self) -> Group | Text:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 from paceline.comm import SERVERS, TOKEN
@@ -21,11 +20,7 @@ _MOST = 1024
 
 
 def parse_servers(text: str | None) -> tuple[int, tuple[str, ...]]:
-    """What `--servers` says: how many to start here, or addresses of servers that run already.
-
-    Raises:
-        ConfigurationError: Neither.
-    """
+    """What `--servers` says: how many to start, or addresses of running ones. Raises ConfigurationError if neither."""
     if text is None:
         return 0, ()
     if text.lstrip("-").isdigit():
@@ -46,14 +41,7 @@ def parse_servers(text: str | None) -> tuple[int, tuple[str, ...]]:
 
 
 class LocalServers:
-    """Servers of this launch; a context manager around it. They end with the launcher, however it ends.
-
-    Args:
-        number: How many to start.
-        addresses: Of servers that run already.
-        address: To listen on.
-        note: Called with one line.
-    """
+    """Servers of this launch, besides those that run already; a context manager. They end with the launcher."""
 
     def __init__(
         self, number: int, addresses: tuple[str, ...], address: str | None, note: Callable[[str], None]
@@ -91,9 +79,7 @@ class LocalServers:
             os.environ[SERVERS] = ",".join(self._addresses)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def who_died(self) -> str | None:

@@ -100,18 +100,11 @@ class MachineRendezvous:
     timeout_s: float = 600.0  # how long to wait for the others
 
     def hold(self, store: dist.Store, is_server: bool, note: Callable[[str], None]) -> list[NodeInfo]:
-        """Compare this machine with the others, and return all that are there, in the order in which they came.
+        """Compare this machine with the others in a `store` that all reach; all that are there, in the order of coming.
 
-        Args:
-            store: That all machines reach.
-            is_server: Whether it ends with this process.
-            note: Called with one line for what a user who waits should know.
-
-        Contract:
-            Collective over the machines, if `waits`. Blocks: until all are there.
-
-        Raises:
-            MachinesDifferError: One does not fit, came too late, or not at all; on every machine that is there.
+        Collective over the machines, if it `waits`, and then blocks. `is_server`: the store ends with this process;
+        `note` is called with a line for who waits. Raises MachinesDifferError, on all that are there: one does not fit,
+        or came too late.
         """
         store = dist.PrefixStore(f"paceline launch {self.job}", store)
         number = store.add(_COUNT, 1) - 1

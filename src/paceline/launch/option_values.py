@@ -20,21 +20,13 @@ from paceline.launch import rendezvous_endpoint
 
 MOST_RANKS = 4096  # on a machine
 MOST_MACHINES = 100_000
+LOST_AFTER_S = 30.0
 _MOST_PORT = 65535
 _NEVER_ARRIVE = ("SIGKILL", "SIGSTOP")
 
 
 def check_values(args: argparse.Namespace, num_local_ranks: int, num_machines: int) -> None:
-    """Refuse values that torch's launcher would stumble over, or ignore.
-
-    Args:
-        args: As torch's parser returned them, with what `rendezvous_endpoint.choose_backend` fills in.
-        num_local_ranks: Ranks of this machine.
-        num_machines: Of the launch, at most.
-
-    Raises:
-        ConfigurationError: Names the option, its value and the rule.
-    """
+    """Raise ConfigurationError for values that torch's launcher would stumble over, or ignore."""
     _check_meeting(args, num_machines)
     for option, text in (("--tee", args.tee), ("--redirects", args.redirects)):
         _check_streams(option, text, num_local_ranks)
@@ -163,3 +155,41 @@ def _check_log_folder(text: str | None) -> None:
         raise ConfigurationError(
             f"--log-dir {text} cannot be made: {there} may not be written to. Pass another one."
         )
+
+
+def check_elastic(args: argparse.Namespace, num_local_ranks: int, num_machines: int) -> None:
+    """Raise ConfigurationError for values of --min-ranks and --lost-after that cannot be."""
+    least = args.min_ranks
+    if least is None:
+        if args.lost_after is not None:
+            raise ConfigurationError(
+                f"--lost-after {args.lost_after:g} has no effect without --min-ranks. Add --min-ranks, or leave it out."
+            )
+        return
+    num_ranks = num_local_ranks * num_machines
+    if least < 1:
+        raise ConfigurationError(f"--min-ranks {least} keeps no rank. Pass 1 to {num_ranks}.")
+    if least > num_ranks:
+        raise ConfigurationError(
+            f"--min-ranks {least} is more than the {num_ranks} rank(s) of this launch. Pass 1 to {num_ranks}, or a "
+            "larger --nproc-per-node."
+        )
+    if args.lost_after is not None and not 0 < args.lost_after < math.inf:
+        raise ConfigurationError(
+            f"--lost-after {args.lost_after:g} is no time. Pass the seconds that a rank may stand still, such as 30."
+        )
+    is_range = len(set(str(args.nnodes).split(":"))) > 1
+    for option, is_given, why in (
+        ("--nnodes MIN:MAX", is_range, "the job begins with a fixed number of hosts, and goes on with fewer"),
+        ("--max-restarts", args.max_restarts > 0, "lost ranks are replaced one by one, never all together"),
+        ("--servers", args.servers is not None, "a step on servers cannot be computed again"),
+        ("--watch", args.watch, "it shows the ranks that were there at the start"),
+        ("--run-path", args.run_path, "a replacement is a process of its own"),
+        (
+            "--tee, --redirects and --local-ranks-filter",
+            args.tee != "0" or args.redirects != "0" or bool(args.local_ranks_filter),
+            "the ranks' output goes where the launcher's goes",
+        ),
+    ):
+        if is_given:
+            raise ConfigurationError(f"--min-ranks and {option} exclude each other: {why}. Leave one out.")

@@ -40,20 +40,10 @@ def run_recorded(
     *,
     is_quiet: bool = False,
 ) -> tuple[Diagnosis, int]:
-    """Run a command to its end, and diagnose what its ranks have recorded.
+    """As `record_command`, and diagnose; recording ends after `num_steps`, None: never.
 
-    Args:
-        command: And its arguments.
-        folder: A new run folder that is kept; None: a temporary one.
-        num_steps: After so many steps recording ends, and the command runs on; None: never.
-        note: Called with a sentence when something else delays the steps than before.
-        is_quiet: The command's output goes to stderr.
-
-    Returns:
-        The diagnosis at its end, and the command's exit code, as of `record_command`.
-
-    Raises:
-        ConfigurationError: As `record_command`.
+    Returns the diagnosis at its end and the exit code. `note` is called when something else delays the steps than
+    before.
     """
     said: object = None
 
@@ -76,19 +66,11 @@ def run_recorded(
 def record_command(
     command: Sequence[str], folder: Path | None, look: Callable[[Path], None], *, is_quiet: bool = False
 ) -> tuple[Run, int]:
-    """Run a command to its end, and record its ranks.
+    """Run a command, recording its ranks; returns the run and the exit code, 128 + a signal's number if that ended it.
 
-    Args:
-        command: And its arguments.
-        folder: A new run folder that is kept; None: a temporary one.
-        look: Called now and then with the run folder.
-        is_quiet: The command's output goes to stderr.
-
-    Returns:
-        What was recorded, and the command's exit code, 128 + the number of a signal that ended it.
-
-    Raises:
-        ConfigurationError: There is no such command, or the folder cannot be used; nothing was started.
+    `folder` is new and kept; None: a temporary one. `look` is called now and then with it. `is_quiet`: the command's
+    output goes to stderr. Raises ConfigurationError, before anything starts: no such command, or the folder cannot be
+    used.
     """
     if shutil.which(command[0]) is None:
         raise ConfigurationError(

@@ -35,11 +35,7 @@ _QUIET_S = 3.0
 
 
 def choose_backend(args: argparse.Namespace, num_machines: int) -> bool:
-    """Fill in what was left out of torch's arguments; returns whether this machine has to say where to meet.
-
-    Raises:
-        ConfigurationError: The file to meet by cannot be one.
-    """
+    """Fill in torch's arguments; returns whether to say where to meet. Raises ConfigurationError."""
     endpoint = args.rdzv_endpoint or ""
     is_static = args.node_rank is not None or args.master_addr is not None or args.standalone
     if endpoint.startswith(FILE):
@@ -75,16 +71,7 @@ def patience_s(args: argparse.Namespace) -> float:
 
 
 def be_first(args: argparse.Namespace, words: Sequence[str], note: Callable[[str], None]) -> None:
-    """Choose where the others come to, and say what to type there.
-
-    Args:
-        args: Of torch's parser; mutated.
-        words: The command line of this launch, without the program.
-        note: Called with a line for the user.
-
-    Raises:
-        ConfigurationError: This machine has no address that others could reach.
-    """
+    """Choose where the others come to, in `args`, and say what to type there. Raises ConfigurationError."""
     address = args.local_addr or own_address()
     if address is None:
         raise ConfigurationError(

@@ -12,19 +12,13 @@ from paceline.observe.progress import Entered
 
 @dataclass(frozen=True)
 class Standstill:
-    """Ranks that wait for others, and for whom.
+    """Ranks that wait for others, and for whom."""
 
-    Attributes:
-        waiting: Where each is that waits.
-        missing: Ranks that are in no collective, while others wait for them; empty: everybody waits.
-        starting: Whether one of them has not entered any collective yet.
-        since_s: When the last of them entered or left a collective.
-    """
-
-    waiting: tuple[Entered, ...]
+    waiting: tuple[Entered, ...]  # where each is that waits
+    # ranks that are in no collective, while others wait for them; empty: everybody waits
     missing: tuple[int, ...]
-    since_s: float
-    starting: bool = False
+    since_s: float  # when the last of them entered or left a collective
+    starting: bool = False  # whether one of them has not entered any collective yet
 
     @property
     def who(self) -> tuple[object, ...]:
@@ -38,15 +32,7 @@ class Standstill:
 
 
 def standstill(entered: Iterable[Entered], num_ranks: int) -> Standstill | None:
-    """Who waits for whom, right now.
-
-    Args:
-        entered: How far every rank of this machine is, in each of its groups.
-        num_ranks: Of the job, if all of them are here; 0 otherwise. So ranks are missed that have entered nothing yet.
-
-    Returns:
-        None if nobody waits.
-    """
+    """Who waits for whom; None: nobody. `num_ranks`: of the job, if all are here, to miss silent ones; or 0."""
     by_group: dict[bytes, list[Entered]] = {}
     for each in entered:
         by_group.setdefault(each.group, []).append(each)

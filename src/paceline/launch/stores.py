@@ -43,13 +43,10 @@ def bound(
     rendezvous: MachineRendezvous | None = None,
     when_met: Callable[[dist.Store, str, int], None] | None = None,
 ) -> Iterator[None]:
-    """Within this context torch's launcher opens its stores on one address each.
+    """Within this context torch's launcher opens its stores on one address each; for one machine, on loopback.
 
-    Args:
-        num_machines: That may take part; with one nobody reaches the stores from elsewhere.
-        note: Called with one line for what the user should know.
-        rendezvous: What the machines compare in the first store; None: nothing.
-        when_met: Called with that store, the launch's id and the number of all ranks, 0 if some may still come.
+    `rendezvous` compares the machines in the first store; `when_met` is called with that store, the launch's id and the
+    number of all ranks, 0 if some may still come; `note` with a line for the user.
     """
     listening = _Listening(num_machines, note, rendezvous, when_met)
     with contextlib.ExitStack() as stack:

@@ -31,7 +31,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -74,9 +73,7 @@ class Watchdog:
         )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # The watchdog may be gone if someone killed it; then nobody reads the pipe, and its work is left to us.
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate(b"done" if kind is None else b"")
@@ -96,13 +93,7 @@ class _Process(NamedTuple):
 
 
 class Kin:
-    """The processes of a launch: marked ones, the launcher's children since its start, their children and sessions.
-
-    Args:
-        launch_id: What marks an environment.
-        launcher: Its process id.
-        others: Children that it had before, by their start: not of this launch.
-    """
+    """The processes of a launch: marked ones, the launcher's children but the `others` of before, theirs, sessions."""
 
     def __init__(self, launch_id: str, launcher: int, others: dict[int, str]) -> None:
         self._launch_id = launch_id

@@ -22,12 +22,8 @@ if TYPE_CHECKING:
 VARIABLE = "PACELINE_TIMINGS"
 """In the ranks' environment: the folder that they leave tables in."""
 _APART = 0.1  # of a step: so much longer on one rank than on another is worth a line
-_OWN = (
-    "forward",
-    "backward",
-    "optimizer",
-    "loading and the rest",
-)  # what a rank does, whatever the others do
+# what a rank does, whatever the others do
+_OWN = ("forward", "backward", "optimizer", "loading and the rest")
 
 _all: list[StepTimings] = []  # of this process's models
 

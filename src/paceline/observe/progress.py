@@ -33,29 +33,17 @@ _FILE_BYTES = _HEADER.size + _NUM_SLOTS * _SLOT_BYTES
 
 @dataclass(frozen=True)
 class Entered:
-    """How far one rank has got in one group's collectives.
+    """How far one rank has got in one group's collectives."""
 
-    Attributes:
-        rank: In the job.
-        pid: Its process.
-        group: Tells groups apart; the same on every rank of one.
-        ranks: Of the group, in the job; empty: too many to say.
-        count: Collectives that it has entered.
-        at_s: When it entered, or left, the last one.
-        step: In which step; -1: unknown.
-        what: The last collective that it entered, in words.
-        waits: Whether it is still within it.
-    """
-
-    rank: int
-    pid: int
-    group: bytes
-    ranks: tuple[int, ...]
-    count: int
-    at_s: float
-    step: int
-    what: str
-    waits: bool
+    rank: int  # in the job
+    pid: int  # its process
+    group: bytes  # tells groups apart; the same on every rank of one
+    ranks: tuple[int, ...]  # of the group, in the job; empty: too many to say
+    count: int  # collectives that it has entered
+    at_s: float  # when it entered, or left, the last one
+    step: int  # in which step; -1: unknown
+    what: str  # the last collective that it entered, in words
+    waits: bool  # whether it is still within it
 
 
 class Counter:
@@ -69,13 +57,7 @@ class Counter:
         self._what = ""
 
     def enter(self, what: str, step: int = -1, *, waits: bool = True) -> None:
-        """This rank enters a collective.
-
-        Args:
-            what: In words; the same on every rank.
-            step: In which step.
-            waits: Whether it stays there until `leave`.
-        """
+        """This rank enters a collective, the same `what` on every rank; it `waits` there until `leave`."""
         self._count += 1
         self._step = step
         if what != self._what:
@@ -131,12 +113,7 @@ os.register_at_fork(after_in_child=_forget_parents)
 
 
 def counter(name: str, ranks: Sequence[int]) -> Counter | None:
-    """Return this rank's count in a group; None if nobody reads it. Local.
-
-    Args:
-        name: Of the group, the same on its ranks; a name that was used before goes on counting.
-        ranks: Of the group, in the job.
-    """
+    """This rank's count in the group of this name and ranks, anew or going on; None if nobody reads it. Local."""
     return _file.counter(name, ranks)
 
 

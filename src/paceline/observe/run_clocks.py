@@ -19,21 +19,13 @@ _FEWEST_FOR_DRIFT = 20  # steps
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """`time + shift_s + drift * (time - from_s)` is a rank's time on the first rank's clock.
+    """`time + shift_s + drift * (time - from_s)` is a rank's time on the first rank's clock."""
 
-    Attributes:
-        shift_s: To add at `from_s`.
-        drift: Seconds to add a second after that.
-        from_s: On the rank's own clock.
-        error_s: Half the range in which nine of ten of what it was made from lie; 0: the same clock.
-        source: "same clock", "ends of steps" or "none": nothing in common.
-    """
-
-    shift_s: float
-    drift: float
-    from_s: float
-    error_s: float
-    source: str
+    shift_s: float  # to add at `from_s`
+    drift: float  # seconds to add a second after that
+    from_s: float  # on the rank's own clock
+    error_s: float  # half the range in which nine of ten of what it was made from lie; 0: the same clock
+    source: str  # "same clock", "ends of steps" or "none": nothing in common
 
     def aligned_s(self, time_s: float) -> float:
         """A time of this rank on the first rank's clock."""

@@ -39,11 +39,7 @@ _HEADER = "run.json"
 
 
 def begin_run(folder: Path, command: Sequence[str]) -> RunHeader:
-    """Make a run folder and its header.
-
-    Raises:
-        ConfigurationError: There is a run in it already, or it cannot be made.
-    """
+    """Make a run folder and its header. Raises ConfigurationError if it holds a run or cannot be made."""
     header = RunHeader(uuid.uuid4().hex, tuple(command), time.time(), __version__)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,11 +57,7 @@ def begin_run(folder: Path, command: Sequence[str]) -> RunHeader:
 
 
 def header_of(folder: Path) -> RunHeader:
-    """Return who runs what in a folder.
-
-    Raises:
-        ConfigurationError: It holds no run, or one that this version cannot read.
-    """
+    """Who runs what in a folder. Raises ConfigurationError if it holds no run that this version reads."""
     try:
         found = parse_json((folder / _HEADER).read_bytes())
         is_run, version = found["format"] == RUN_FORMAT, found["version"]

@@ -76,11 +76,7 @@ def _step_line(step: StepRecord) -> bytes:
 
 
 def from_line(line: bytes) -> Record | None:
-    """Return the record of a line; None for a kind, and without fields, that this version does not know.
-
-    Raises:
-        ValueError: It is not whole, or its numbers make no sense.
-    """
+    """Return the record of a line, without unknown fields; None for an unknown kind. Raises ValueError."""
     found = json.loads(line)
     kind = found.pop("kind", None) if isinstance(found, dict) else None
     if not isinstance(kind, str):
@@ -89,11 +85,7 @@ def from_line(line: bytes) -> Record | None:
 
 
 def made(kind: type[_Made], named: dict[str, Any]) -> _Made:
-    """Return a record of this kind from what JSON says of its fields; others are left out.
-
-    Raises:
-        ValueError: One is missing, or of another type than it has to be.
-    """
+    """Return a record of what JSON says of its fields. Raises ValueError if one is missing or of another type."""
     known: dict[str, Any] = {}
     try:
         for x in fields(kind):  # type: ignore[arg-type]

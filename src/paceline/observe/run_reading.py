@@ -14,36 +14,19 @@ from pathlib import Path
 
 from paceline.observe.run_folder import header_of
 from paceline.observe.run_lines import from_line
-from paceline.observe.run_records import (
-    Health,
-    Labels,
-    RankHeader,
-    Record,
-    RunHeader,
-    Sample,
-    StepRecord,
-)
+from paceline.observe.run_records import Health, Labels, RankHeader, Record, RunHeader, Sample, StepRecord
 
 
 @dataclass
 class RankRun:
-    """What one rank left: of its last life, if it was started again.
+    """What one rank left: of its last life, if it was started again."""
 
-    Attributes:
-        header: Who it is.
-        steps: In order.
-        samples: In order.
-        labels: What indices in `StepRecord.gradient_marks` mean.
-        health: In order.
-        is_cut: Whether its file ends in mid-line.
-    """
-
-    header: RankHeader
-    steps: list[StepRecord] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    labels: tuple[str, ...] = ()
-    health: list[Health] = field(default_factory=list)
-    is_cut: bool = False
+    header: RankHeader  # who it is
+    steps: list[StepRecord] = field(default_factory=list)  # in order
+    samples: list[Sample] = field(default_factory=list)  # in order
+    labels: tuple[str, ...] = ()  # what indices in `StepRecord.gradient_marks` mean
+    health: list[Health] = field(default_factory=list)  # in order
+    is_cut: bool = False  # whether its file ends in mid-line
 
     def add(self, record: Record) -> None:
         if isinstance(record, StepRecord):
@@ -58,17 +41,11 @@ class RankRun:
 
 @dataclass(frozen=True)
 class Run:
-    """A run as far as it can be read.
+    """A run as far as it can be read."""
 
-    Attributes:
-        header: Who ran what.
-        ranks: Those that left something, in order of rank.
-        notes: What is missing or was left out, in words.
-    """
-
-    header: RunHeader
-    ranks: tuple[RankRun, ...]
-    notes: tuple[str, ...] = ()
+    header: RunHeader  # who ran what
+    ranks: tuple[RankRun, ...]  # those that left something, in order of rank
+    notes: tuple[str, ...] = ()  # what is missing or was left out, in words
 
     @property
     def num_ranks(self) -> int:
@@ -83,11 +60,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read what is there, also while ranks still write.
-
-    Raises:
-        ConfigurationError: There is no run in the folder, or one of another version.
-    """
+    """Read what is there, also while ranks write. Raises ConfigurationError if it is no run of this version."""
     header = header_of(folder)
     paths = [(int(found[1]), path) for path in folder.iterdir() if (found := _RANK_FILE.fullmatch(path.name))]
     paths.sort(key=lambda x: (x[0], ".before." not in x[1].name))

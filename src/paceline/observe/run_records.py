@@ -9,16 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PHASES = (
-    "loading",
-    "forward",
-    "backward",
-    "optimizer",
-    "checkpoint",
-    "garbage",
-    "recording",
-    "waiting",
-)
+PHASES = ("loading", "forward", "backward", "optimizer", "checkpoint", "garbage", "recording", "waiting")
 """What an `Interval` may be; time of a step in none of them is Python between them. Waiting is for other ranks within a
 forward: for buffers, or for gradients of the step before (forward overlap)."""
 # What may lie within other phases, and what in turn within that: the innermost takes the time.
@@ -67,51 +58,33 @@ class Interval:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What the kernel says of the training thread during one step; 0 where it does not say.
+    """What the kernel says of the training thread during one step; 0 where it does not say."""
 
-    Attributes:
-        cpu_s: Time on a core.
-        queued_s: Ready to run, and waiting for a core; contains `throttled_s`.
-        throttled_s: Stopped by the quota of its cgroup.
-        major_faults: Pages that came from a disk.
-        preemptions: Times it was put off its core.
-    """
-
-    cpu_s: float = 0.0
-    queued_s: float = 0.0
-    throttled_s: float = 0.0
-    major_faults: int = 0
-    preemptions: int = 0
+    cpu_s: float = 0.0  # time on a core
+    queued_s: float = 0.0  # ready to run, and waiting for a core; contains `throttled_s`
+    throttled_s: float = 0.0  # stopped by the quota of its cgroup
+    major_faults: int = 0  # pages that came from a disk
+    preemptions: int = 0  # times it was put off its core
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One rank's step: from the end of its backward before to the end of this one.
+    """One rank's step: from the end of its backward before to the end of this one."""
 
-    Attributes:
-        step: Counts synchronized backwards of this process, from 1.
-        began_s: When the backward before was left; of the first step, when recording began.
-        work_ended_s: When its own last gradient was there; after that it waits for others.
-        ended_s: When this backward was left.
-        intervals: Phases within, in order of their ends.
-        buckets: Of Paceline's reducer; torch's says nothing of its own.
-        gradients: Of torch's DDP: pairs of an index into `RankRun.labels` and the time at which that layer's last
-            gradient was there, in order. Paceline's buckets say it by `ready_s`.
-        num_samples: The first dimension of what forward was given; None: it was given no tensor.
-        num_tokens: Elements of it if it was whole numbers of two dimensions or more.
-        host: Of the whole step; read every few steps where these are short, and then their average. None: the next
-            step with facts says it.
-    """
-
-    step: int
-    began_s: float
-    work_ended_s: float
-    ended_s: float
-    intervals: tuple[Interval, ...] = ()
-    buckets: tuple[BucketTiming, ...] = ()
+    step: int  # counts synchronized backwards of this process, from 1
+    began_s: float  # when the backward before was left; of the first step, when recording began
+    work_ended_s: float  # when its own last gradient was there; after that it waits for others
+    ended_s: float  # when this backward was left
+    intervals: tuple[Interval, ...] = ()  # phases within, in order of their ends
+    buckets: tuple[BucketTiming, ...] = ()  # of Paceline's reducer; torch's says nothing of its own
+    # Of torch's DDP: pairs of an index into `RankRun.labels` and the time at which that layer's last gradient was
+    # there, in order. Paceline's buckets say it by `ready_s`.
     gradients: tuple[tuple[int, float], ...] = ()
+    # the first dimension of what forward was given; None: it was given no tensor
     num_samples: int | None = None
-    num_tokens: int | None = None
+    num_tokens: int | None = None  # elements of it if it was whole numbers of two dimensions or more
+    # Of the whole step; read every few steps where these are short, and then their average. None: the next step with
+    # facts says it.
     host: HostFacts | None = HostFacts()
 
     @property
@@ -139,6 +112,14 @@ class StepRecord:
         marks = self.gradients or tuple((bucket.index, bucket.ready_s) for bucket in self.buckets)
         return tuple(sorted(marks, key=lambda mark: mark[1]))
 
+    def spans(self) -> list[tuple[str, float, float]]:
+        """Phases, their starts and ends, outer before inner ones; backward ends with the own last gradient: waiting."""
+        until_s = {"backward": self.work_ended_s}
+        found = [(x.phase, x.start_s, min(x.end_s, until_s.get(x.phase, x.end_s))) for x in self.intervals]
+        return sorted(
+            [*found, ("waiting", self.work_ended_s, self.ended_s)], key=lambda span: (span[1], -span[2])
+        )
+
     def phases_s(self) -> dict[str, float]:
         """Where the step went: every phase, with all waiting in `waiting`, and `other`; they add up to it."""
         found = dict.fromkeys(PHASES, 0.0)
@@ -164,29 +145,17 @@ def _covered_s(intervals: Sequence[Interval], start_s: float, end_s: float) -> f
 
 @dataclass(frozen=True)
 class LinkCounters:
-    """One end of a connection, counted since it was made; `diagnosis.links` finds whose end the other one is.
+    """One end of a connection, counted since it was made; `diagnosis.links` finds whose end the other one is."""
 
-    Attributes:
-        local: Address and port here, "10.0.0.1:4000".
-        remote: Address and port there.
-        sent_bytes: Acknowledged by the other end.
-        received_bytes: Arrived from there.
-        busy_s: During which something sent was not yet acknowledged.
-        num_resent: Segments, or datagrams, that were sent again or lost.
-        rtt_s: The last round trip, smoothed.
-        least_rtt_s: The shortest one.
-        kind: "tcp" or "udp".
-    """
-
-    local: str
-    remote: str
-    sent_bytes: int
-    received_bytes: int
-    busy_s: float
-    num_resent: int
-    rtt_s: float
-    least_rtt_s: float
-    kind: str = "tcp"
+    local: str  # address and port here, "10.0.0.1:4000"
+    remote: str  # address and port there
+    sent_bytes: int  # acknowledged by the other end
+    received_bytes: int  # arrived from there
+    busy_s: float  # during which something sent was not yet acknowledged
+    num_resent: int  # segments, or datagrams, that were sent again or lost
+    rtt_s: float  # the last round trip, smoothed
+    least_rtt_s: float  # the shortest one
+    kind: str = "tcp"  # "tcp" or "udp"
 
 
 @dataclass(frozen=True)
@@ -200,35 +169,21 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class Sample:
-    """Facts that are dearer, taken between steps, a few times a second at most.
+    """Facts that are dearer, taken between steps, a few times a second at most."""
 
-    Attributes:
-        step: The last one that was complete.
-        at_s: When.
-        clock_unix_s: The host's clock then; it may step.
-        links: Connections to other processes.
-        neighbours: Those that ran on the same core most; None: not looked at this time.
-        swapped_in_pages: Of the whole host, since it started.
-        num_threads: Of this process.
-        queued_s: Of all its threads, since they started.
-        disk_s: The training thread, waiting for a disk since it started.
-        stolen_s: From this machine by the one that hosts it, all cores together, since it started.
-        loader_disk_s: Of its child processes: waiting for a disk.
-        frequency_ratio: Of its core, to the highest; None: the kernel does not say.
-    """
-
-    step: int
-    at_s: float
-    clock_unix_s: float
-    links: tuple[LinkCounters, ...] = ()
+    step: int  # the last one that was complete
+    at_s: float  # when
+    clock_unix_s: float  # the host's clock then; it may step
+    links: tuple[LinkCounters, ...] = ()  # connections to other processes
+    # those that ran on the same core most; None: not looked at this time
     neighbours: tuple[Neighbour, ...] | None = None
-    swapped_in_pages: int = 0
-    num_threads: int = 0
-    queued_s: float = 0.0
-    disk_s: float = 0.0
-    stolen_s: float = 0.0
-    loader_disk_s: float = 0.0
-    frequency_ratio: float | None = None
+    swapped_in_pages: int = 0  # of the whole host, since it started
+    num_threads: int = 0  # of this process
+    queued_s: float = 0.0  # of all its threads, since they started
+    disk_s: float = 0.0  # the training thread, waiting for a disk since it started
+    stolen_s: float = 0.0  # from this machine by the one that hosts it, all cores together, since it started
+    loader_disk_s: float = 0.0  # of its child processes: waiting for a disk
+    frequency_ratio: float | None = None  # of its core, to the highest; None: the kernel does not say
 
 
 @dataclass(frozen=True)
@@ -240,19 +195,13 @@ class Labels:
 
 @dataclass(frozen=True)
 class Health:
-    """What a rank found of its own numbers.
+    """What a rank found of its own numbers."""
 
-    Attributes:
-        step: After which.
-        fingerprint: Of some parameters, the same ones on every rank; equal bits give equal ones. "": none taken.
-        buffers: The same, of the model's buffers.
-        not_finite: A parameter whose own gradient was not finite. "": none.
-    """
-
-    step: int
+    step: int  # after which
+    # of some parameters, the same ones on every rank; equal bits give equal ones. "": none taken
     fingerprint: str = ""
-    buffers: str = ""
-    not_finite: str = ""
+    buffers: str = ""  # the same, of the model's buffers
+    not_finite: str = ""  # a parameter whose own gradient was not finite. "": none
 
 
 @dataclass(frozen=True)
@@ -267,37 +216,21 @@ class RunHeader:
 
 @dataclass(frozen=True)
 class RankHeader:
-    """One rank, as its recording began.
+    """One rank, as its recording began."""
 
-    Attributes:
-        run_id: The run's.
-        rank: In the default group.
-        num_ranks: Of the job.
-        host: Its name.
-        boot_id: Equal on ranks whose `perf_counter` is one clock.
-        pid: Of the process.
-        num_cpus: Cores that it may run on.
-        num_threads: That torch computes with.
-        wrapper: "paceline" or "torch": whose DDP.
-        device: Type of the first parameter's device.
-        torch: Its version.
-        began_s: When recording began.
-        began_unix_s: The host's clock then.
-    """
-
-    run_id: str
-    rank: int
-    num_ranks: int
-    host: str
-    boot_id: str
-    pid: int
-    num_cpus: int
-    num_threads: int
-    wrapper: str
-    device: str
-    torch: str
-    began_s: float
-    began_unix_s: float
+    run_id: str  # the run's
+    rank: int  # in the default group
+    num_ranks: int  # of the job
+    host: str  # its name
+    boot_id: str  # equal on ranks whose `perf_counter` is one clock
+    pid: int  # of the process
+    num_cpus: int  # cores that it may run on
+    num_threads: int  # that torch computes with
+    wrapper: str  # "paceline" or "torch": whose DDP
+    device: str  # type of the first parameter's device
+    torch: str  # its version
+    began_s: float  # when recording began
+    began_unix_s: float  # the host's clock then
 
 
 Record = StepRecord | Sample | Labels | Health | RankHeader

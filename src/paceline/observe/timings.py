@@ -102,17 +102,11 @@ class BeforeBackward:
 
 @dataclass(frozen=True)
 class LeftBackward:
-    """A synchronized backward that was left.
+    """A synchronized backward that was left."""
 
-    Attributes:
-        last_gradient_s: When this rank's own last gradient was there.
-        left_s: When it was left.
-        timing: The step's; None: forward overlap completes it later.
-    """
-
-    last_gradient_s: float
-    left_s: float
-    timing: StepTiming | None
+    last_gradient_s: float  # when this rank's own last gradient was there
+    left_s: float  # when it was left
+    timing: StepTiming | None  # the step's; None: forward overlap completes it later
 
 
 class _Optimizers:

@@ -76,10 +76,7 @@ class Decay(ABC):
 
 
 def _check_end(end: float) -> None:
-    _require(
-        0 <= end <= 1,
-        f"end={end} is not a fraction of the peak rate. Give a number between 0 and 1.",
-    )
+    _require(0 <= end <= 1, f"end={end} is not a fraction of the peak rate. Give a number between 0 and 1.")
 
 
 def _fraction(time: float, warmup: float, total: float) -> float:

@@ -97,10 +97,7 @@ def collective_cost(cluster: Cluster, algorithm: str) -> CollectiveCost:
 
 
 def costs_of(cluster: Cluster, algorithm: str) -> list[CollectiveCost]:
-    """The costs among which the least is taken for each message: of one named algorithm, or of all if it is "auto".
-
-    A hierarchical one is its flat part where there is no hierarchy: one host, or one rank on each.
-    """
+    """The costs of one named algorithm, or of all if "auto". Without a hierarchy, a hierarchical one is flat."""
     if algorithm == "auto":
         return [collective_cost(cluster, name) for name in candidates(cluster.topology)]
     flat = algorithm.removeprefix("hierarchical_")

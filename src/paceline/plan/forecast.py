@@ -21,14 +21,7 @@ from paceline.plan.deployment import Cluster
 from paceline.plan.lemmas import LemmasBeside
 from paceline.plan.links_here import measure_link
 from paceline.plan.request import PlanRequest
-from paceline.plan.scaling import (
-    BUSY_RATIO,
-    Answer,
-    Question,
-    doubling_counts,
-    predict_scaling,
-    quantiles,
-)
+from paceline.plan.scaling import BUSY_RATIO, Answer, Question, doubling_counts, predict_scaling, quantiles
 from paceline.plan.workload import RecordedWorkload
 from paceline.quantities import ms
 
@@ -39,40 +32,23 @@ _COLOR, _QUIET_COLOR = "#0072b2", "#999999"
 
 @dataclass(frozen=True)
 class KeptPrediction:
-    """What was said.
+    """What was said."""
 
-    Attributes:
-        workload: Its name.
-        num_ranks: Of the cluster.
-        kind: Of prediction, for the score: see `kind_of`.
-        step_s: Predicted.
-        low_s: Of the band.
-        high_s: Of the band.
-        where: The cluster and the plan, in words.
-        ranks_of_host: How many ranks each host has.
-        num_micro_steps: Of a step.
-    """
-
-    workload: str
-    num_ranks: int
-    kind: str
-    step_s: float
-    low_s: float
-    high_s: float
-    where: str
-    ranks_of_host: Sequence[int]
-    num_micro_steps: int = 1
+    workload: str  # its name
+    num_ranks: int  # of the cluster
+    kind: str  # of prediction, for the score: see `kind_of`
+    step_s: float  # predicted
+    low_s: float  # of the band
+    high_s: float  # of the band
+    where: str  # the cluster and the plan, in words
+    ranks_of_host: Sequence[int]  # how many ranks each host has
+    num_micro_steps: int = 1  # of a step
 
 
 def forecast(request: PlanRequest, folder: Path, *, as_json: bool) -> None:
-    """Predict, show, draw, and keep.
+    """Predict, show, draw, and keep. Raises ConfigurationError if something asked for is not possible.
 
-    Contract:
-        Where a launcher has started several ranks: collective until the link between their hosts is measured; then
-        rank 0 goes on, and the others return.
-
-    Raises:
-        ConfigurationError: Something asked for is not possible.
+    Under a launcher of several ranks: collective until their link is measured; then rank 0 goes on, the others return.
     """
     _prepare(folder)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -151,11 +127,7 @@ def kind_of(cluster: Cluster) -> str:
 
 
 def keep(path: Path, records: Iterable[Any]) -> None:
-    """Append records, each a dataclass, to the file, on a line of its own if its last one was cut off.
-
-    Raises:
-        ConfigurationError: It cannot be written.
-    """
+    """Append records (dataclasses) to the file, behind a line that was cut off. Raises ConfigurationError."""
     lines = [
         json.dumps({"record": type(record).__name__, **dataclasses.asdict(record)}) for record in records
     ]

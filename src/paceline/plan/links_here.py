@@ -27,14 +27,7 @@ class LinkHere:
 
 
 def measure_link() -> tuple[int, LinkHere | None]:
-    """This process's rank, and the link between the ranks' hosts; None where all are on one.
-
-    Contract:
-        Collective over the launcher's ranks. Blocks: a few seconds at most. Afterwards: the same link on all ranks.
-
-    Raises:
-        PeerLostError: A rank did not take part.
-    """
+    """This rank, and the link between hosts, the same on all ranks; None on one host. Collective; PeerLostError."""
     import torch.distributed as dist  # noqa: PLC0415  takes seconds
 
     from paceline.process_group.connections import address_towards, make_gloo  # noqa: PLC0415

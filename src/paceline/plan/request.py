@@ -201,12 +201,7 @@ class PlanRequest:
         return words
 
     def workload(self) -> RecordedWorkload:
-        """Record the script, or read the workload.
-
-        Raises:
-            ConfigurationError: There is none, or it cannot be read.
-            RecordingError: The script failed.
-        """
+        """Record the script (RecordingError if it fails), or read the workload (ConfigurationError if none)."""
         path = Path(self.source)
         if self._is_script():
             from paceline.plan.script_recording import record_script  # noqa: PLC0415  the launcher imports torch

@@ -41,15 +41,7 @@ class Pattern:
 
 @lru_cache(maxsize=128)
 def patterns(algorithm: str, topology: Topology) -> tuple[Pattern, ...]:
-    """The rounds of an all-reduce, in order.
-
-    Args:
-        algorithm: One of ALL_REDUCES.
-        topology: Where the ranks are.
-
-    Raises:
-        ConfigurationError: There is no such algorithm, or it is not one for so many ranks.
-    """
+    """The rounds of one of ALL_REDUCES, in order. Raises ConfigurationError if it is none for this topology."""
     if not is_possible(algorithm, topology):
         raise ConfigurationError(
             f"no all-reduce {algorithm!r} over {topology}; there are {', '.join(candidates(topology))}."

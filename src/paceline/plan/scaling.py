@@ -35,9 +35,8 @@ _NUM_STEPS = 30
 _NUM_DRAWS = 20
 _STEPS_OF_A_DRAW = 5
 _NEGLIGIBLE = 0.03  # of a step
-BUSY_RATIO = (
-    1.2  # of the median, the ninetieth percentile of recorded steps, above which a busy machine is suspected
-)
+# of the median, the ninetieth percentile of recorded steps, above which a busy machine is suspected
+BUSY_RATIO = 1.2
 _BETWEEN = (1 / math.sqrt(2), 1.0, math.sqrt(2))
 _RATE_RANGE, _LATENCY_RANGE = (0.75, 1.1), (0.5, 2.0)
 Tell = Callable[[float], None]
@@ -312,10 +311,7 @@ def best_algorithm(setup: Setup) -> Found:
 
 
 def _knee(points: Sequence[Point]) -> int:
-    """The last point at which the devices added since the one before brought enough, each.
-
-    Not the first at which they did not: the step onto a second host costs more than the third and fourth host do.
-    """
+    """The last point whose added devices brought enough; a step onto a second host, which costs most, may not."""
     knee = points[0].num_ranks
     for before, after in pairwise(points):
         if after.speed_up - before.speed_up >= KNEE * (after.num_ranks - before.num_ranks):

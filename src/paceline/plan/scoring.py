@@ -31,52 +31,31 @@ _PARTS = ("forward_s", "backward_s", "optimizer_s", "other_s")
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a real run was like, as its trace says.
+    """What a real run was like, as its trace says."""
 
-    Attributes:
-        run: Which it was, so that it counts once: the same for a trace that is read again, also after it has grown.
-        workload: Its name.
-        num_ranks: Of the job.
-        step_s: The median.
-        ranks_of_host: How many ranks each host had; None: the trace does not say.
-        num_micro_steps: Of a step.
-    """
-
+    # which it was, so that it counts once: the same for a trace that is read again, also after it has grown
     run: str
-    workload: str
-    num_ranks: int
-    step_s: float
-    ranks_of_host: Sequence[int] | None = None
-    num_micro_steps: int = 1
+    workload: str  # its name
+    num_ranks: int  # of the job
+    step_s: float  # the median
+    ranks_of_host: Sequence[int] | None = None  # how many ranks each host had; None: the trace does not say
+    num_micro_steps: int = 1  # of a step
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well one kind was predicted.
+    """How well one kind was predicted."""
 
-    Attributes:
-        kind: Of prediction.
-        num: How many were scored.
-        median_error: Median of |predicted / measured - 1|.
-        worst_error: The largest, with its sign.
-        worst: Which it was.
-        in_band: Fraction of the measured steps that lay in the band.
-    """
-
-    kind: str
-    num: int
-    median_error: float
-    worst_error: float
-    worst: str
-    in_band: float
+    kind: str  # of prediction
+    num: int  # how many were scored
+    median_error: float  # median of |predicted / measured - 1|
+    worst_error: float  # the largest, with its sign
+    worst: str  # which it was
+    in_band: float  # fraction of the measured steps that lay in the band
 
 
 def show_scores(folder: Path, traces: Sequence[Path], *, as_json: bool) -> None:
-    """Add the runs of `traces` to the predictions kept in `folder`, and print the score of every kind.
-
-    Raises:
-        ConfigurationError: A trace cannot be read, or nothing was ever predicted.
-    """
+    """Add runs to the predictions kept in `folder`, and print every kind's score. Raises ConfigurationError."""
     kept = folder / PREDICTIONS
     scores(kept)  # refuses before anything is written
     runs = [measured_run(trace) for trace in traces]
@@ -132,11 +111,7 @@ def _unscored(run: MeasuredRun) -> str:
 
 
 def measured_run(path: Path) -> MeasuredRun:
-    """Read how long the whole steps of a trace were, on however many ranks.
-
-    Raises:
-        ConfigurationError: It is no trace of this version, is damaged, or holds no complete step.
-    """
+    """Read how long the whole steps of a trace were. Raises ConfigurationError if it holds none."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -183,11 +158,7 @@ def _length_s(step: Mapping[str, Any]) -> float:
 
 
 def scores(path: Path) -> list[Score]:
-    """Score every prediction that a run came after, by kind.
-
-    Raises:
-        ConfigurationError: There is no such file.
-    """
+    """Score every prediction that a run came after, by kind. Raises ConfigurationError without a file."""
     pairs = scored_pairs(path)
     return [
         _score(kind, [x for x in pairs if x[0].kind == kind]) for kind in sorted({x.kind for x, _ in pairs})
@@ -195,11 +166,7 @@ def scores(path: Path) -> list[Score]:
 
 
 def scored_pairs(path: Path) -> list[tuple[KeptPrediction, MeasuredRun]]:
-    """Every run that something was predicted for, with the prediction; the last that was measured of each run.
-
-    Raises:
-        ConfigurationError: There is no such file.
-    """
+    """Each run's last measurement with its prediction. Raises ConfigurationError without a file."""
     said: list[KeptPrediction] = []
     pairs: dict[str, tuple[KeptPrediction, MeasuredRun]] = {}
     for record in _records(path):

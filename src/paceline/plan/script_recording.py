@@ -35,19 +35,10 @@ class RecordingError(PacelineError, RuntimeError):
 def record_script(
     script: Path, arguments: Sequence[str], num_steps: int, *, scratch: bool = False
 ) -> RecordedWorkload:
-    """Run a script as one rank until it has trained enough steps.
+    """Run a script as one rank until it has trained `num_steps` after the warm-up; its output goes to stderr.
 
-    Its output goes to stderr. It is stopped as if it had called `sys.exit()` within `optimizer.step()`.
-
-    Args:
-        script: A Python file that trains with torch.
-        arguments: Its own.
-        num_steps: Recorded after the warm-up.
-        scratch: Whether it runs in a copy of this folder, so that nothing here is overwritten.
-
-    Raises:
-        ConfigurationError: There is no such script, or it never trained a step.
-        RecordingError: It failed.
+    It is stopped as if it had called `sys.exit()` within `optimizer.step()`. `scratch`: in a copy of this folder.
+    Raises ConfigurationError if there is no such script or it never trained a step, RecordingError if it failed.
     """
     if not script.is_file():
         raise ConfigurationError(
@@ -96,11 +87,7 @@ def record_script(
 def record_into(
     out: Path, script: Path, arguments: Sequence[str], num_steps: int, *, scratch: bool = False
 ) -> RecordedWorkload:
-    """Record a script and save its workload, which is returned; as `record_script`.
-
-    Raises:
-        ConfigurationError: `out` cannot be written, which is found before the script runs.
-    """
+    """As `record_script`, and save; ConfigurationError before the script runs if `out` cannot be written."""
     check_output(out, "--out")
     found = record_script(script, arguments, num_steps, scratch=scratch)
     found.save(out)
@@ -108,11 +95,7 @@ def record_into(
 
 
 def _copied(folder: Path, into: Path) -> Path:
-    """Copy a folder: files as they are, links to folders as links, without hidden ones. Returns the copy.
-
-    Raises:
-        ConfigurationError: It is too large.
-    """
+    """Copy a folder, links to folders as links, without hidden ones. Raises ConfigurationError if too large."""
     files: list[Path] = []
     links: list[Path] = []
     for root, folders, names in os.walk(folder):

@@ -273,13 +273,7 @@ class _Load:
 
 
 def pulled(loads: Sequence[_Load], latency_s: float, two_way_ratio: float = 1.0) -> list[float]:
-    """When each bucket has been pulled by all ranks.
-
-    Args:
-        loads: In the order in which they are pushed.
-        latency_s: Of each way.
-        two_way_ratio: Of the link's rate, in each direction, while both are in use.
-    """
+    """When each bucket, in the order pushed, has been pulled by all; both ways at once run at `two_way_ratio`."""
     pieces = [
         _Load(load.ready_s, load.way_s / load.num_pieces) for load in loads for _ in range(load.num_pieces)
     ]

@@ -307,11 +307,7 @@ def _gaps(ends_s: Sequence[Sequence[float]], order: Sequence[int]) -> list[float
 
 
 def check_version(record: Mapping[str, Any], version: int, path: Path) -> None:
-    """Refuse a workload or trace of another version.
-
-    Raises:
-        ConfigurationError: It is of one.
-    """
+    """Raise ConfigurationError for a workload or trace of another version."""
     if record.get("version") != version:
         raise ConfigurationError(
             f"{path} is of version {record.get('version')}, this Paceline reads version {version}. {RECORD_AGAIN}"

@@ -120,11 +120,7 @@ class _OpenBucket:
 
 
 def assign_buckets(specs: Sequence[GradientSpec], order: Sequence[int], caps: BucketCaps) -> list[list[int]]:
-    """Cut gradients of any keys into buckets, numbered as they become full (rules 1 to 4).
-
-    `order` holds indices into `specs` as gradients become ready. Returns the buckets in launch order: indices, in ready
-    order.
-    """
+    """Cut gradients into buckets of indices in launch order, by `order`, in which they are ready (rules 1 to 4)."""
     closed: list[list[int]] = []
     open_by_key: dict[Hashable, _OpenBucket] = {}
     keys = [(spec.key, spec.unit) for spec in specs]

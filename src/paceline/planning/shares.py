@@ -24,9 +24,8 @@ _DRIFT_RATIO = 0.2  # so far off, to the same side, ...
 _DRIFT_STEPS = 4  # ... so often in a row: the rank's speed is another one now
 _MEDIAN_ERROR = 1.25  # a median's standard error over a mean's
 _DOUBT_RATIO = 0.25  # by how much of a step n measured steps may all mislead, times n^1.5
-_LEAST_SPREAD = (
-    1.15  # largest over smallest number of samples from which fixed and per-sample time are told apart
-)
+# largest over smallest number of samples from which fixed and per-sample time are told apart
+_LEAST_SPREAD = 1.15
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,8 @@ class SpeedEstimate:
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=_MEMORY_STEPS)  # samples, seconds
-        self._residuals: deque[float] = deque(
-            maxlen=_MEMORY_STEPS
-        )  # relative, of steps that were not far off, and not the first ones of a size
+        # relative, of steps that were not far off, and not the first ones of a size
+        self._residuals: deque[float] = deque(maxlen=_MEMORY_STEPS)
         self._shape: Speed | None = None  # the last one that steps of different size gave
         self._speed: Speed | None = None  # what follows from all this; None: not known yet
         self._num_off = 0  # steps in a row that are far off, negative if they were faster
@@ -161,11 +159,7 @@ def lower_bound_s(speeds: Sequence[Speed], total: int) -> float:
 
 
 def best_shares(
-    speeds: Sequence[Speed],
-    total: int,
-    most: Sequence[int] | None = None,
-    least: int = 1,
-    unit: int = 1,
+    speeds: Sequence[Speed], total: int, most: Sequence[int] | None = None, least: int = 1, unit: int = 1
 ) -> tuple[int, ...]:
     """The samples of each rank, `total` together, with which the last rank finishes soonest.
 

@@ -62,17 +62,11 @@ class Host:
 
 @dataclass(frozen=True)
 class Checkup:
-    """What was found, on one machine or on all of a launch.
+    """What was found, on one machine or on all of a launch."""
 
-    Attributes:
-        hosts: One a rank.
-        links: Between every two ranks, in both directions; empty for a single rank.
-        between: What the links and the machines' differences amount to.
-    """
-
-    hosts: tuple[Host, ...]
-    links: tuple[Link, ...] = ()
-    between: tuple[Finding, ...] = ()
+    hosts: tuple[Host, ...]  # one a rank
+    links: tuple[Link, ...] = ()  # between every two ranks, in both directions; empty for a single rank
+    between: tuple[Finding, ...] = ()  # what the links and the machines' differences amount to
 
     @property
     def as_json(self) -> str:
@@ -87,18 +81,8 @@ def look_around() -> tuple[Finding, ...]:
 def checkup(machines: str | None, endpoint: str | None, *, as_json: bool) -> Checkup | None:
     """Look at this machine; as a rank of a launch, or with options of one, at all machines and their links.
 
-    Args:
-        machines: How many, as of `paceline run --nnodes`; None: this one, or those of the launch it runs under.
-        endpoint: Where they meet, as of `--rdzv-endpoint`.
-        as_json: How the rank that this starts is to print.
-
-    Returns:
-        None where another process prints what was found.
-
-    Raises:
-        ConfigurationError: The machines cannot meet so.
-        LaunchError: They did not.
-        PairsError: A rank did not come.
+    The options are those of `paceline run`. None where another process prints what was found, `as_json` or not. Raises
+    ConfigurationError (they cannot meet so), LaunchError (they did not), PairsError (a rank did not come).
     """
     if machines is None and endpoint is None:
         is_rank = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -121,14 +105,7 @@ def check_here() -> Checkup:
 
 
 def check_with_others() -> Checkup | None:
-    """As a rank of a launch: every machine and every link; None on ranks other than 0.
-
-    Contract:
-        Collective over the launcher's ranks. Blocks: about a second a rank.
-
-    Raises:
-        PairsError: A rank did not come.
-    """
+    """As a rank of a launch: all machines and links; None but on rank 0. Collective. Raises PairsError."""
     import torch.distributed as dist  # noqa: PLC0415  takes seconds
 
     from paceline.process_group.connections import address_towards  # noqa: PLC0415

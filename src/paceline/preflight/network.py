@@ -13,9 +13,8 @@ from paceline.preflight.findings import Finding
 _ROOT = Path("/")
 _LEAST_WINDOW_BYTES = 4 * 2**20
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-_ANYWHERE = (
-    "192.0.2.1"  # of documentation (RFC 5737): nothing is sent, the kernel is asked for the route only
-)
+# of documentation (RFC 5737): nothing is sent, the kernel is asked for the route only
+_ANYWHERE = "192.0.2.1"
 
 
 def name() -> Finding:

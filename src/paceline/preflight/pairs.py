@@ -63,19 +63,9 @@ class Card:
 
 
 def measure(store: Any, rank: int, num_ranks: int, address: str) -> tuple[list[Link], list[Card]]:
-    """Measure this rank's links to all others.
+    """Measure the links from this rank to all others, who come on `address`; returns them and every rank's card.
 
-    Args:
-        store: The job's, torch's.
-        rank: This one's.
-        num_ranks: Of the job.
-        address: Of this host, on which the others come.
-
-    Contract:
-        Collective over the ranks. Blocks: about a second a rank.
-
-    Returns:
-        A link from this rank to each other one, and every rank's card.
+    Collective over the ranks of the job's `store`. Blocks: about a second a rank.
     """
     with socket.create_server((address, 0)) as listener:
         own = Card(socket.gethostname(), address, listener.getsockname()[1], secrets.token_hex(_WORD_BYTES))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import sys
-import sysconfig
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from paceline.host.stacks import py_spy
 from paceline.preflight.findings import Finding
 from paceline.version import __version__
 
@@ -49,7 +48,7 @@ def extras() -> Finding:
 
 def stacks() -> Finding:
     """Whether the stack of a rank that hangs can be read."""
-    path = shutil.which("py-spy") or shutil.which("py-spy", path=sysconfig.get_path("scripts"))
+    path = py_spy()
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     allowed = scope.read_text().strip() if scope.exists() else "0"
     if path is None:

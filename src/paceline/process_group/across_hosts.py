@@ -61,10 +61,7 @@ class AcrossHosts:
         self.use(os.environ.get(CHOICE), CHOICE)
 
     def use(self, name: str | None, set_by: str = "use_schedule") -> None:
-        """Take this schedule whatever it costs; None for the cheapest.
-
-        Raises ConfigurationError, changing nothing, for an unknown.
-        """
+        """Take this schedule, None for the cheapest. ConfigurationError, changing nothing, for an unknown."""
         usable = [
             known
             for known, algorithm in SCHEDULES.items()
@@ -98,12 +95,7 @@ class AcrossHosts:
         """Return the cheapest schedule for a message of all columns together. After `prepare`."""
         assert self._links is not None
         return choose(
-            "all_reduce",
-            size_bytes,
-            self._columns,
-            self._links,
-            element_bytes=itemsize,
-            only=self._only,
+            "all_reduce", size_bytes, self._columns, self._links, element_bytes=itemsize, only=self._only
         )
 
     def all_reduce(self, share: Tensor, fold: Fold) -> None:

@@ -64,9 +64,8 @@ class ProcessGroup(dist.ProcessGroup):
         waits: bool = False,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # as a group in Python is made
-        self._wanted = wanted_path(
-            (options or Options()).between_hosts
-        )  # refused before anything is connected
+        # refused before anything is connected
+        self._wanted = wanted_path((options or Options()).between_hosts)
         self._rank, self._size = rank, size
         self._store, self._timeout = store, timeout
         self._handle = Handle.of(store, rank)

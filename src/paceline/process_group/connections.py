@@ -26,10 +26,7 @@ _DISCARD_PORT = 9  # nothing is sent: connecting a datagram socket only asks the
 
 
 def address_towards(num_hosts: int) -> str:
-    """Return the address under which the other hosts reach this one: that of the route to the job's master.
-
-    It is "" where GLOO_SOCKET_IFNAME decides, or nothing is known.
-    """
+    """This host's address on the route to the master; "" where GLOO_SOCKET_IFNAME decides, or it is unknown."""
     if os.environ.get(INTERFACE):
         return ""
     if num_hosts == 1:
@@ -61,10 +58,7 @@ def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, addre
 def open_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> Transport:
     """Connect the ranks for messages of their own, beside any process group: through shared memory on one host.
 
-    Nothing else uses `store`.
-
-    Contract:
-        Collective over these ranks.  Blocks: until every rank has come.
+    Nothing else uses `store`. Collective; blocks until every rank has come.
     """
     host = join_host(dist.PrefixStore("memory", store), rank, num_ranks, timeout)
     if host.is_only_one:
@@ -74,10 +68,7 @@ def open_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timede
 
 
 def bounded_loss(module: str) -> Any:
-    """A module of the transport with bounded loss, loaded when it is used: numba takes half a second to import. Local.
-
-    Raises ConfigurationError if numba is not installed.
-    """
+    """A module of the lossy transport, loaded when used (numba: 0.5 s). ConfigurationError without numba. Local."""
     try:
         return importlib.import_module(f"paceline.transports.bounded_loss.{module}")
     except ImportError as error:
@@ -91,12 +82,9 @@ def open_lossy_transport(
 ) -> LossyTransport:
     """Connect the ranks for sums over UDP of which a bounded part may be lost, by so many ports of each.
 
-    It listens on the interface that GLOO_SOCKET_IFNAME names, or on the address towards the job's master. Arguments
-    and contract as of `open_transport`.
-
-    Raises:
-        ConfigurationError: numba is not installed, or there is no such interface.
-        PeerLostError: A rank did not come, or it cannot, and said why.
+    It listens on the interface that GLOO_SOCKET_IFNAME names, or on the address towards the job's master. As
+    `open_transport`; raises ConfigurationError without numba or interface, PeerLostError if a rank does not come, and
+    why.
     """
     meeting = Rendezvous(store, rank, num_ranks, timeout, "connecting to sum gradients over UDP")
     try:
@@ -135,10 +123,7 @@ def _meet(rendezvous: Rendezvous, num_ranks: int, num_ports: int = 1) -> Any:
 
 
 def check_datagrams(num_ranks: int) -> None:
-    """Make sure that this rank could open such a transport, and compile it. Local; takes seconds only once.
-
-    Raises ConfigurationError without numba or such an interface, and what numba raises if it cannot compile.
-    """
+    """Make sure this rank could open it, and compile it; raises ConfigurationError if not. Local; seconds once."""
     bounded_loss("datagram_loop").compile_all()
     bounded_loss("udp_socket").check_address(datagram_address(num_ranks))
 

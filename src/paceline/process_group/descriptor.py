@@ -138,11 +138,7 @@ NUM_INTEGERS = len(Descriptor(0, KINDS[0]).to_integers())
 def check_agreement(
     mine: Descriptor, index: int, ranks: Sequence[int], announced: Sequence[Sequence[int]]
 ) -> None:
-    """Compare what all ranks of a host have `announced`, descriptors first; `mine` is number `index`.
-
-    Raises:
-        CollectiveMismatchError: Two differ; names both. Raised on every rank of the host.
-    """
+    """Compare what the ranks `announced`; `mine` is number `index`. CollectiveMismatchError, on all, names two."""
     my_rank, integers = ranks[index], announced[index][:NUM_INTEGERS]
     for rank, others in zip(ranks, announced, strict=True):
         if others[:NUM_INTEGERS] != integers:

@@ -56,17 +56,11 @@ class Executor:
         *,
         operation: str = "all_reduce",  # what the user called, for messages
     ) -> None:
-        """Perform `schedule` on `flat`.
+        """Perform `schedule` on `flat`. Collective: every rank, same order; blocks. An all-reduce is bitwise equal.
 
-        Contract:
-            Collective: every rank, same order.  Blocks: yes.  Mutates: `flat`; after an error it is undefined,
-            and the transport can't be used any more.
-            Afterwards: what the schedule's operation says; an all-reduce is bitwise equal on all ranks.
-
-        Raises:
-            CollectiveMismatchError: a peer is in another collective, or has another tensor.
-            PeerLostError: a peer died or did not do its part in time.
-            ConfigurationError: nothing was sent: the tensor or the operation cannot be reduced so.
+        After an error `flat` is undefined, and the transport can't be used any more: CollectiveMismatchError if a peer
+        is in another collective, PeerLostError if one died or was late. ConfigurationError if it cannot be reduced:
+        nothing was sent.
         """
         _check(schedule, flat, self.transport)
         fold = fold_of(op_name(op), flat.dtype) if schedule.folds else None

@@ -103,10 +103,7 @@ class HostCollectives:
         return num_elements * first // self._num_shares, num_elements * last // self._num_shares
 
     def _fold_share(self, shares: Sequence[Tensor], fold: Fold, across: Across | None) -> None:
-        """Reduce this rank's share of all ranks' memory, and write the result into all of it.
-
-        Ranks are folded in their order, whoever does it: so the bits do not depend on how a message is cut.
-        """
+        """Reduce this rank's share, and write it everywhere; in rank order, so that cuts do not change bits."""
         if not shares[0].numel():
             return
         step = max(CHUNK_BYTES // shares[0].element_size(), 1)
@@ -185,12 +182,9 @@ class HostCollectives:
         self._staging.exchange(what, (len(spans),), enter, work)
 
     def all_to_all(self, what: Descriptor, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Fill `outputs`, one a rank, with what each of them has for this one; `inputs` is for them.
+        """Fill `outputs`, one a rank, with what each has for this one (`inputs`). Contiguous, 1-D, one dtype.
 
-        Contiguous, 1-D, of one dtype on all ranks.
-
-        Raises:
-            CollectiveMismatchError: A rank has a row of another length for this one.
+        Raises CollectiveMismatchError if a rank has a row of another length for this one.
         """
         me, width, staging = self._me, inputs[0].dtype.itemsize, self._staging
         lengths, expected = list(map(Tensor.numel, inputs)), list(map(Tensor.numel, outputs))

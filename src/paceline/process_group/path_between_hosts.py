@@ -39,16 +39,10 @@ def wanted_path(option: str = "") -> str:
 
 
 def open_path(inner: Gloo, store: dist.Store, timeout: timedelta, wanted: str) -> Transport:
-    """Open the path that rank 0 wants, or TCP if datagrams do not get through.
+    """Open the path that rank 0 wants, the same on all ranks; TCP, with a warning, if datagrams do not get through.
 
-    Nothing else uses `inner` and `store` meanwhile.
-
-    Contract:
-        Collective over the ranks of `inner`.  Blocks: yes.
-        Afterwards: the same kind of transport on all ranks.
-
-    Raises:
-        UserWarning: On all ranks: datagrams do not get through, and rank 0 takes warnings for errors.
+    Nothing else uses `inner` and `store` meanwhile. Collective; blocks. The warning is raised on all ranks if rank 0
+    takes warnings for errors.
     """
     is_wanted = torch.tensor([int(wanted == UDP)])
     inner.broadcast([is_wanted], dist.BroadcastOptions()).wait()

@@ -22,18 +22,12 @@ _NAME = "paceline"
 
 @dataclass(frozen=True)
 class Handle:
-    """One rank's, for one change; the change makes another.
+    """One rank's, for one change; the change makes another."""
 
-    Attributes:
-        rank: In the group as it is; of a set of handles it decides the order.
-        who: No other group object has it.
-        changes: How often this one was changed.
-        where: Where the store listens in which it can be met, as `host:port`; empty for a store of another kind.
-    """
-
-    rank: int
-    who: str
-    changes: int
+    rank: int  # in the group as it is; of a set of handles it decides the order
+    who: str  # no other group object has it
+    changes: int  # how often this one was changed
+    # where the store listens in which it can be met, as `host:port`; empty for a store of another kind
     where: str
 
     @classmethod
@@ -63,15 +57,7 @@ class Handle:
 
 
 def in_order(given: Collection[str], own: Handle) -> list[Handle]:
-    """The members by their new ranks.
-
-    Args:
-        given: A list decides; of a set the old ranks do.
-        own: This rank's.
-
-    Raises:
-        ConfigurationError: There are none, one is none or comes twice, or this rank's newest is not among them.
-    """
+    """The members by new rank: as in a list; in a set, as old ranks. ConfigurationError if they cannot be."""
     handles = [Handle.parse(words) for words in (given if isinstance(given, list) else sorted(given))]
     if len({handle.who for handle in handles}) < len(handles):
         raise ConfigurationError(f"of {len(handles)} handles some are of the same rank. Pass one of each.")
@@ -86,17 +72,9 @@ def in_order(given: Collection[str], own: Handle) -> list[Handle]:
 def store_of(
     handles: list[Handle], own: Handle, store: dist.Store, uuid: int, timeout: timedelta
 ) -> dist.Store:
-    """Where the members meet: a place of this change's own, in the store of the first of them.
+    """Where the members (`handles`, in order) meet: a place of the change `uuid` in the store of the first of them.
 
-    Args:
-        handles: Of the members, in the order that all have.
-        own: This rank's.
-        store: This group's.
-        uuid: Of the change.
-        timeout: For a connection to another group's store.
-
-    Raises:
-        ConfigurationError: The first member's store is no TCPStore, by which members of another group reach it.
+    Raises ConfigurationError if that is no TCPStore, by which members of another group reach it.
     """
     where = handles[0].where
     base = innermost(store)

@@ -71,10 +71,7 @@ class Rows:
 
 
 def only(tensors: list[Tensor]) -> Tensor:
-    """The tensor of a collective that takes one a rank; c10d passes lists.
-
-    Raises ConfigurationError if it has not one.
-    """
+    """The tensor of a collective that takes one a rank, passed as lists. ConfigurationError if it has not one."""
     if len(tensors) != 1:
         raise ConfigurationError(f"this collective takes one tensor a rank, not {len(tensors)}.")
     return tensors[0]

@@ -57,10 +57,7 @@ class Staging:
         self.copied_bytes = 0  # into and out of staging so far; a bucket that lives in the arena adds nothing
 
     def gather(self, what: Descriptor, flat: Tensor, enters: bool = True) -> list[Tensor]:
-        """Return views of every rank's `flat`, one that fits a slot, until the next collective.
-
-        Unless this rank's `enters`, its own shows anything.
-        """
+        """Views of every rank's `flat`, that fits a slot, until the next collective; its own only if it `enters`."""
         slots = self.slots(self._turn, flat.dtype, flat.numel())
         self._turn ^= 1
         if enters:

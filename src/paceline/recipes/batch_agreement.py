@@ -39,14 +39,7 @@ class OwnPart:
 
 
 def agree_on_batch(mine: OwnPart, process_group: ProcessGroup | None, device: torch.device) -> GlobalBatch:
-    """Learn how many samples every rank trains, and make sure that all follow one recipe.
-
-    Contract:
-        Collective: every rank.  Blocks: yes.
-
-    Raises:
-        ConfigurationError: On every rank, naming the rank that differs or asks for the impossible.
-    """
+    """Learn every rank's number of samples, compare recipes. Collective; blocks. ConfigurationError on all ranks."""
     group = world(process_group)
     ranks = [mine.as_numbers()]
     if group is not None and group.size() > 1:

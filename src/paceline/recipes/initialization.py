@@ -101,10 +101,7 @@ def _probe(part: Module) -> tuple[bool, Parameter | None]:
         return False, None
     num_dims = convolution.weight.ndim - 2
     noise = torch.randn(
-        2,
-        convolution.in_channels,
-        *[_EDGE] * num_dims,
-        generator=torch.Generator().manual_seed(0),
+        2, convolution.in_channels, *[_EDGE] * num_dims, generator=torch.Generator().manual_seed(0)
     ).to(convolution.weight.device, convolution.weight.dtype)
     noise.requires_grad_()
     try:

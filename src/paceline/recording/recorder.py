@@ -55,10 +55,8 @@ _KEPT = 256  # records
 _SHORT_S = 0.02  # steps that are shorter are not all kept: a record takes a tenth of a millisecond
 _FACTS_S = 0.025  # between two readings of what the kernel says: 40 us in the middle of a training
 _LINKS_S, _FOUND_S = 0.25, 5.0  # between two samples of links, and between two searches for them
-_DEAR_S, _DEAR_RATIO = (
-    1.0,
-    200,
-)  # between two samples of what costs milliseconds: at least, and of what one took
+# between two samples of what costs milliseconds: at least, and of what one took
+_DEAR_S, _DEAR_RATIO = (1.0, 200)
 _LOOKED_S = 0.5  # between two looks whether it is detached
 _FINGERPRINT_STEPS = 64
 
@@ -210,9 +208,8 @@ class Recorder:
         return self._is_detached
 
 
-_clock: weakref.ref[ThreadClock] | None = (
-    None  # held by the recorders that read it: with the last, its files go
-)
+# held by the recorders that read it: with the last, its files go
+_clock: weakref.ref[ThreadClock] | None = None
 _clock_of: tuple[int, int] = (0, 0)  # process and thread
 _written_by = 0  # the process that writes to a run folder
 
@@ -243,10 +240,7 @@ def _forget_clock() -> None:
 
 
 def folder_of_this_rank() -> Path | None:
-    """The run folder that the environment names, if it is one and no other model of this process writes there.
-
-    Raises nothing: a folder that cannot be used is said on stderr.
-    """
+    """The run folder in the environment, unless another model of ours writes there; failures go to stderr."""
     global _written_by  # noqa: PLW0603  one a process
     words = os.environ.get(VARIABLE)
     if not words or _written_by == os.getpid():

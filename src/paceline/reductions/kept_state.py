@@ -23,12 +23,7 @@ class Keeper:
 
     def words(self) -> dict[str, Any]:
         """What a checkpoint says of it."""
-        return {
-            "kind": self.kind,
-            "rank": self.rank,
-            "num_ranks": self.num_ranks,
-            "sizes": dict(self.sizes),
-        }
+        return {"kind": self.kind, "rank": self.rank, "num_ranks": self.num_ranks, "sizes": dict(self.sizes)}
 
     def has_saved(self, state: Mapping[str, Any], strict: bool) -> bool:
         """Whether `state` was saved by this rank of as many ranks.
@@ -59,10 +54,7 @@ class Keeper:
 def check_one_model(
     reduction: object, known: Mapping[int, str], named_parameters: Mapping[str, Parameter]
 ) -> None:
-    """Raise ConfigurationError if a reduction that keeps state by parameter is prepared for a second model.
-
-    It was prepared for the parameters in `known`, by id; unfrozen ones may have come.
-    """
+    """Raise ConfigurationError if state by parameter, `known` by id, is prepared for a second model."""
     if known and not known.keys() & {id(parameter) for parameter in named_parameters.values()}:
         raise ConfigurationError(
             f"{reduction!r} already reduces another model's gradients and keeps their residuals. "

@@ -349,10 +349,7 @@ class Pipeline:
         self._under_way: deque[LaneWork] = deque()  # not yet decompressed
 
     def launch(self, start: Callable[[], Finish], tensor: Tensor, what: str) -> C10dWork:
-        """Run `start` on the first thread, and then the function it returns on the second. Does not block.
-
-        `start` may block and launch collectives; the function it returns may block, but launches none.
-        """
+        """Run `start`, then what it returns, on the two threads; only `start` may launch. Does not block."""
         finish: list[Finish] = []
 
         def decode() -> None:

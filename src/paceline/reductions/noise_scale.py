@@ -228,9 +228,8 @@ class GradientNoiseScale(Reduction):
         """
         q = whole.new_tensor(self._concentration) if concentration is None else concentration.to(whole.device)
         fresh = 1.0 / self._memory_steps
-        counts = (parts + whole).isfinite() & (
-            q < 1 - 1e-9
-        )  # not read here, so that nothing waits for the device
+        # not read here, so that nothing waits for the device
+        counts = (parts + whole).isfinite() & (q < 1 - 1e-9)
         signal, noise = self._signal.to(whole.device), self._noise.to(whole.device)
         self._signal = torch.where(
             counts, signal * (1.0 - fresh) + (whole - parts) / (1.0 - q) * fresh, signal

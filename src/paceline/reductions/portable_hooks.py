@@ -37,10 +37,7 @@ def quantize_per_channel(
 def _gather_quantized(
     process_group: dist.ProcessGroup | None, flat: Tensor, channels: Tensor
 ) -> torch.futures.Future[torch.Tensor]:
-    """All-gather a payload of scales, zero points and integers of all channels; then dequantize and average.
-
-    `channels` are the bucket's values, padded, shape (channels, channel length).
-    """
+    """All-gather scales, zero points and integers of `channels` (padded rows); dequantize and average."""
     group = process_group if process_group is not None else dist.distributed_c10d._get_default_group()
     scales, zero_points = _affine_8bit(channels)
     levels = (torch.round(channels / scales[:, None]) + zero_points[:, None]).clamp_(0, 255).to(torch.uint8)

@@ -11,8 +11,17 @@ from paceline.observe.run_clocks import ClockOffset, clock_offsets
 from paceline.observe.run_reading import Run
 from paceline.observe.run_records import StepRecord
 from paceline.quantities import ms
-from paceline.report.drawings import Span, curve, strip
-from paceline.report.markup import ORDER, legend, row_of, rows_of, table_of_cells, words_of
+from paceline.report.markup import (
+    ORDER,
+    Span,
+    curve,
+    legend,
+    row_of,
+    rows_of,
+    strip,
+    table_of_cells,
+    words_of,
+)
 
 _MOST_RANKS = 64
 _MOST_POINTS = 1000
@@ -90,14 +99,14 @@ def longest(run: Run) -> str:
     last = max(range(len(row)), key=ends.__getitem__)
     cells, names = [], {"sent"} if any(step.buckets for step in row) else set()
     for place, step in list(enumerate(row))[:_MOST_RANKS]:
-        spans = [span for span in _timeline(step, names) if span.end > span.start]
-        placed = [_moved(span, at_s(place, step.began_s) - zero_s) for span in spans]
+        spans = _timeline(step, at_s(place, step.began_s) - zero_s, names)
+        placed = [span for span in spans if span.end > span.start]
         sent = [
             Span(
                 at_s(place, x.launched_s) - zero_s,
                 at_s(place, x.done_s) - zero_s,
                 "sent",
-                _of_bucket(x.index, x.size_bytes),
+                f"bucket {x.index}, {x.size_bytes / 2**20:.2f} MiB",
             )
             for x in step.buckets
         ]
@@ -136,28 +145,15 @@ def _off(clocks: Iterable[ClockOffset]) -> str:
     return f" Clocks of different hosts are aligned, and may be off by {ms(error_s)}." if error_s else ""
 
 
-def _timeline(step: StepRecord, names: set[str]) -> Iterable[Span]:
-    """What a rank did, from the step's beginning."""
-    spans = [
-        (x.phase, x.start_s, min(x.end_s, step.work_ended_s) if x.phase == "backward" else x.end_s)
-        for x in step.intervals
-    ]
-    spans.append(("waiting", step.work_ended_s, step.ended_s))
-    for name, start_s, end_s in sorted(spans, key=lambda span: (span[1], -span[2])):
+def _timeline(step: StepRecord, at_s: float, names: set[str]) -> Iterable[Span]:
+    """What a rank did in a step that begins there; adds the names of that."""
+    for name, start_s, end_s in step.spans():
         names.add(name)
         inset = name in ("garbage", "recording", "checkpoint")
         yield Span(
-            max(start_s, step.began_s) - step.began_s,
-            min(end_s, step.ended_s) - step.began_s,
+            at_s + max(start_s, step.began_s) - step.began_s,
+            at_s + min(end_s, step.ended_s) - step.began_s,
             name if name in ORDER else "other",
             f"{words_of(name)}: {ms(end_s - start_s)}",
             inset,
         )
-
-
-def _moved(span: Span, by: float) -> Span:
-    return Span(span.start + by, span.end + by, span.colour, span.title, span.inset)
-
-
-def _of_bucket(index: int, size_bytes: int) -> str:
-    return f"bucket {index}, {size_bytes / 2**20:.2f} MiB"

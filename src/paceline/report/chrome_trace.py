@@ -35,19 +35,12 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Timeline:
-    """A run's events, and what it leaves out.
+    """A run's events, and what it leaves out."""
 
-    Attributes:
-        events: In the order of ranks and steps.
-        facts: About the whole: the run, its clocks, what could not be read.
-        num_steps: Shown of every rank, at most.
-        num_left_out: Steps before them.
-    """
-
-    events: list[Event]
-    facts: dict[str, Any]
-    num_steps: int
-    num_left_out: int
+    events: list[Event]  # in the order of ranks and steps
+    facts: dict[str, Any]  # about the whole: the run, its clocks, what could not be read
+    num_steps: int  # shown of every rank, at most
+    num_left_out: int  # steps before them
 
     @property
     def text(self) -> str:
@@ -67,12 +60,7 @@ class Timeline:
 
 
 def timeline_of(run: Run, most_steps: int = MOST_STEPS) -> Timeline:
-    """Lay a run's last steps out on the first rank's clock. Local and pure.
-
-    Args:
-        run: As far as it could be read.
-        most_steps: Of each rank; earlier ones are left out.
-    """
+    """Lay each rank's last `most_steps` steps out on the first rank's clock. Local and pure."""
     offsets = clock_offsets(run)
     last = max((rank.steps[-1].step for rank in run.ranks if rank.steps), default=0)
     first = min((rank.steps[0].step for rank in run.ranks if rank.steps), default=1)
@@ -157,16 +145,9 @@ def _training(rank: int, step: StepRecord, clock: _Clock) -> Iterator[Event]:
         about["samples"] = step.num_samples
     if step.num_tokens is not None:
         about["tokens"] = step.num_tokens
-    spans = [(x.phase, x.start_s, x.end_s) for x in step.intervals]
-    # Its own backward ends with its last gradient; what autograd's call takes after that is waiting.
-    spans = [
-        (name, start_s, min(end_s, step.work_ended_s) if name == "backward" else end_s)
-        for name, start_s, end_s in spans
-    ]
-    spans.append(("waiting", step.work_ended_s, step.ended_s))
     yield _slice(f"step {step.step}", rank, _TRAINING, clock.us(step.began_s), clock.us(step.ended_s), about)
     around = [clock.us(step.ended_s)]
-    for name, start_s, end_s in sorted(spans, key=lambda span: (span[1], -span[2])):
+    for name, start_s, end_s in step.spans():
         start_us, end_us = clock.us(max(start_s, step.began_s)), clock.us(end_s)
         while len(around) > 1 and start_us >= around[-1]:
             around.pop()

@@ -14,11 +14,7 @@ from paceline.report.page import page_of
 
 
 def write_timeline(folder: Path, out: Path, most_steps: int) -> str:
-    """Write a run folder's timeline; returns what was written, in words.
-
-    Raises:
-        ConfigurationError: There is no run in the folder, nothing to draw in it, or `out` cannot be written.
-    """
+    """Write a run folder's timeline; says what was written. ConfigurationError if there is nothing to draw."""
     check_output(out, "--out")
     run = read_run(folder)
     found = timeline_of(run, most_steps)
@@ -37,17 +33,10 @@ def trace_command(
     note: Callable[[str], None],
     folder: Path | None = None,
 ) -> int:
-    """Run a command, and write its timeline every few seconds while it runs, and at its end; returns its exit code.
+    """Run a command, write its timeline every few seconds while it runs, and at its end; returns its exit code.
 
-    Args:
-        command: A training script, with options of `paceline run` before it, or any other command.
-        out: The file; it is whole at any time.
-        most_steps: As of `timeline_of`.
-        note: Called with a line about what was written.
-        folder: A new run folder to keep what was recorded in; None: it is not kept.
-
-    Raises:
-        ConfigurationError: There is no such command, or a file cannot be written; nothing was started.
+    `out` is whole at any time; what was recorded is kept in a new `folder`, or not; `note` is told what was written.
+    Raises ConfigurationError, before anything starts, if there is no such command or a file cannot be written.
     """
     from paceline.launch.recorded_command import record_command  # noqa: PLC0415  imports torch
 

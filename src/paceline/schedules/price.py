@@ -91,12 +91,7 @@ class _Counting:
     """Adds up rounds."""
 
     def __init__(
-        self,
-        topology: Topology,
-        links: Links,
-        cuts: tuple[int, ...],
-        element_bytes: int,
-        partial_bytes: int,
+        self, topology: Topology, links: Links, cuts: tuple[int, ...], element_bytes: int, partial_bytes: int
     ) -> None:
         self.host_of_rank = topology.host_of_rank
         self.links = links

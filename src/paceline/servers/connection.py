@@ -25,16 +25,7 @@ def fresh_place(_: Frame, num_bytes: int) -> Sequence[Any]:
 
 
 class Connection:
-    """Frames over a socket.
-
-    Args:
-        connected: A socket, which becomes this object's.
-        place: Where bodies go.
-
-    Attributes:
-        bytes_sent: Over its life.
-        bytes_received: Likewise.
-    """
+    """Frames over a socket that becomes this object's; bodies go to `place`. Counts the bytes of its life."""
 
     def __init__(self, connected: socket.socket, place: Place = fresh_place) -> None:
         connected.setblocking(False)
@@ -63,11 +54,7 @@ class Connection:
         self._outgoing.extend(view for part in frame.body if len(view := memoryview(part).cast("B")))
 
     def send(self) -> None:
-        """Send what the socket takes.
-
-        Raises:
-            OSError: The other end is gone.
-        """
+        """Send what the socket takes. Raises OSError if the other end is gone."""
         left = _TURN_BYTES
         while self._outgoing and left > 0:
             views = [self._outgoing[i] for i in range(min(len(self._outgoing), _MOST_VIEWS))]
@@ -80,12 +67,7 @@ class Connection:
             _drop(self._outgoing, sent)
 
     def receive(self) -> list[Frame]:
-        """Receive what is there; the frames that are whole.
-
-        Raises:
-            OSError: The other end is gone.
-            ProtocolError: It does not speak this protocol.
-        """
+        """Receive whole frames. Raises OSError if the other end is gone, ProtocolError if it speaks otherwise."""
         frames: list[Frame] = []
         left = _TURN_BYTES
         while left > 0:

@@ -24,19 +24,12 @@ from paceline.transports.bounded_loss.udp_socket import Introduction
 
 _DTYPES = ("float32", "float64")
 _MOST_SERVERS, _MOST_PORTS = 1024, 16
-_LINGER_S = (
-    0.0  # whoever closes it does not wait; the link's thread goes on for a moment, as its peers may need it
-)
+# whoever closes it does not wait; the link's thread goes on for a moment, as its peers may need it
+_LINGER_S = 0.0
 
 
 class DatagramSums:
-    """Of one session.
-
-    Args:
-        num_ranks: How many push.
-        timeout_s: A sum that takes longer has failed.
-        address: Of this host, as the ranks know it.
-    """
+    """Of one session: a sum that takes longer than `timeout_s` has failed; ranks know this host by `address`."""
 
     def __init__(self, num_ranks: int, timeout_s: float, address: str) -> None:
         try:
@@ -54,11 +47,7 @@ class DatagramSums:
         self._running: dict[int, Sum] = {}
 
     def join(self, rank: int, words: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Take what a rank says of itself; what all are told, once all have said it.
-
-        Raises:
-            ConfigurationError: It does not fit what another rank said.
-        """
+        """Take a rank's words; what all are told once all said them. ConfigurationError if they do not fit."""
         first = next(iter(self._cards.values()), words)
         for what in ("number", "servers", "ports"):
             if words[what] != first[what]:
@@ -100,12 +89,7 @@ class DatagramSums:
         return self._link
 
     def take_finished(self) -> list[int]:
-        """The sums that are done since the last call.
-
-        Raises:
-            PeerLostError: A rank's datagrams stay away; it says which rank.
-            Exception: Whatever else went wrong.
-        """
+        """The sums done since the last call. PeerLostError if a rank's datagrams stay away; or what else failed."""
         done = []
         for number, launched in list(self._running.items()):
             try:

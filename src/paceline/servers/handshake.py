@@ -37,9 +37,8 @@ class RefusedError(ConfigurationError):
 class ServerSide:
     """A server's part; bytes in, bytes out.
 
-    Attributes:
-        has_knocked: Whether who connected has shown, by a code that may be a recorded one, that it is a rank.
-        has_entered: Whether it has proved it; nothing else follows then.
+    Whoever `has_knocked` has shown by a code, which may be a recorded one, that it is a rank; whoever `has_entered` has
+    proved it, and nothing else follows then.
     """
 
     def __init__(self, token: str) -> None:
@@ -55,11 +54,7 @@ class ServerSide:
         return (CODE_BYTES if self.has_knocked else KNOCK_BYTES) - len(self._received)
 
     def take(self, part: bytes) -> bytes:
-        """Take up to `num_missing` bytes; returns what is to be said.
-
-        Raises:
-            RefusedError: It does not know the token.
-        """
+        """Take up to `num_missing` bytes; returns what to say. Raises RefusedError for another token."""
         self._received += part
         if self.num_missing:
             return b""
@@ -80,12 +75,7 @@ class ServerSide:
 
 
 def enter(connected: socket.socket, token: str, where: str) -> None:
-    """A rank's part, on a socket that blocks and has a timeout.
-
-    Raises:
-        RefusedError: This is no server of this job; says why.
-        OSError: The connection failed.
-    """
+    """A rank's part, on a blocking socket with a timeout. Raises RefusedError with the reason, and OSError."""
     mine, key = secrets.token_bytes(NONCE_BYTES), token.encode()
     connected.sendall(GREETING + mine + _code(key, b"knock", mine))
     received = _receive(connected, FROM_SERVER)

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 
 from paceline.errors import ConfigurationError
 
-ALIGNED_ELEMENTS = (
-    64  # keys begin at multiples: whatever vectors a processor adds in, it adds them as in one tensor
-)
-KEYS_PER_SERVER = (
-    64  # of equal size, at least, where the model is large enough: what makes servers equal to 1/64
-)
+# keys begin at multiples: whatever vectors a processor adds in, it adds them as in one tensor
+ALIGNED_ELEMENTS = 64
+# of equal size, at least, where the model is large enough: what makes servers equal to 1/64
+KEYS_PER_SERVER = 64
 
 
 @dataclass(frozen=True)
@@ -39,19 +37,10 @@ def largest_key_bytes(total_bytes: int, num_servers: int, width: int) -> int:
 
 
 def cut_keys(sizes: Sequence[int], widths: Sequence[int], num_servers: int) -> list[Key]:
-    """Cut parameters into keys.
+    """Cut parameters, by their elements in registration order and bytes of each, into keys, as backward produces them.
 
-    Args:
-        sizes: Elements of each parameter, in registration order, which backward runs through from the end.
-        widths: Bytes of one element of each.
-        num_servers: How many share them.
-
-    Returns:
-        In the order in which backward produces them. No server has more bytes than another by more than the largest
-        key, among the first n of them, for every n.
-
-    Raises:
-        ConfigurationError: There is no server, or some would have nothing.
+    No server has more bytes than another by more than the largest key, among the first n keys, for every n. Raises
+    ConfigurationError if there is no server, or some would have nothing.
     """
     if num_servers < 1:
         raise ConfigurationError(

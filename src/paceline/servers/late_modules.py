@@ -30,11 +30,7 @@ _NEEDED_FOR: dict[Kind, Callable[[], Any]] = {Kind.SET_UP: _load_stepping, Kind.
 
 
 class LateModules:
-    """Imports beside a loop that goes on.
-
-    Attributes:
-        woken: Can be read once more is there.
-    """
+    """Imports beside a loop that goes on; `woken` can be read once more is there."""
 
     def __init__(self) -> None:
         self._wake, self.woken = socket.socketpair()
@@ -83,11 +79,7 @@ def make_steps(words: dict[str, Any]) -> Steps:
 
 
 def make_sums(num_ranks: int, timeout_s: float, address: str) -> Sums:
-    """What sums by datagrams.
-
-    Raises:
-        ConfigurationError: It cannot be done here.
-    """
+    """What sums by datagrams. Raises ConfigurationError if it cannot be done here."""
     try:
         module = _load_sums()
     except ImportError as error:

@@ -95,9 +95,8 @@ class Link:
         self._selector = selectors.DefaultSelector()
         self._servers: list[_Server] = []
         self._todo: deque[tuple[_Server, Frame]] = deque()
-        self._lock = (
-            threading.RLock()
-        )  # re-entrant: the garbage collector may call `close()` while we hold it
+        # re-entrant: the garbage collector may call `close()` while we hold it
+        self._lock = threading.RLock()
         self._error: Exception | None = None
         self._given_up: ServerLostError | None = None
         self._is_closing = False

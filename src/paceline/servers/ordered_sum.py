@@ -14,16 +14,9 @@ _NATIVE: dict[DType, Any] = {DType.FLOAT32: np.float32, DType.FLOAT64: np.float6
 
 
 class OrderedSum:
-    """((g0 + g1) + g2) + ..., as one process would add them up.
+    """((g0 + g1) + g2) + ..., as one process would add them up; `arrived` says of which ranks.
 
     Types of 16 bits are added up in float32 and rounded once, to the nearest even.
-
-    Args:
-        num_ranks: How many push.
-        dtype: Of the elements.
-
-    Attributes:
-        arrived: Which ranks have.
     """
 
     def __init__(self, num_ranks: int, dtype: DType) -> None:

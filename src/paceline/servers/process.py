@@ -48,11 +48,7 @@ def serve(listener: socket.socket, *, until_closed: bool = False) -> None:
 
 
 def serve_on(place: str) -> None:
-    """As `serve`, for an address as a user types it, `10.0.0.5:7000`; makes a token where there is none.
-
-    Raises:
-        ConfigurationError: It is none.
-    """
+    """As `serve`, for an address as typed, `10.0.0.5:7000`, or ConfigurationError; makes a token if there is none."""
     host, colon, port = place.rpartition(":")
     host = host.strip("[]")
     if not colon or not host or not port.isdigit() or int(port) > 65535:
@@ -75,15 +71,10 @@ def _shown(listener: socket.socket) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A listening socket on one address.
-
-    Raises:
-        ConfigurationError: It cannot be.
-    """
+    """A listening socket on one address. Raises ConfigurationError if it cannot be."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    takes_both = (
-        family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-    )  # where the address is every one, `::`
+    # where the address is every one, `::`
+    takes_both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
         return socket.create_server(
             (address, port), family=family, backlog=_BACKLOG, dualstack_ipv6=takes_both

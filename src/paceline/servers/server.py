@@ -71,12 +71,7 @@ class _Open:
 
 
 class Server:
-    """Serves until `stop`.
-
-    Args:
-        listener: A listening socket, which becomes this object's.
-        token: The job's.
-    """
+    """Serves those who know the token until `stop`; the listening socket becomes this object's."""
 
     def __init__(self, listener: socket.socket, token: str) -> None:
         self._listener = listener

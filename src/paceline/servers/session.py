@@ -87,16 +87,9 @@ class _Push:
 class Session:
     """The ranks of one model on one server.
 
-    Args:
-        num_ranks: How many.
-        timeout_s: From the first push of a piece to the last.
-        make_steps: Makes what steps an optimizer, of the words of SET_UP.
-        make_sums: Makes what sums by datagrams, at the first JOIN.
-        most_held_bytes: Of pieces that not all ranks have pushed.
-
-    Attributes:
-        names: Of the ranks that have come: where their process is, for messages.
-        failure: What all ranks are told, once it is over.
+    `timeout_s` is from the first push of a piece to the last; at most `most_held_bytes` are held of pieces that not all
+    have pushed. What steps and what sums by datagrams is made when first asked for. `names` say where ranks' processes
+    are; `failure` is what all ranks are told, once it is over.
     """
 
     def __init__(

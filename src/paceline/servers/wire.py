@@ -69,11 +69,7 @@ class Frame:
 
 
 def header_of(received: bytes) -> tuple[Frame, int]:
-    """A frame without its body, and how many bytes that has.
-
-    Raises:
-        ProtocolError: Nobody who speaks this protocol sends that.
-    """
+    """A frame without its body, and how many bytes that has. ProtocolError: it is none of this protocol."""
     kind, dtype, zero, number, num_keys, num_bytes = HEADER.unpack(received)
     try:
         frame = Frame(Kind(kind), number, num_keys, DType(dtype))
@@ -92,11 +88,7 @@ def pack(metadata: Mapping[str, Any]) -> bytes:
 
 
 def unpack(body: Any) -> dict[str, Any]:
-    """What `pack` was given.
-
-    Raises:
-        ProtocolError: It is something else.
-    """
+    """What `pack` was given. Raises ProtocolError if it is something else."""
     try:
         metadata = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:

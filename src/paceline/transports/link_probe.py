@@ -33,15 +33,10 @@ _FOLD_BYTES = 1 << 20
 def find_links(
     transport: Transport, topology: Topology, timeout_s: float, override: Links | None = None
 ) -> Links:
-    """The links between `topology`'s ranks: rank 0's override, or its environment's, or what is measured.
+    """The links between `topology`'s ranks: rank 0's override, or its environment's, or what is measured; same on all.
 
-    Contract:
-        Collective: every rank, at the same place in its use of `transport`.  Blocks: yes, usually below 0.3 s.
-        Afterwards: the same answer on all ranks.
-
-    Raises:
-        ConfigurationError: the environment's value can't be read (on rank 0; the others time out).
-        PeerLostError: a rank did not take part.
+    Collective; blocks, usually below 0.3 s. ConfigurationError, on rank 0, for a value that can't be read; the others
+    time out. PeerLostError if a rank did not take part.
     """
     text = os.environ.get(ENVIRONMENT)
     if transport.rank == 0 and override is None and text:

@@ -26,15 +26,7 @@ from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.forward_overlap.outstanding import Needs
 from paceline.observe import StepTiming, StepTimings
-from paceline.planning.forward_overlap import (
-    LEAST_GAIN_RATIO,
-    Gain,
-    MeasuredStep,
-    Piece,
-    cut,
-    plan,
-    predict,
-)
+from paceline.planning.forward_overlap import LEAST_GAIN_RATIO, Gain, MeasuredStep, Piece, cut, plan, predict
 
 AGREES_AFTER_STEPS = 3  # buckets are cut anew after the first
 AGREES_AGAIN_AFTER = (6, 12)  # the first steps may have been slow, and a rate too low costs the gain
@@ -51,18 +43,9 @@ DRIFT_RATIO = 1.25  # between two rates that are not the same any more
 class Agreement:
     """One module's, the same on every rank.
 
-    Args:
-        group: That the ranks agree over.
-        peers: For waiting.
-        is_forced: Steps are deferred without asking whether that pays.
-
-    Attributes:
-        is_on: Whether steps are deferred; None as long as the ranks measure, or wait for another rate (rule 4); False
-            is for good.
-        pieces: In the order in which they are sent.
-        gain: What it was predicted to save, before it was on.
-        seen: Seconds of a step with and without, as compared; None before.
-        verdict: On or off, and why, with the numbers; empty as long as the ranks measure.
+    `is_on` says whether steps are deferred: None as long as the ranks measure, or wait for another rate (rule 4); False
+    is for good; `is_forced`: without measuring. `gain` is what it was predicted to save, `seen` what was compared once
+    on, `verdict` the decision with its numbers in words, and `pieces` are in the order in which they are sent.
     """
 
     def __init__(self, group: ProcessGroup, peers: Peers, is_forced: bool) -> None:
@@ -104,11 +87,7 @@ class Agreement:
     def defers(
         self, buckets: Sequence[Bucket], step: int, timings: StepTimings, forward_s: float, needs: Needs
     ) -> bool:
-        """Whether the step whose backward begins is deferred; `step` counts those of the module.
-
-        Contract:
-            Collective and blocking in the steps in which the ranks agree or compare, local otherwise.
-        """
+        """Whether the module's `step`, which begins, is deferred. Collective when ranks agree or compare; or local."""
         if self.is_off:
             return False
         if self._first_step is None:
@@ -249,11 +228,7 @@ def measure(
 
 
 def agree(pieces: Sequence[Piece], mine: MeasuredStep, group: ProcessGroup, peers: Peers) -> Agreed:
-    """Let rank 0 plan for the slowest rank's backward and the best rate that any has seen.
-
-    Contract:
-        Collective: every rank.  Blocks: yes.  Afterwards: the same on all ranks.
-    """
+    """Let rank 0 plan for the slowest backward and the best rate. Collective; blocks; same on all ranks."""
     row = torch.tensor(
         [-mine.reduced_s, mine.rate_bytes_per_s, mine.backward_s, *mine.ready_s], dtype=torch.float64
     )

@@ -54,17 +54,9 @@ GRACE_S = 1.0  # for sums under way when the program ends with an error
 class ForwardOverlap:
     """Defers the end of steps into the next forward, for one module on one rank.
 
-    Args:
-        module: Whose parts wait for their parameters.
-        process_group: That the script reduces over; the ranks agree over it.
-        piece_group: For pieces alone.
-        peers: For waiting.
-        is_forced: Without asking whether it pays.
-        poisons: Debug: fill parameters with NaN while their step is outstanding.
-
-    Attributes:
-        is_idle: Nothing is outstanding, and nothing has to be measured.
-        lock: Held while a step is deferred, or a part of it completed.
+    The ranks agree over the script's `process_group`; `piece_group` is for pieces alone. `poisons` (debug) fills
+    parameters with NaN while their step is outstanding. `is_idle`: nothing is outstanding or to be measured. `lock` is
+    held while a step is deferred, or a part of it completed.
     """
 
     lock = lock
@@ -136,11 +128,7 @@ class ForwardOverlap:
         self._agreement.move_to(process_group, peers)
 
     def begin(self, step: Step, buckets: Sequence[Bucket]) -> Flight:
-        """As `Flights.begin`. The backward needs the buffers: flush.
-
-        Contract:
-            Collective and blocking in the steps in which the ranks agree on an order or compare, local otherwise.
-        """
+        """As `Flights.begin`; flush, as it needs the buffers. Collective when ranks agree or compare."""
         self.flush()
         if not step.backward.synchronizes:
             return self._plain.begin(step, buckets)
@@ -240,14 +228,9 @@ class ForwardOverlap:
                 outstanding.complete(parameter)
 
     def flush(self) -> None:
-        """Complete everything that is outstanding.
+        """Complete everything that is outstanding: parameters, gradients, the optimizer's state. Local: waits.
 
-        Contract:
-            Local: waits for what was launched.  Mutates: parameters, their gradients, the optimizer's state.
-
-        Raises:
-            PeerLostError: A rank died or hangs.
-            ProtocolError: One did, earlier.
+        Raises PeerLostError if a rank died or hangs, ProtocolError if one did earlier.
         """
         with lock:
             while self._step is not None:
@@ -317,11 +300,7 @@ class ForwardOverlap:
     # ---- debug
 
     def check_outputs(self, outputs: Iterable[Tensor], name_of: Callable[[Parameter], str]) -> None:
-        """Debug, after a forward: raise if it has read what was outstanding.
-
-        Raises:
-            ProtocolError: An output is NaN, and some parameters were never waited for.
-        """
+        """Debug, after a forward: raise ProtocolError if an output is NaN and some parameters were never waited for."""
         step = self._step
         if not self._poisons or step is None or not any(bool(output.isnan().any()) for output in outputs):
             return

@@ -22,16 +22,11 @@ from paceline.errors import ProtocolError
 
 @dataclass(frozen=True)
 class Moment:
-    """Which of torch's modes were on.
+    """Which of torch's modes were on."""
 
-    Attributes:
-        has_inference_mode: `torch.inference_mode()`.
-        has_grad: Whether autograd recorded.
-        autocasts: `torch.autocast`, by type of device: whether it was on, and to which dtype.
-    """
-
-    has_inference_mode: bool
-    has_grad: bool
+    has_inference_mode: bool  # `torch.inference_mode()`
+    has_grad: bool  # whether autograd recorded
+    # `torch.autocast`, by type of device: whether it was on, and to which dtype
     autocasts: tuple[tuple[str, bool, torch.dtype], ...]
 
     @classmethod
@@ -91,40 +86,29 @@ Action = Callable[[Sequence[Parameter]], None]
 
 @dataclass
 class OpenStep:
-    """One module's, on one rank.
+    """One module's, on one rank."""
 
-    Attributes:
-        flight: Its gradients.
-        attach: Gives a bucket's parameters their gradients.
-        conclude: Called when the last bucket has arrived, with the seconds spent waiting.
-        left: Indices of buckets that have not been completed.
-        actions: What to do with each, in this order, and when that was called.
-        dropped: Ids of parameters whose gradients are dropped on arrival, after the actions.
-        kept: Debug: parameters' values by id, while NaNs stand in for them.
-        hidden: By parameters' ids, while others stand in for them: their versions, and their memory.
-        waited_s: So far.
-    """
-
-    flight: PieceFlight
-    attach: Callable[[Bucket], None]
+    flight: PieceFlight  # its gradients
+    attach: Callable[[Bucket], None]  # gives a bucket's parameters their gradients
+    # called when the last bucket has arrived, with the seconds spent waiting
     conclude: Callable[[float], None]
-    left: set[int]
+    left: set[int]  # indices of buckets that have not been completed
+    # what to do with each, in this order, and when that was called
     actions: list[tuple[Moment, Action]] = field(default_factory=list)
+    # ids of parameters whose gradients are dropped on arrival, after the actions
     dropped: set[int] = field(default_factory=set)
+    # debug: parameters' values by id, while NaNs stand in for them
     kept: dict[int, Tensor] = field(default_factory=dict)
+    # by parameters' ids, while others stand in for them: their versions, and their memory
     hidden: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
-    waited_s: float = 0.0
+    waited_s: float = 0.0  # so far
 
     @property
     def buckets(self) -> Sequence[Bucket]:
         return self.flight.buckets
 
     def make(self, bucket: Bucket) -> None:
-        """Give a bucket that has arrived its gradients, and step it. Its parameters are outstanding meanwhile.
-
-        Contract:
-            Local.  Mutates: parameters, gradients, the optimizer's state.  Once: after an error they are undefined.
-        """
+        """Give a bucket that has arrived its gradients, and step it; once: after an error they are undefined. Local."""
         with outside_transforms():
             with Moment.plain().again():
                 self._restore(bucket)

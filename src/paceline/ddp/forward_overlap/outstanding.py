@@ -169,10 +169,7 @@ def _wait_for_nothing(module: Module, inputs: Any) -> None:
 
 
 def install(module: Module, waiting: Waiting, managed: Iterable[Parameter]) -> tuple[RemovableHandle, ...]:
-    """Make every part of `module` wait before its forward for the managed parameters that are its own. Local.
-
-    A part that has none of its own, but has parts that have, says that it runs, too.
-    """
+    """Make every part of `module` wait before its forward for managed parameters of its own or its parts. Local."""
     ids = set(map(id, managed))
     return tuple(
         part.register_forward_pre_hook(_Wait(waiting, [p for p in _own(part) if id(p) in ids]), prepend=True)
@@ -195,12 +192,10 @@ def _is_container(part: Module) -> bool:
 
 
 class Needs:
-    """When each parameter was first needed in the last forward that said so, without the time spent waiting in it.
+    """When each parameter was first needed in the last forward that said so, without the time `waited_s` in it.
 
-    If the step was completed before a forward (say, by saving the model), no need times are recorded in it.
-
-    Attributes:
-        waited_s: Of the last forward, so far. Who reads a weight between a step and the forward is not counted.
+    None are recorded if the step was completed before, say by saving the model. Who reads a weight between a step and
+    the forward is not counted.
     """
 
     def __init__(self) -> None:

@@ -85,19 +85,9 @@ class TakeOver(Protocol):
 class PieceFlight:
     """Sends buckets in pieces: a `Flight` whose end backward need not wait for; status words travel apart.
 
-    Args:
-        buckets: Dense, of the step; their bodies are summed.
-        pieces: In the order in which they are sent, the same on every rank.
-        process_group: For pieces alone, Gloo's.
-        peers: For waiting.
-        take_over: Asked when every rank's backward has ended well.
-
-    Attributes:
-        progress: Of each bucket.
-        arrived: On an accelerator: behind the bucket that was waited for last.
-
-    Contract:
-        Collective: every rank launches every bucket, in any order.
+    Buckets are dense; pieces, in the same order on every rank, go over a group for them alone, Gloo's. `take_over` is
+    asked when every rank's backward has ended well. `arrived` is, on an accelerator, behind the bucket that was waited
+    for last. Collective: every rank launches every bucket, in any order.
     """
 
     not_expected: frozenset[int] = frozenset()
@@ -238,11 +228,7 @@ class PieceFlight:
         return unused
 
     def wait_for(self, bucket: Bucket, consequence: str | None = None) -> None:
-        """Wait until a bucket has arrived.
-
-        Raises:
-            PeerLostError: A rank died or hangs.
-        """
+        """Wait until a bucket has arrived. Raises PeerLostError if a rank died or hangs."""
         progress, times = self.progress[bucket.index], self._times
         if progress.has_ended and progress.error is None and times is None:
             return

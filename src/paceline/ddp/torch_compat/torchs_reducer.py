@@ -64,10 +64,7 @@ IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
 def take_over_optimizers(parameters: Iterable[Parameter]) -> Callable[[Parameter], None] | None:
-    """Remove the hooks that would run optimizers on gradients that are not reduced yet.
-
-    Returns what to call for every parameter once its gradient is reduced; None where there are no such optimizers.
-    """
+    """Remove hooks that would run optimizers early; returns what to call on a reduced gradient, or None."""
     handles = sys.modules[IN_BACKWARD].param_to_optim_hook_handle_map if IN_BACKWARD in sys.modules else None
     if not handles:
         return None

@@ -27,11 +27,7 @@ _PYTHONPATH = "PYTHONPATH"
 
 
 def environment(options: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that make a Python process call `patch_torch(**options)` when it has imported torch.
-
-    Raises:
-        ConfigurationError: There is no reduction or compression of that name.
-    """
+    """Variables by which a Python process calls `patch_torch(**options)` after torch. Raises ConfigurationError."""
     from paceline.reductions import choose_reduction  # noqa: PLC0415  ranks import this module before torch
 
     choose_reduction(options.get("reduction"), options.get("compression"))

@@ -34,8 +34,7 @@ from paceline.elastic.line import (
 )
 from paceline.host.processes import is_stopped
 from paceline.launch.command_line import LaunchArguments
-from paceline.launch.elastic.one_host import OneHost
-from paceline.launch.elastic.plan import NOT_STARTED, Decider, Member, Plan, Proposal, Start
+from paceline.launch.elastic.plan import NOT_STARTED, Decider, Member, OneHost, Plan, Proposal, Start
 from paceline.launch.elastic.rank_process import RankProcess, how_it_ended
 from paceline.launch.elastic.seats import Phase, Rank, Seats
 from paceline.launch.elastic.several_hosts import connected
@@ -46,23 +45,14 @@ from paceline.launch.watchdog import GRACE_S
 _LOOK_S = 0.005  # between two looks at the ranks: the kernel shows a death so early nowhere else
 _STOPPED_RATIO = 0.1  # of --lost-after, that a stopped process may stand still
 _MISSING_RATIO = 10.0  # of it, that the others wait while fewer than --min-ranks are there
-_MOST_STARTS = (
-    3  # of all ranks before the first membership; of one seat's replacements, if none of them comes in
-)
+# of all ranks before the first membership; of one seat's replacements, if none of them comes in
+_MOST_STARTS = 3
 _EARLY_S = 1.0  # that a rank's death may be seen later than those that it causes
 _MOST_TRIES = 10  # memberships in a row in which no step is completed
 
 
 def run(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
-    """Run the script on every rank of this host, and go on without those that are lost.
-
-    Contract:
-        Blocks: until all ranks that are left have ended well. Afterwards no process of them is left.
-
-    Raises:
-        LaunchError: Training did not begin, or could not go on.
-        InterruptedLaunchError: A signal arrived.
-    """
+    """Run the script on every rank of this host, go on without those that are lost; as `launch`, errors included."""
     with _signals(arguments) as received, contextlib.ExitStack() as stack:
 
         def check() -> None:
@@ -116,18 +106,7 @@ class EarlyEnd:
 
 
 class Agent:
-    """One host's.
-
-    Args:
-        arguments: A checked command line.
-        decider: Says who trains together, when this host's ranks have stopped.
-        starter: Starts processes.
-        start: How they begin; None: the job has begun without this host.
-        note: Called with one line for what people should know.
-
-    Attributes:
-        is_over: Whether all ranks have ended well.
-    """
+    """One host's; `start` says how its ranks begin, None: the job has begun without this host."""
 
     def __init__(
         self,

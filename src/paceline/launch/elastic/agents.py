@@ -28,42 +28,20 @@ _TURN_S = 0.1
 
 @dataclass(frozen=True)
 class AgentSetting:
-    """Which agent this is.
+    """Which agent this is."""
 
-    Attributes:
-        name: What people call its host; agents are sorted by it.
-        num_ranks: That its host begins with.
-        start: Where ranks meet that begin with the job, if this is its first host.
-        listen: Where it listens; port 0 takes a free one.
-        first: Where the job's first agent listens; None: this is the first.
-        token: The job's.
-        needs: What training needs.
-        patience_s: How long to wait for a majority, or for enough ranks.
-    """
-
-    name: str
-    num_ranks: int
-    start: Address
-    listen: Address
-    first: Address | None
-    token: str
-    needs: Quorum
-    patience_s: float
+    name: str  # what people call its host; agents are sorted by it
+    num_ranks: int  # that its host begins with
+    start: Address  # where ranks meet that begin with the job, if this is its first host
+    listen: Address  # where it listens; port 0 takes a free one
+    first: Address | None  # where the job's first agent listens; None: this is the first
+    token: str  # the job's
+    needs: Quorum  # what training needs
+    patience_s: float  # how long to wait for a majority, or for enough ranks
 
 
 class Agents:
-    """This agent among the others; a `Decider`.
-
-    Args:
-        setting: Which one it is.
-
-    Attributes:
-        name: Which no other agent of the job has, nor this host's next one.
-        is_alone: No.
-
-    Raises:
-        OSError: The address to listen on is taken, or is none of this host.
-    """
+    """This agent among the others; a `Decider`. Raises OSError if the address is taken or not this host's."""
 
     is_alone = False
 
@@ -90,14 +68,7 @@ class Agents:
     # ---- the beginning
 
     def meet(self, check: Callable[[], None]) -> Start | None:
-        """Wait for the other hosts; returns how this one's ranks begin, or None if the job has begun before.
-
-        Args:
-            check: Called again and again; what it raises ends the wait.
-
-        Raises:
-            LaunchError: They did not come in time.
-        """
+        """Wait for the other hosts; None: the job has begun before. `check` may end that, LaunchError if too long."""
         began_s = time.monotonic()
         while True:
             check()
@@ -125,11 +96,7 @@ class Agents:
     # ---- a Decider
 
     def decide(self, proposal: Proposal) -> Plan | None:
-        """See `Decider`: the ranks of this host have stopped, and `proposal` says which can go on.
-
-        Raises:
-            LaunchError: There was no plan for too long, because agents or ranks are missing.
-        """
+        """See `Decider`; raises LaunchError if there was no plan for too long: agents or ranks are missing."""
         self._check_thread()
         now_s = time.monotonic()
         with self._lock:
@@ -216,11 +183,7 @@ class Agents:
     # ---- the end
 
     def finish(self, check: Callable[[], None]) -> None:
-        """This host's ranks have ended well: wait until the others' have, as they may need this agent's vote.
-
-        Args:
-            check: Called again and again; what it raises ends the wait.
-        """
+        """This host's ranks have ended well: wait for the others', who may need its vote; `check` may end that."""
         with self._lock:
             self._council.leave()
         while True:

@@ -45,17 +45,8 @@ class Peer:
 class Council:
     """What an agent knows of the others, and what it says to them.
 
-    Args:
-        own: Itself.
-        needs: How many ranks a decree needs.
-        first: Where the job's first agent listens; None: it is this one.
-        now_s: The time.
-
-    Attributes:
-        state: Of the vote.
-        peers: The others, by name.
-        is_done: Whether this host's ranks have ended well.
-        start: The first decree of as many hosts as the job begins with; None until then.
+    `first` is where the job's first agent listens; None: it is this one. `start` is the first decree of as many hosts
+    as the job begins with; None until then. `is_done`: this host's ranks have ended well.
     """
 
     def __init__(self, own: Voter, needs: Quorum, first: Address | None, now_s: float) -> None:

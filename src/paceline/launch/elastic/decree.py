@@ -12,36 +12,23 @@ NOWHERE = Address("", 0)
 
 @dataclass(frozen=True)
 class Voter:
-    """A host's agent. One that lost its memory is another: it comes with another name.
+    """A host's agent. One that lost its memory is another: it comes with another name."""
 
-    Attributes:
-        name: Unique in the job's life.
-        address: Where it listens for other agents.
-        store: Where the ranks of the next epoch can meet at its host.
-        start: Where all ranks meet that the job begins with, if this is its first host.
-        num_ranks: That the job begins with at its host.
-    """
-
-    name: str
-    address: Address = NOWHERE
-    store: Address = NOWHERE
-    start: Address = NOWHERE
-    num_ranks: int = 0
+    name: str  # unique in the job's life
+    address: Address = NOWHERE  # where it listens for other agents
+    store: Address = NOWHERE  # where the ranks of the next epoch can meet at its host
+    start: Address = NOWHERE  # where all ranks meet that the job begins with, if this is its first host
+    num_ranks: int = 0  # that the job begins with at its host
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A rank that could train, as its agent reports it.
+    """A rank that could train, as its agent reports it."""
 
-    Attributes:
-        member: Which process.
-        epoch: Of which decree it holds the training's state; `NOT_STARTED` for a rank that is new.
-        step: How many steps that state has completed.
-    """
-
-    member: Member
+    member: Member  # which process
+    # of which decree it holds the training's state; `NOT_STARTED` for a rank that is new
     epoch: int = NOT_STARTED
-    step: int = NOT_STARTED
+    step: int = NOT_STARTED  # how many steps that state has completed
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -51,21 +38,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decree:
-    """What is decided for one epoch. There is at most one an epoch.
+    """What is decided for one epoch. There is at most one an epoch."""
 
-    Attributes:
-        epoch: Its number.
-        members: The ranks that train, in their order; none while they are too few: nobody trains.
-        voters: The agents that decide on the next one. A live agent is among them although its ranks are out.
-        tie_breaker: The voter with which half of them suffices.
-        trained: The newest epoch that had members, this one included.
-    """
-
-    epoch: int
+    epoch: int  # its number
+    # the ranks that train, in their order; none while they are too few: nobody trains
     members: tuple[Candidate, ...]
+    # The agents that decide on the next one. A live agent is among them although its ranks are out.
     voters: tuple[Voter, ...]
-    tie_breaker: str
-    trained: int = NOT_STARTED
+    tie_breaker: str  # the voter with which half of them suffices
+    trained: int = NOT_STARTED  # the newest epoch that had members, this one included
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ Rules
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
@@ -50,27 +51,18 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Plan:
-    """A membership.
+    """A membership."""
 
-    Attributes:
-        epoch: Its number: larger than that of any plan before.
-        members: The ranks, in the order of their new numbers. Those that were there before come first.
-        voters: Agents, by name, of which the next plan needs more than half; or half, with the tie-breaker.
-        tie_breaker: One of the voters.
-        step: How many steps the rank that is furthest has completed.
-        holder: That rank: whoever is behind takes its state.
-        store: Where the ranks meet; of this epoch alone.
-        num_new: How many members have no state of the training yet.
-    """
-
-    epoch: int
+    epoch: int  # its number: larger than that of any plan before
+    # The ranks, in the order of their new numbers. Those that were there before come first.
     members: tuple[Member, ...]
+    # agents, by name, of which the next plan needs more than half; or half, with the tie-breaker
     voters: tuple[str, ...]
-    tie_breaker: str
-    step: int
-    holder: Member
-    store: Address
-    num_new: int = 0
+    tie_breaker: str  # one of the voters
+    step: int  # how many steps the rank that is furthest has completed
+    holder: Member  # that rank: whoever is behind takes its state
+    store: Address  # where the ranks meet; of this epoch alone
+    num_new: int = 0  # how many members have no state of the training yet
 
     def __post_init__(self) -> None:
         if self.holder not in self.members or self.tie_breaker not in self.voters:
@@ -78,11 +70,6 @@ class Plan:
                 f"a plan of epoch {self.epoch} names {self.holder} as the holder of the state and {self.tie_breaker!r} "
                 f"as the tie-breaker; its members are {self.members}, its voters {self.voters}."
             )
-
-    @property
-    def holder_rank(self) -> int:
-        """The new number of the rank that has the state."""
-        return self.members.index(self.holder)
 
     def to_bytes(self) -> bytes:
         """As JSON."""
@@ -109,46 +96,57 @@ class Plan:
 
 @dataclass(frozen=True)
 class Start:
-    """How ranks of a host begin that begin with the job: as under torchrun, before the first plan.
+    """How ranks of a host begin that begin with the job: as under torchrun, before the first plan."""
 
-    Attributes:
-        first_rank: Of this host.
-        num_ranks: Of all hosts.
-        host: This one's number.
-        num_hosts: Of the job.
-        store: Where all of them meet; None: where this host's agent chooses.
-    """
-
-    first_rank: int
-    num_ranks: int
-    host: int
-    num_hosts: int
-    store: Address | None
+    first_rank: int  # of this host
+    num_ranks: int  # of all hosts
+    host: int  # this one's number
+    num_hosts: int  # of the job
+    store: Address | None  # where all of them meet; None: where this host's agent chooses
 
 
 class Decider(Protocol):
-    """Whoever knows what all hosts have decided: alone on one host, a vote among several. Asked again and again.
+    """Whoever knows what all hosts have decided: alone on one host, a vote among several. Asked again and again."""
 
-    Attributes:
-        name: Of this host's agent, in plans.
-        is_alone: Whether there is no other host.
-    """
-
-    name: str
-    is_alone: bool
+    name: str  # of this host's agent, in plans
+    is_alone: bool  # whether there is no other host
 
     def decide(self, proposal: Proposal) -> Plan | None:
-        """Return the plan of the proposal's epoch, or of a later one; None: not decided yet, ask again.
+        """Return the plan of the proposal's epoch, or of a later one; None: not yet, ask again. Local; never blocks.
 
-        Local; never blocks. This host's ranks may be missing in it: they have lost touch, and what they hold is old.
-        Raises LaunchError if there never will be one.
+        This host's ranks may be missing: they lost touch, and what they hold is old. Raises LaunchError if there never
+        is one.
         """
 
     def why_over(self, epoch: int) -> str | None:
-        """Why this epoch has ended, so that this host's ranks have to stop; None: it goes on. Local; never blocks.
+        """Why this epoch has ended; None: it goes on. Local; never blocks. LaunchError if training cannot begin."""
 
-        Raises LaunchError if training cannot begin.
-        """
+
+class OneHost:
+    """Decides where there is one host: its agent, at once."""
+
+    is_alone = True
+
+    def __init__(self) -> None:
+        self.name = socket.gethostname()
+
+    def decide(self, proposal: Proposal) -> Plan | None:
+        """The ranks that were there before, in their order, and those that have come."""
+        members = tuple(proposal.steps)
+        holder = max(members, key=lambda member: proposal.steps[member])
+        return Plan(
+            epoch=proposal.epoch,
+            members=members,
+            voters=(holder.host,),
+            tie_breaker=holder.host,
+            step=proposal.steps[holder],
+            holder=holder,
+            store=proposal.store,
+            num_new=sum(step == NOT_STARTED for step in proposal.steps.values()),
+        )
+
+    def why_over(self, epoch: int) -> str | None:
+        return None
 
 
 def _whole(value: Any) -> int:

@@ -14,16 +14,7 @@ from paceline.host.processes import Vitals, VitalSigns
 
 
 class RankProcess:
-    """Starts it.
-
-    Args:
-        command: The script's.
-        environment: All of it.
-
-    Attributes:
-        line: To hear and to tell.
-        pidfd: Readable once it has ended.
-    """
+    """Starts it, with this environment alone; `line` hears and tells, `pidfd` is readable once it has ended."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.line, theirs = Line.pair()
@@ -62,10 +53,7 @@ class RankProcess:
         return self._process.poll() is not None
 
     def bury(self) -> int:
-        """End it, with all that it has started, and free what belongs to it; returns its exit code.
-
-        Blocks until the kernel has freed its memory.
-        """
+        """End it and all it started; returns its exit code. Blocks until the kernel has freed its memory."""
         if not self.has_ended():
             self._process.kill()
         code = self._process.wait()

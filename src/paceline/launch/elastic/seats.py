@@ -22,31 +22,18 @@ class Phase(enum.Enum):
 
 @dataclass
 class Rank:
-    """One process.
+    """One process."""
 
-    Attributes:
-        process: It.
-        member: Its name in plans.
-        local_rank: Its seat on this host, which a replacement takes.
-        phase: What it is doing.
-        rank: Its number in the membership that it is, or was, in.
-        step: Steps it has completed, if it has said so since the membership ended.
-        is_inside: Whether it is in its loop over steps.
-        is_silent: Whether it has closed its end of the line.
-        cpu_ticks: That it had used when it was seen to use more.
-        moved_s: When that was.
-    """
-
-    process: RankProcess
-    member: Member
-    local_rank: int
-    phase: Phase = Phase.STARTING
-    rank: int = NOT_STARTED
-    step: int | None = None
-    is_inside: bool = False
-    is_silent: bool = False
-    cpu_ticks: int = 0
-    moved_s: float = field(default_factory=time.monotonic)
+    process: RankProcess  # it
+    member: Member  # its name in plans
+    local_rank: int  # its seat on this host, which a replacement takes
+    phase: Phase = Phase.STARTING  # what it is doing
+    rank: int = NOT_STARTED  # its number in the membership that it is, or was, in
+    step: int | None = None  # steps it has completed, if it has said so since the membership ended
+    is_inside: bool = False  # whether it is in its loop over steps
+    is_silent: bool = False  # whether it has closed its end of the line
+    cpu_ticks: int = 0  # that it had used when it was seen to use more
+    moved_s: float = field(default_factory=time.monotonic)  # when that was
 
     @property
     def name(self) -> str:

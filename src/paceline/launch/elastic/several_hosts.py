@@ -22,16 +22,7 @@ _WAITS_RATIO = 10.0  # of --lost-after, that an agent waits for a majority or fo
 
 @contextlib.contextmanager
 def connected(arguments: LaunchArguments, start: Address, note: Callable[[str], None]) -> Iterator[Agents]:
-    """The agent of this host among those of a launch on several.
-
-    Args:
-        arguments: A checked command line.
-        start: Where ranks meet that begin with the job, if this is its first host.
-        note: Called with one line for what people should know.
-
-    Raises:
-        ConfigurationError: The address to listen on is taken or not this host's.
-    """
+    """The agent of this host among several. Raises ConfigurationError for an address that cannot be listened on."""
     first, is_first = where_the_first_is(arguments)
     args = arguments.torchrun
     listen = first if is_first else Address(args.local_addr, first.port)
@@ -60,11 +51,7 @@ def connected(arguments: LaunchArguments, start: Address, note: Callable[[str], 
 
 
 def where_the_first_is(arguments: LaunchArguments) -> tuple[Address, bool]:
-    """Where the agents of a launch find each other, and whether that is here.
-
-    Raises:
-        ConfigurationError: Nobody here knows the name.
-    """
+    """Where the agents find each other, and whether that is here. ConfigurationError for an unknown name."""
     args = arguments.torchrun
     name, _, port = (args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or _PORT}").rpartition(":")
     name = name.strip("[]")

@@ -46,14 +46,7 @@ def listening_store(host: str) -> dist.TCPStore:
 
 
 class Starter:
-    """Starts processes of the script.
-
-    Args:
-        arguments: A checked command line.
-
-    Attributes:
-        host: The address of this host that ranks reach.
-    """
+    """Starts processes of the script; `host` is the address of this host that ranks reach."""
 
     def __init__(self, arguments: LaunchArguments) -> None:
         args = arguments.torchrun

@@ -33,72 +33,46 @@ NO_BALLOT: Ballot = (0, "")
 
 @dataclass(frozen=True)
 class Report:
-    """What a host brings into a decree.
+    """What a host brings into a decree."""
 
-    Attributes:
-        voter: Its agent.
-        candidates: Its ranks that could train now.
-    """
-
-    voter: Voter
-    candidates: tuple[Candidate, ...] = ()
+    voter: Voter  # its agent
+    candidates: tuple[Candidate, ...] = ()  # its ranks that could train now
 
 
 @dataclass(frozen=True)
 class Quorum:
-    """What a decree needs to have members at all.
+    """What a decree needs to have members at all."""
 
-    Attributes:
-        hosts: In the first one that has: how many hosts bring ranks.
-        ranks: In every other one: how many ranks there are.
-    """
-
-    hosts: int = 1
-    ranks: int = 1
+    hosts: int = 1  # in the first one that has: how many hosts bring ranks
+    ranks: int = 1  # in every other one: how many ranks there are
 
 
 @dataclass(frozen=True)
 class Promise:
-    """A voter's answer to an attempt.
+    """A voter's answer to an attempt."""
 
-    Attributes:
-        report: What its host brings.
-        ballot: Under which it has accepted `decree`; `NO_BALLOT`: it has accepted none.
-    """
-
-    report: Report
-    ballot: Ballot
+    report: Report  # what its host brings
+    ballot: Ballot  # under which it has accepted `decree`; `NO_BALLOT`: it has accepted none
     decree: Decree | None
 
 
 @dataclass(frozen=True)
 class State:
-    """One agent's.
+    """One agent's."""
 
-    Attributes:
-        report: What its host would bring; the agent keeps it up to date.
-        needs: What a decree needs to have members.
-        decree: The newest that it knows to be decided; None for an agent that has not heard of any.
-        promised: The highest ballot for the decree after `decree`; `NO_BALLOT`: none, so its ranks train.
-        accepted: Under which ballot it has accepted `accepted_decree`.
-        own: The ballot of the attempt that it leads; `NO_BALLOT`: none.
-        promises: What this attempt was answered.
-        offered: What was offered in it.
-        votes: The names of voters that accepted that.
-        joiners: The names of agents that asked to join.
-    """
-
-    report: Report
-    needs: Quorum = Quorum()
+    report: Report  # what its host would bring; the agent keeps it up to date
+    needs: Quorum = Quorum()  # what a decree needs to have members
+    # the newest that it knows to be decided; None for an agent that has not heard of any
     decree: Decree | None = None
+    # the highest ballot for the decree after `decree`; `NO_BALLOT`: none, so its ranks train
     promised: Ballot = NO_BALLOT
-    accepted: Ballot = NO_BALLOT
+    accepted: Ballot = NO_BALLOT  # under which ballot it has accepted `accepted_decree`
     accepted_decree: Decree | None = None
-    own: Ballot = NO_BALLOT
-    promises: frozenset[Promise] = frozenset()
-    offered: Decree | None = None
-    votes: frozenset[str] = frozenset()
-    joiners: frozenset[str] = frozenset()
+    own: Ballot = NO_BALLOT  # the ballot of the attempt that it leads; `NO_BALLOT`: none
+    promises: frozenset[Promise] = frozenset()  # what this attempt was answered
+    offered: Decree | None = None  # what was offered in it
+    votes: frozenset[str] = frozenset()  # the names of voters that accepted that
+    joiners: frozenset[str] = frozenset()  # the names of agents that asked to join
 
     @property
     def name(self) -> str:

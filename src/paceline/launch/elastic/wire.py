@@ -16,21 +16,13 @@ _KINDS = ("ask", "promise", "offer", "vote", "decree", "join")
 
 @dataclass(frozen=True)
 class Packet:
-    """One message between agents, and what its sender says about itself in each.
+    """One message between agents, and what its sender says about itself in each."""
 
-    Attributes:
-        job: Which one; the first agent has made it up.
-        sender: Who.
-        epoch: Of the newest decree that the sender knows; `NOT_STARTED`: it knows none.
-        is_done: Whether its ranks have ended well, so that its leaving is no loss.
-        message: Of the vote; None: a heartbeat.
-    """
-
-    job: str
-    sender: Voter
-    epoch: int
-    is_done: bool = False
-    message: Message | None = None
+    job: str  # which one; the first agent has made it up
+    sender: Voter  # who
+    epoch: int  # of the newest decree that the sender knows; `NOT_STARTED`: it knows none
+    is_done: bool = False  # whether its ranks have ended well, so that its leaving is no loss
+    message: Message | None = None  # of the vote; None: a heartbeat
 
 
 def encode(packet: Packet) -> bytes:
@@ -49,11 +41,7 @@ def encode(packet: Packet) -> bytes:
 
 
 def decode(body: bytes) -> Packet:
-    """What `encode` was given.
-
-    Raises:
-        ProtocolError: It is something else.
-    """
+    """What `encode` was given. Raises ProtocolError if it is something else."""
     try:
         job, sender, epoch, is_done, *rest = json.loads(body)
         return Packet(

@@ -174,12 +174,9 @@ class Adasum(Reduction):
 
 
 class Connection:
-    """Transport and thread of the Adasums over one process group.
+    """Transport and thread of the Adasums over one process group. Collective: making one, and `launch`; neither blocks.
 
     `find_topology`, a collective, returns which ranks share a host, given an executor and a timeout in seconds.
-
-    Contract:
-        Collective: making one, and `launch`; neither blocks.
     """
 
     def __init__(
@@ -227,11 +224,7 @@ class Connection:
 
 
 def _find_hosts(executor: Executor, timeout_s: float) -> Topology:
-    """All-gather which host each rank runs on.
-
-    Contract:
-        Collective over the executor's ranks.  Blocks: yes.  Afterwards: the same answer on all ranks.
-    """
+    """All-gather which host each rank runs on. Collective over the executor's ranks; blocks."""
     num_ranks = executor.transport.num_ranks
     host_ids = torch.zeros(num_ranks, _HOST_ID_BYTES, dtype=torch.uint8)
     host_ids[executor.transport.rank] = torch.frombuffer(bytearray(_host_id()), dtype=torch.uint8)
@@ -258,10 +251,7 @@ def _number(names: Sequence[bytes] | Sequence[int]) -> Topology:
 
 
 def _host_id() -> bytes:
-    """Equal for ranks of one host: the same boot of a kernel, and the same network namespace.
-
-    A mean over these is meant to be cheap; whether they can share memory is another question (`join_host`).
-    """
+    """Equal for ranks under one boot of a kernel in one network namespace, shared memory (`join_host`) or not."""
     try:
         where = whereabouts("net")
     except OSError:

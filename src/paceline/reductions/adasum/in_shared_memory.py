@@ -69,11 +69,9 @@ def levels_of(num_ranks: int) -> tuple[tuple[Pair, ...], ...]:
 
 
 def combine_shared(vectors: SharedVectors, segments: Segments) -> Norms:
-    """Replace every rank's vector, of at least two floating ones, by the Adasum of all.
+    """Replace every rank's vector, of at least two floating ones, by the Adasum of all: bitwise equal afterwards.
 
-    Contract:
-        Collective over the ranks.  Blocks: yes.  Mutates: this rank's share of all vectors.
-        Afterwards, when every rank has come back: all vectors are bitwise equal.
+    Collective; blocks. Mutates this rank's share of all vectors.
     """
     chunks = _chunks_of(segments, vectors.first, vectors.last)
     levels = levels_of(len(vectors.views))

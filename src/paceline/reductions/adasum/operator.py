@@ -161,9 +161,8 @@ def add_dots(
             dots[:, chunk.tensors.start] += torch.stack([torch.dot(x, y), torch.dot(x, x), torch.dot(y, y)])
             continue
         torch.mul(x, y, out=product)
-        sums = [
-            _sums(products, chunk) for products in (product, x.square_(), y.square_())
-        ]  # DOT, LEFT, RIGHT
+        # DOT, LEFT, RIGHT
+        sums = [_sums(products, chunk) for products in (product, x.square_(), y.square_())]
         dots[:, chunk.tensors.start : chunk.tensors.stop] += torch.stack(sums)
 
 

@@ -53,15 +53,9 @@ class AdasumOverRanks:
         self._num_neighbours = len(topology.ranks_of_host[topology.host_of_rank[transport.rank]])
 
     def run(self, flat: Tensor, segments: Segments) -> Norms:
-        """Replace `flat`, contiguous on the CPU, shape (N,), floating, by the Adasum of all ranks' vectors.
+        """Replace `flat`, contiguous on the CPU, shape (N,), floating, by all ranks' Adasum, bitwise equal.
 
-        Contract:
-            Collective: every rank, same order.  Blocks: yes.  Mutates: `flat`; after an error it is undefined and the
-            transport cannot be used any more.
-            Afterwards: bitwise equal on all ranks.
-
-        Raises:
-            PeerLostError: a peer died or did not do its part in time.
+        Collective; blocks. After PeerLostError `flat` is undefined and the transport cannot be used any more.
         """
         if not flat.numel():
             return Norms(0.0, 0.0)

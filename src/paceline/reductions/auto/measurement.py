@@ -22,9 +22,8 @@ from paceline.reductions.lossy import Lossy
 from paceline.reductions.reduction import Message, Reduction, real_numel
 
 NUM_TIMES = 3  # each reduction of each message is timed
-LARGE_SHARE = (
-    8  # a probe's large message is about an eighth of all gradients, within these bounds; whole gradients
-)
+# a probe's large message is about an eighth of all gradients, within these bounds; whole gradients
+LARGE_SHARE = 8
 LEAST_BYTES, MOST_BYTES = 2**18, 2**22
 
 _NUM_LINES = 4  # launch, wire, finish, processor time

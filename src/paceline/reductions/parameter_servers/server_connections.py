@@ -39,11 +39,7 @@ supported = frozenset(_DTYPES)
 
 
 class ServerConnections:
-    """Connections of one model over one process group.
-
-    Contract:
-        Collective: making one, and `launch`; neither blocks.
-    """
+    """Connections of one model over one process group. Collective: making one, and `launch`; neither blocks."""
 
     def __init__(
         self,

@@ -63,9 +63,8 @@ class ServerSums(LossyTransport):
         timeout = timedelta(seconds=who.timeout_s + GRACE_S)  # a server that misses a rank says so by itself
         self._link = open_met_transport(self._num_servers + who.rank, met, timeout, self._num_servers)
         self._num_launched = 0
-        self._let_go = weakref.finalize(
-            self, Link.close, self._over_tcp, 0.0
-        )  # servers are told that it is gone
+        # servers are told that it is gone
+        self._let_go = weakref.finalize(self, Link.close, self._over_tcp, 0.0)
 
     def _join(self, card: dict[str, Any]) -> list[dict[str, Any]]:
         """Tell every server where this rank's datagrams come from; what each says of itself."""

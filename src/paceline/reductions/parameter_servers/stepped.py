@@ -94,9 +94,8 @@ class Stepped:
         self._begin = pack({"groups": self.settings(), **self._used_words()})
         self._used, self._unused, self._arrived = False, [], []
         if self._awaits:
-            self._awaits = (
-                False  # what completes this backward steps on the servers again, and only the last goes back
-            )
+            # what completes this backward steps on the servers again, and only the last goes back
+            self._awaits = False
             raise ConfigurationError(
                 "backward ran twice without optimizer.step() between, and the servers have stepped with the first "
                 "one's gradients; both are dropped. Accumulate under no_sync() or accumulate(), or drop the first "
@@ -163,10 +162,7 @@ class Stepped:
 
     @torch.no_grad()
     def install(self) -> bool:
-        """Give the parameters what the servers made of them; returns whether there was a step. Local.
-
-        Raises ConfigurationError, installing nothing, if somebody has changed one of them since backward.
-        """
+        """Take what the servers made, if there was a step; ConfigurationError if parameters have changed. Local."""
         if not self._awaits:
             return False
         unused = set(map(id, self._unused))

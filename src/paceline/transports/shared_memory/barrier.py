@@ -49,14 +49,7 @@ class HostBarrier:
         return [status.announced(self._number, num_integers) for status in self._statuses]
 
     def wait(self, doing: Callable[[], str]) -> None:
-        """Arrive and wait for all others; `doing` returns what this rank is doing, for an error message.
-
-        Contract:
-            Collective over the host's ranks. Blocks: yes, at most `timeout_s`.
-
-        Raises:
-            PeerLostError: A rank died, gave up, or did not come in time.
-        """
+        """Wait for all others, at most `timeout_s`, or PeerLostError; `doing` returns what this rank does, for it."""
         self._number += 1
         self._me.status.arrive(self._number)
         for other in self._others:

@@ -48,18 +48,13 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class Host:
-    """The ranks of this host, as this rank sees them.
+    """The ranks of this host, as this rank sees them."""
 
-    Attributes:
-        neighbours: By rank, ourselves among them.
-        index: This rank's place among them.
-        hosts: The ranks of every host, in the order of their first ranks; the same on every rank.
-        remark: Why ranks that seem to share a machine do not share memory; "" where there is nothing to explain.
-    """
-
-    neighbours: tuple[Neighbour, ...]
-    index: int
+    neighbours: tuple[Neighbour, ...]  # by rank, ourselves among them
+    index: int  # this rank's place among them
+    # the ranks of every host, in the order of their first ranks; the same on every rank
     hosts: tuple[tuple[int, ...], ...]
+    # why ranks that seem to share a machine do not share memory; "" where there is nothing to explain
     remark: str = ""
 
     @property
@@ -83,22 +78,10 @@ def join_host(
     timeout: timedelta | None = None,
     known: dist.Store | None = None,
 ) -> Host:
-    """Map the arenas of this host's ranks.
+    """Map the arenas of this host's ranks. Collective over the group; blocks until all have come. Nothing is on disk.
 
-    Args:
-        store: This group's own.
-        rank: In this group.
-        num_ranks: This group's.
-        timeout: How long to wait for the others; None: as long as the store does.
-        known: A store in which the ranks may have announced themselves before, under the same numbers.
-
-    Contract:
-        Collective over the group. Blocks: until every rank has come here.
-        Nothing is left on disk: there never was anything.
-
-    Raises:
-        PeerLostError: A rank died meanwhile, or did not come.
-        ConfigurationError: The ranks run different versions of Paceline; on every rank.
+    `store` is this group's own; in `known` the ranks may have announced themselves before, under the same numbers.
+    Raises PeerLostError if a rank did not come, ConfigurationError, on every rank, for different versions of Paceline.
     """
     doing = f"joining a process group of {num_ranks} ranks"
     patience: Any = store
