@@ -141,7 +141,9 @@ def _early(rank, _num_ranks):
         own = inputs.sum(0).expand(300, 200)
         lost = model.reduction.losses
         (kept,) = model.reduction.state_dict()["residual"].values()
-        found.append((own.flatten(), model.module.weight.grad.flatten().clone(), kept.flatten().clone(), lost))
+        found.append(
+            (own.flatten(), model.module.weight.grad.flatten().clone(), kept.flatten().clone(), lost)
+        )
     return found, repr(copy.deepcopy(model.reduction))
 
 
@@ -158,7 +160,9 @@ def test_early_delivery_loses_within_the_bound_and_gives_the_rest_later():
         given = sum(of_rank[step][0] for of_rank in (first, *others)) / 3 + kept
         kept = sum(of_rank[step][2] for of_rank in (first, *others))
         torch.testing.assert_close(grad + kept, given, rtol=1e-5, atol=1e-4)
-    assert sum(lost.lost for *_, lost in first) > 0, "the bound is spent, although nothing was lost on the way"
+    assert sum(lost.lost for *_, lost in first) > 0, (
+        "the bound is spent, although nothing was lost on the way"
+    )
 
 
 def _without_numba(rank, _num_ranks):

@@ -109,8 +109,9 @@ def test_a_lossy_network_makes_use_of_the_bound_and_the_estimate_is_unbiased():
 
 
 def test_early_delivery_waits_for_no_more_than_the_bound_asks_and_late_datagrams_change_nothing():
-    """Every fifth DATA of phase 0 is held back: not early, nothing ends; early, all but these are the sum. They come
-    when all slots serve later sums, which stay exact.
+    """Every fifth DATA of phase 0 is held back. Not early, nothing ends; early, all but these are the sum.
+
+    They come when all slots serve later sums, which stay exact.
     """
     for is_early in (False, True):
         ends, held, now_us = endpoints(2), [], 1000

@@ -176,7 +176,7 @@ def check_elastic(args: argparse.Namespace, num_local_ranks: int, num_machines: 
         )
     if args.lost_after is not None and not 0 < args.lost_after < math.inf:
         raise ConfigurationError(
-            f"--lost-after {args.lost_after:g} is no time. Pass the seconds that a rank may stand still, such as 30."
+            f"--lost-after {args.lost_after:g} is not a time. Pass the seconds that a rank may stand still, such as 30."
         )
     is_range = len(set(str(args.nnodes).split(":"))) > 1
     for option, is_given, why in (

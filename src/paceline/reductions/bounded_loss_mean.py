@@ -131,7 +131,8 @@ class BoundedLoss(Reduction):
             raise ConfigurationError(f"priorities={priorities!r} is neither True nor False.")
         if deliver not in (ALL_SENT, EARLY):
             raise ConfigurationError(
-                f"deliver={deliver!r} is neither {ALL_SENT!r} nor {EARLY!r}. Leave it out to lose only what the network does."
+                f"deliver={deliver!r} is neither {ALL_SENT!r} nor {EARLY!r}. Leave it out to lose only what the "
+                "network does."
             )
         is_scaled, is_early = compensation == SURVIVORS, deliver == EARLY
         self._bound = Bound(bound, protected_ratio, is_scaled, is_early=is_early)

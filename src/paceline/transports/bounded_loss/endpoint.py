@@ -88,7 +88,11 @@ class Endpoint(DatagramEnd):
         row[e.S_SHARD], row[e.S_ITEM] = shard, item
         row[e.S_BOUND_PPM] = int(bound.ratio * _PPM)
         row[e.S_PROTECT_PPM] = int(bound.protected_ratio * _PPM)
-        row[e.S_IS_SCALED], row[e.S_IS_EARLY], row[e.S_PRIORITY] = bound.is_scaled, bound.is_early, bound.priority
+        row[e.S_IS_SCALED], row[e.S_IS_EARLY], row[e.S_PRIORITY] = (
+            bound.is_scaled,
+            bound.is_early,
+            bound.priority,
+        )
         row[e.S_MASK_ROOM] = mask_bytes(row, 0, self.num_ranks, payload)  # no shard is longer than the first
         staging, _, masks = self._memory(slot, shard, num_chunks(shard, payload) * payload)
         t = self.tables = e.with_room(t, transfer_chunks(row, 1, 0, self.num_ranks, payload))

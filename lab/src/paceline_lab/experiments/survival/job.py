@@ -221,11 +221,12 @@ def reference(options: tuple[str, ...]) -> Mapping[str, torch.Tensor]:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
     for _ in range(args.epochs):
         for batches in shuffle.steps(loader):
-            total, sums = sum(len(y) for _, _, y in batches), {}
+            total, sums = sum(len(y) for _, _, y in batches), dict[torch.nn.Parameter, torch.Tensor]()
             for _, x, y in batches:
                 torch.nn.functional.cross_entropy(net(x), y).backward()
                 scale = num_parts * len(y) / total * (1 / num_parts)
                 for each in net.parameters():
+                    assert each.grad is not None
                     part = each.grad * scale
                     sums[each] = sums[each] + part if each in sums else part
                     each.grad = None
