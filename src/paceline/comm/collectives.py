@@ -183,10 +183,9 @@ class C10dWork:
             self._work.wait(_AS_LONG_AS_IT_TAKES)
             return True
         # c10d cuts a time limit to whole milliseconds. 1.9 ms cut to 1 would seem to be an error that came early.
-        limit = timedelta(milliseconds=math.ceil(timeout_s * 1e3))
         began_s = time.perf_counter()
         try:
-            return self._work.wait(limit) is not False
+            return self._work.wait(timedelta(milliseconds=math.ceil(timeout_s * 1e3))) is not False
         except (RuntimeError, TimeoutError):
             if self._work.is_completed():  # just after the time limit: this says how
                 self._work.wait(_AS_LONG_AS_IT_TAKES)

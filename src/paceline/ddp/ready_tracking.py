@@ -30,7 +30,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.collectives import broadcast
-from paceline.comm.device import Origins
+from paceline.comm.device import Origins, is_accelerator
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.layout import ManagedParameters
@@ -62,7 +62,8 @@ class ReadyTracker:
         self._parameters = managed.parameters
         self._recorders: list[RemovableHandle] = []  # of the order, until it is agreed on
         self.order: list[int] = []  # parameter indices as backwards finished them; may repeat
-        self.origins = Origins()  # of gradients (rule 4)
+        on_device = any(is_accelerator(each.device) for each in managed.parameters)
+        self.origins = Origins() if on_device else None  # of gradients (rule 4)
 
     # ---- hooks
 
@@ -86,7 +87,8 @@ class ReadyTracker:
     def _recorder(self, index: int) -> Callable[[Tensor], None]:
         def record(parameter: Tensor) -> None:
             self.order.append(index)
-            self.origins.note(parameter.device)
+            if self.origins is not None:
+                self.origins.note(parameter.device)
 
         return record
 

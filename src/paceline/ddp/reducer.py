@@ -247,7 +247,8 @@ class Reducer:
     def _launch(self, bucket: Bucket) -> None:
         with profiler_range("launched"):
             if not bucket.is_collected and self._flight.leaves(bucket):
-                self.tracker.origins.order()
+                if (origins := self.tracker.origins) is not None:
+                    origins.order()
                 bucket.collect(self._scale, self._mean_scale, self._used_before, has_ended=False)
             try:
                 self._flight.launch(bucket)
