@@ -516,7 +516,7 @@ def refusals(rank, num_ranks):
     compiled = ManyReaders()
     compiled.block.compile()
     cases = {
-        "none of True": lambda: DistributedDataParallel(ManyReaders(), overlap_forward="maybe"),
+        "must be True, False": lambda: DistributedDataParallel(ManyReaders(), overlap_forward="maybe"),
         "init_sync=False": lambda: wrap(init_sync=False),
         "only the mean": lambda: wrap(compression="fp16"),
         "sparse gradients": lambda: wrap(nn.Embedding(5, 3, sparse=True)),

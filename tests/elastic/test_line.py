@@ -36,7 +36,7 @@ def test_an_agent_does_not_wait_for_a_rank_that_does_not_read():
 )
 def test_what_is_no_message_is_refused(words):
     """Nothing of it is executed."""
-    with pytest.raises(ProtocolError, match="no message"):
+    with pytest.raises(ProtocolError, match="not a message"):
         decode(words)
 
 

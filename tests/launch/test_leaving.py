@@ -284,7 +284,8 @@ REFUSED = """
     atexit.register(lambda: print("ENDED", flush=True))
     from paceline import DistributedDataParallel
     dist.init_process_group(sys.argv[1])
-    DistributedDataParallel(torch.nn.Linear(3, 3))(torch.ones(2, 3)).sum().backward()
+    model = DistributedDataParallel(torch.nn.Linear(3, 3))
+    model(torch.ones(2, 3)).sum().backward()
     DistributedDataParallel(torch.nn.Linear(3, 3 + dist.get_rank()))
 """
 

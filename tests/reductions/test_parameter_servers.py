@@ -1,6 +1,7 @@
 """`reduction=ParameterServers()` and `ServerOptimizer`, by real processes over real sockets."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -266,11 +267,13 @@ def disagree(rank, num_ranks, addresses):
     optimizer = ServerOptimizer(torch.optim.SGD(served.parameters(), lr=0.1 * (1 + rank)), served)
     words(squares(served(random_batch(rank, 0))).backward)
     del served, optimizer
-    words(lambda: squares(wrapped(["127.0.0.1:9"])(random_batch(rank, 0))).backward())
-    words(lambda: squares(wrapped(None)(random_batch(rank, 0))).backward())
-    words(
-        lambda: squares(wrapped([*addresses, *addresses, *addresses] * 9)(random_batch(rank, 0))).backward()
-    )
+
+    def step(servers):
+        served = wrapped(servers)
+        squares(served(random_batch(rank, 0))).backward()
+
+    for servers in (["127.0.0.1:9"], None, [*addresses, *addresses, *addresses] * 9):
+        words(partial(step, servers))
     return said
 
 

@@ -226,7 +226,7 @@ def test_a_job_can_be_given_a_time_limit(possible, scripts, monkeypatch):
         (["--loss", "200%", "--", "fails.py"], "--loss 200% is not possible"),
         (["--rate", "100", "--", "fails.py"], "--rate 100 has no unit"),
         (["--cpu", "50%,50%,50%", "--", "fails.py"], "--cpu 50%,50%,50% holds 3 values for 2 host(s)"),
-        (["--timeout", "0", "--", "fails.py"], "--timeout 0 is no time for a job"),
+        (["--timeout", "0", "--", "fails.py"], "--timeout 0 is not a time for a job"),
         (["--", "nowhere.py"], "there is no script nowhere.py"),
         (["--", "-m", "no_such_module_here"], "there is no module no_such_module_here"),
         (["--hosts", "2"], "no script to run"),

@@ -232,7 +232,7 @@ def test_one_for_each_model():
 
 
 def test_an_unknown_compensation_is_refused():
-    with pytest.raises(ConfigurationError, match="none of 'survivors'"):
+    with pytest.raises(ConfigurationError, match="must be one of 'survivors'"):
         BoundedLoss(compensation="zero")
 
 

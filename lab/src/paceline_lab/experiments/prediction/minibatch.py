@@ -3,7 +3,8 @@
     M_bound(X) = M_device - M_fixed - X M_sample
 
 is what a minibatch of X leaves for workspaces: M_fixed are weights, gradients and the optimizer's state, M_sample the
-feature maps of one sample. Layer k computed by algorithm l takes T[k,l](X) seconds and a workspace of M[k,l](X) bytes:
+feature maps of one sample. Layer k computed by algorithm l takes `T[k,l](X)` seconds and a workspace of `M[k,l](X)`
+bytes:
 
     minimise   sum over k, l of x[k,l] T[k,l]
     subject to sum over k, l of x[k,l] M[k,l] <= M_bound(X),  sum over l of x[k,l] = 1 for every k,  x binary.
