@@ -21,6 +21,7 @@ from typing import ClassVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from paceline.comm import connections
 from paceline.comm.collectives import Work, timeout_of
 from paceline.comm.forked import keep_when_forked
 from paceline.comm.rendezvous import announce
@@ -332,13 +333,20 @@ class _StoreQuery(threading.Thread):
         self._answer: bytes | None = None
         self._error: RuntimeError | None = None
         self.start()
-        end_before_exit(self, threading.Thread.join)
+        end_before_exit(self, _StoreQuery._end)
 
     def run(self) -> None:
         try:
             self._answer = self._store.get(self._key)
         except RuntimeError as error:
             self._error = error
+
+    def _end(self, patience_s: float) -> None:
+        """Wait for the answer, or end the connection: a thread that came back later would abort the process."""
+        self.join(patience_s)
+        if self.is_alive() and (port := self._store.port) is not None:
+            connections.shut(connections.to_port(port), spared=frozenset())
+            self.join(GRACE_S)
 
     def answer(self, patience_s: float) -> bytes | None:
         """What is there; None if nothing is, and while there is no answer."""
