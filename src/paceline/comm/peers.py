@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -35,12 +36,14 @@ SLICE_S = 0.5  # between two looks whether failure detection has begun
 GRACE_S = 2.0  # for the others to answer; for a collective to say by itself what is missing at the timeout
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 0.2  # at who does not answer: each after twice the time of the one before
 _MOST_ASKED = 3
+_MOST_DROPPED = 16  # of which the end of this rank is still told
 
 _GRADIENTS_ARE_UNDEFINED = (
     "The gradients of this step are undefined, the parameters are untouched. Look at the output of the rank "
     "named here first; restart from the last checkpoint (torchrun --max-restarts does that by itself)."
 )
 _num_named: dict[str, int] = {}
+_dropped: deque[weakref.finalize[[SealedStore, int, _Progress], ProcessGroup]] = deque()
 _witnesses: list[Callable[[], str | None]] = []
 
 
@@ -196,7 +199,8 @@ class _FailureDetection:
                 self._store.set(f"who/{self._rank}", ProcessCard.of_this_process().words)
                 announce(dist.PrefixStore("paceline", default_store), dist.get_rank())
                 # When the group is destroyed or the program ends, whichever is first.
-                weakref.finalize(process_group, _say_left, self._store, self._rank, self.progress)
+                leaves = weakref.finalize(process_group, _say_left, self._store, self._rank, self.progress)
+                weakref.finalize(self, _forget_oldest, leaves).atexit = False
         except (RuntimeError, TypeError, ValueError):  # MPI, or no default group: there is no store
             self._has_store = self.still_asks = False
             self._store = SealedStore(dist.HashStore(), name)
@@ -294,6 +298,13 @@ class _FailureDetection:
         if rank not in self._cards and (words := self._store.get(f"who/{rank}")) is not None:
             self._cards[rank] = ProcessCard.from_words(words)
         return self._cards.get(rank)
+
+
+def _forget_oldest(leaves: weakref.finalize[[SealedStore, int, _Progress], ProcessGroup]) -> None:
+    """Who waited was dropped: others may still wait for it, but not for all that this program ever dropped."""
+    _dropped.append(leaves)
+    if len(_dropped) > _MOST_DROPPED:
+        _dropped.popleft().detach()
 
 
 def _say_left(store: SealedStore, rank: int, progress: _Progress) -> None:
