@@ -236,7 +236,7 @@ EQUIVALENT: dict[str, str] = {
     "C10dWork.wait": "equal: only says how a work has failed that ended just after a slice of waiting",
     "SideStreams.current": "equal: the work then runs on the thread's own stream, in the same order, and delays it",
     "wait_for_all": "equal: only times change, those that compression='auto' measures",
-    "Reducer._finish": "equal: the ranks' words left last, on the same stream (Gloo's threads may end in another order)",
+    "Reducer._finish": "equal: the words left last, on the same stream (Gloo's threads may end otherwise)",
     "Reducer.complete_aborted": "equal: as of Reducer._finish",
     "Lossy.launch_sparse": "not reached: sparse gradients of a device are not tested",
     "Pipeline.launch": "equal: it bounds how many payloads are in memory at once",
