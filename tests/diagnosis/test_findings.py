@@ -204,9 +204,13 @@ def test_the_first_gradient_that_is_not_finite():
     run = MadeRun().make()
     run.ranks[1].health.append(Health(9, not_finite="head.weight"))
     run.ranks[2].health.append(Health(8, not_finite="body.weight"))
-    assert diagnose(run).health == (
-        "In step 8 rank 2's own gradient of body.weight was the first that was not finite.",
-    )
+    (words,) = diagnose(run).health
+    assert words.startswith("In step 8 rank 2's own gradient of body.weight was not finite")
+    for rank in run.ranks:
+        rank.health.append(Health(7, not_finite="head.weight"))
+    (words,) = diagnose(run).health
+    assert words.startswith("In step 7 every rank's")
+    assert "Which rank caused it is unknown" in words
 
 
 # ---- silence

@@ -6,6 +6,7 @@ import copy
 import os
 import time
 from contextlib import nullcontext
+from html import escape
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from harness.held import held_at_rest
 from harness.ranks import pool
 from paceline import DistributedDataParallel
+from paceline.diagnosis.findings import diagnose_folder
 from paceline.observe.run_folder import DETACHED, VARIABLE, begin_run
 from paceline.observe.run_reading import read_run
 from paceline.recording import recorder as recording
@@ -25,6 +27,7 @@ from paceline.recording.labels import layer_of_each, range_of
 from paceline.recording.recorder import Recorder, header_of_rank
 from paceline.recording.sample_counts import samples_and_tokens
 from paceline.recording.torch_ddp import RecordedTorchDDP
+from paceline.report.page import page_of
 
 
 def net():
@@ -128,6 +131,45 @@ def test_the_wrapper_is_recorded_and_says_who_is_late(tmp_path):
         assert len(last.buckets) == len(rank.labels) > 1
         assert rank.labels[0].startswith("4")
         assert last.work_ended_s == pytest.approx(max(bucket.ready_s for bucket in last.buckets))
+
+
+def poisoned(rank, _num_ranks, folder, make, is_skipped=False):
+    """The sixth step's batch has a NaN on rank 1."""
+    with mock.patch.dict(os.environ, {VARIABLE: folder}), mock.patch.object(recording, "_written_by", 0):
+        if make is TorchDDP:
+            model = make(net())
+            header = header_of_rank(Path(folder), "torch", "cpu", rank, 2)
+            recorded = RecordedTorchDDP(model, Recorder(header, Path(folder)))
+        else:
+            model = make(net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(1, 9):
+        optimizer.zero_grad()
+        x = torch.randn(5, 6)
+        x[3, 2] += float("nan") if step == 6 and rank == 1 else 0.0
+        model(x).square().mean().backward()
+        if not is_skipped or all(p.grad.isfinite().all() for p in model.parameters()):
+            optimizer.step()
+    if make is TorchDDP:
+        recorded.detach()
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [DistributedDataParallel, TorchDDP])
+def test_a_gradient_that_is_not_finite_is_told_with_its_rank_step_and_parameter(tmp_path, make):
+    """In what the doctor says and on the page; nothing where the step was skipped, as no parameter has it."""
+    for is_skipped in (False, True):
+        folder = tmp_path / str(is_skipped)
+        begin_run(folder, ["x"])
+        pool(2).run(poisoned, str(folder), make, is_skipped)
+        health = diagnose_folder(folder).health
+        if is_skipped:
+            assert health == ()
+            continue
+        assert len(health) == 1
+        assert health[0].startswith("In step 6 rank 1's own gradient of 4.bias was not finite")
+        assert escape(health[0]) in page_of(read_run(folder))
 
 
 def unasked(rank, _num_ranks):
