@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+from collections import deque
 from contextlib import nullcontext
 from html import escape
 from pathlib import Path
@@ -20,8 +21,10 @@ from harness.held import held_at_rest
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.diagnosis.findings import diagnose_folder
+from paceline.observe import spans
 from paceline.observe.run_folder import DETACHED, VARIABLE, begin_run
 from paceline.observe.run_reading import read_run
+from paceline.observe.run_records import Interval
 from paceline.recording import recorder as recording
 from paceline.recording.labels import layer_of_each, range_of
 from paceline.recording.recorder import Recorder, header_of_rank
@@ -196,6 +199,17 @@ def test_files_of_the_clock_close_with_the_last_recorder():
         recorder = recorders.pop()
         del recorder
     assert held_at_rest().num_descriptors == before.num_descriptors
+
+
+def test_garbage_collection_while_phases_are_read_does_not_end_recording(monkeypatch):
+    monkeypatch.setattr(spans, "_noted", deque([("forward", 1.0, 2.0), ("backward", 2.0, 3.0)], maxlen=4))
+
+    def collecting(*fields):
+        spans.note("garbage", 2.5, 2.6)
+        return Interval(*fields)
+
+    monkeypatch.setattr(spans, "Interval", collecting)
+    assert [x.phase for x in spans.between(0.0, 9.0)] == ["forward", "backward"]
 
 
 def test_of_short_steps_ranks_keep_some_in_common():
