@@ -23,7 +23,7 @@ def of_culprit(culprit, facts):
 
 
 def test_the_sentence_says_who_where_why_and_what_to_do():
-    facts = HostFacts(cpu_s=0.03, queued_s=0.035, throttled_s=0.029)
+    facts = HostFacts(cpu_s=0.03, queued_s=0.030, throttled_s=0.029)
     run = MadeRun(computing(3, 0.031), host=of_culprit(3, facts), hosts=("a", "a", "b", "b")).make()
     found = diagnose(run)
     assert found.words == found.finding.sentence
@@ -50,6 +50,27 @@ def test_the_sentence_says_who_where_why_and_what_to_do():
 )
 def test_the_cause_is_what_the_kernel_says_of_this_rank_and_not_of_others(facts, kind):
     assert diagnose(MadeRun(computing(1, 0.06), host=of_culprit(1, facts)).make()).finding.cause == kind
+
+
+def in_a_crowd(waits_s, asleep=None):
+    """Every rank waits for a core in its forward; one may sleep for 30 ms in its optimizer besides."""
+    return MadeRun(
+        lambda rank, _: {"forward": waits_s[rank], "optimizer": 0.03 * (rank == asleep)},
+        host=lambda rank, _: HostFacts(0.03, waits_s[rank]),
+    ).make()
+
+
+def test_a_rank_that_waits_longest_for_a_core_in_a_crowd_is_there_by_chance():
+    found = diagnose(in_a_crowd([0.030, 0.055, 0.025, 0.035]))
+    assert found.finding is None
+    assert "Each waits 32.5 ms a step for a core, none much longer than the others" in found.words
+    assert diagnose(in_a_crowd([0.030, 0.080, 0.025, 0.035])).finding.cause == "core shared"
+
+
+def test_a_rank_that_is_late_in_a_crowd_is_told_from_those_that_wait_for_a_core():
+    found = diagnose(in_a_crowd([0.030, 0.055, 0.025, 0.035], asleep=3)).finding
+    assert (found.rank, found.phase, found.cause) == (3, "optimizer", "waits")
+    assert found.delay_s == pytest.approx(0.030, abs=0.004)
 
 
 def test_what_all_ranks_have_in_common_is_no_cause():

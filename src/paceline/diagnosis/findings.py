@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from paceline.diagnosis.all_ranks import everybody_waits
-from paceline.diagnosis.causes import cause_of
-from paceline.diagnosis.culprit import FEWEST_STEPS, LEAST_RATIO, Culprit, find_culprit
+from paceline.diagnosis.causes import Cause, late_rank
+from paceline.diagnosis.culprit import FEWEST_STEPS, LEAST_RATIO, Culprit
 from paceline.diagnosis.health import health_of
 from paceline.diagnosis.links import SlowLink, edges_of, slow_link
 from paceline.diagnosis.remedies import Remedy, remedies_of, remedies_of_link
@@ -104,7 +105,7 @@ def diagnose(run: Run) -> Diagnosis:
         if finding is None:
             silence = (
                 f"No rank and no link delays steps by {LEAST_RATIO:.0%} or more: {len(table)} steps of "
-                f"{ms(table.step_s)} on {len(table.ranks)} ranks were compared."
+                f"{ms(table.step_s)} on {len(table.ranks)} ranks were compared.{_crowd(table)}"
             )
     return Diagnosis(
         finding,
@@ -118,12 +119,20 @@ def diagnose(run: Run) -> Diagnosis:
     )
 
 
+def _crowd(table: StepTable) -> str:
+    """What all ranks wait for cores, if that is worth a word."""
+    waited_s = median(rank.host.queued_s - rank.host.throttled_s for row in table.rows for rank in row)
+    if waited_s < LEAST_RATIO * table.step_s:
+        return ""
+    return f" Each waits {ms(waited_s)} a step for a core, none much longer than the others: the cores are crowded."
+
+
 def _finding(run: Run, table: StepTable) -> Finding | None:
     """What delays the steps most: a rank, a link, or something that all ranks have in common."""
-    culprit, link = find_culprit(table), None
+    late, link = late_rank(run, table), None
     if exposed_s(table) > LEAST_RATIO * table.step_s:
         link = slow_link(edges_of(run))
-    of_rank = _of_rank(run, table, culprit) if culprit is not None else None
+    of_rank = _of_rank(run, table, *late) if late is not None else None
     of_link = _of_link(run, table, link) if link is not None else None
     if of_rank is None or of_link is None:
         found = of_rank or of_link
@@ -140,8 +149,7 @@ def _saved_s(finding: Finding) -> float:
     return 0.0 if finding.without is None else finding.step_s - finding.without.step_s
 
 
-def _of_rank(run: Run, table: StepTable, culprit: Culprit) -> Finding:
-    cause = cause_of(run, table, culprit)
+def _of_rank(run: Run, table: StepTable, culprit: Culprit, cause: Cause) -> Finding:
     predicted = without(table, culprit)
     remedies = remedies_of(table, culprit, cause)
     is_lasting = culprit.when in {"always", "since", "moving"}
