@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from harness import made_runs
 from harness.made_runs import MadeRun, always, busy_core, link_samples
 from paceline.diagnosis import diagnose
 from paceline.observe.run_records import BucketTiming, Health, HostFacts, Sample
@@ -154,8 +155,6 @@ def test_of_two_hosts_nobody_can_say_whose_link_it_is():
 
 
 def test_what_stays_within_a_host_is_no_link(monkeypatch):
-    from harness import made_runs
-
     monkeypatch.setattr(made_runs, "address", lambda rank, peer: f"127.0.0.1:{4000 + 10 * rank + peer}")
     assert diagnose(meshed(3, lambda a, b: 2.4e6 if 1 in {a, b} else 15e6).make()).finding is None
 
@@ -166,12 +165,36 @@ def test_a_slow_rank_is_not_taken_for_a_slow_link():
 
 
 def test_of_a_late_rank_and_a_slow_link_the_one_that_costs_more_is_told(monkeypatch):
-    from harness import made_runs
-
     monkeypatch.setattr(made_runs, "EXPOSED_S", 0.1)
     slow = meshed(3, lambda a, b: 2.4e6 if 2 in {a, b} else 15e6)
     for late_s, kind in ((0.02, "link"), (0.3, "rank")):
         assert diagnose(replace(slow, extra=always(1, "forward", late_s)).make()).finding.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("slow", "direction", "words"),
+    [
+        ({(0, 2), (1, 2)}, "towards", "The link of rank 2 (host c) carries towards it 20 Mbit/s"),
+        ({(2, 0), (2, 1)}, "from", "carries from it"),
+        ({(0, 2), (1, 2), (2, 0), (2, 1)}, "both", "carries in both directions"),
+    ],
+)
+def test_a_slow_direction_is_told_by_how_fast_data_arrive_at_best(slow, direction, words, monkeypatch):
+    """Acknowledged bytes do not say it: they are as slow in both."""
+    monkeypatch.setattr(made_runs, "EXPOSED_S", 0.1)
+
+    def samples(rank):
+        return link_samples(
+            rank,
+            3,
+            lambda a, b: 2.5e6 if 2 in {a, b} else 15e6,
+            peak=lambda *ends: 2.6e6 if ends in slow else 7e6,
+        )
+
+    found = diagnose(MadeRun(num_ranks=3, hosts=("a", "b", "c"), samples=samples).make())
+    assert (found.finding.rank, found.finding.direction) == (2, direction)
+    assert words in found.words
+    assert "which direction of a link is slow" not in found.not_measured
 
 
 # ---- all ranks

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import socket
+import threading
 import time
 from collections import deque
 from contextlib import nullcontext
@@ -25,8 +27,10 @@ from paceline.observe import spans
 from paceline.observe.run_folder import DETACHED, VARIABLE, begin_run
 from paceline.observe.run_reading import read_run
 from paceline.observe.run_records import Interval
+from paceline.recording import peer_sockets
 from paceline.recording import recorder as recording
 from paceline.recording.labels import layer_of_each, range_of
+from paceline.recording.peer_sockets import PeerSockets
 from paceline.recording.recorder import Recorder, header_of_rank
 from paceline.recording.sample_counts import samples_and_tokens
 from paceline.recording.torch_ddp import RecordedTorchDDP
@@ -264,3 +268,27 @@ def test_samples_and_tokens():
     assert samples_and_tokens((None, torch.zeros(4, 3, dtype=torch.long)), {}) == (4, 12)
     assert samples_and_tokens((), {"x": torch.zeros(4, dtype=torch.long)}) == (4, None)
     assert samples_and_tokens(("words",), {}) == (None, None)
+
+
+def test_how_fast_data_arrive_from_another_host_is_seen_at_its_end_alone(monkeypatch):
+    """Two addresses are two hosts. The thread that looks ends with whoever it looks for."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = socket.create_connection(server.getsockname(), source_address=("127.0.0.2", 0))
+        here, _ = server.accept()
+    with here, there:
+        sockets = PeerSockets()
+        sockets.find()
+        sockets.counters()
+        with monkeypatch.context() as patched:
+            patched.setattr(peer_sockets.time, "sleep", lambda _: there.sendall(bytes(1000)))
+            sockets.look_at_arrivals()
+        peaks = {x.local.split(":")[0]: x.peak_bytes_per_s for x in sockets.counters()}
+        assert peaks.pop("127.0.0.1") > 0.0
+        assert peaks == {"127.0.0.2": 0.0}
+        monkeypatch.setattr(peer_sockets, "_BREAK_S", 0.001)
+        before = set(threading.enumerate())
+        sockets.watch()
+        (thread,) = set(threading.enumerate()) - before
+        del sockets
+        thread.join(30.0)
+        assert not thread.is_alive()

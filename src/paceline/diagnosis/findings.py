@@ -36,6 +36,7 @@ class Finding:
         remedies: What to do.
         sureness: In how many of the steps it was seen, 0 to 1.
         sentence: All of it for people.
+        direction: Of a slow link: "towards" the host or "from" it, or "both"; "": not known.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Finding:
     remedies: tuple[Remedy, ...]
     sureness: float
     sentence: str
+    direction: str = ""
 
 
 @dataclass(frozen=True)
@@ -212,8 +214,11 @@ def _of_link(run: Run, table: StepTable, link: SlowLink) -> Finding:
     remedies = remedies_of_link(table, link)
     waited_s = exposed_s(table)
     to = f" towards rank {link.peer}" if link.peer is not None else ""
+    way = {"towards": " towards it", "from": " from it", "both": " in both directions"}.get(
+        link.direction, ""
+    )
     what = {
-        "rate": f"carries {show_rate(8 * link.value, 3)} where others carry {show_rate(8 * link.others, 3)}",
+        "rate": f"carries{way} {show_rate(8 * link.value, 3)} where others carry {show_rate(8 * link.others, 3)}",
         "loss": f"loses {link.value:.1%} of its segments{to}, others {link.others:.1%}",
         "delay": f"takes {ms(link.value)} for a round trip, others {ms(link.others)}",
     }[link.kind]
@@ -238,6 +243,7 @@ def _of_link(run: Run, table: StepTable, link: SlowLink) -> Finding:
         remedies,
         1.0,
         sentence,
+        link.direction,
     )
 
 
@@ -280,6 +286,8 @@ def _not_measured(run: Run) -> tuple[str, ...]:
         )
     if run.ranks and not any(sample.links for x in run.ranks for sample in x.samples):
         found.append("links: no TCP connection between ranks was seen")
-    elif len({x.header.host for x in run.ranks}) > 1:
+    elif len({x.header.host for x in run.ranks}) > 1 and not any(
+        link.peak_bytes_per_s for x in run.ranks for sample in x.samples[-1:] for link in sample.links
+    ):
         found.append("which direction of a link is slow")
     return tuple(found)
