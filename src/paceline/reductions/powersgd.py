@@ -230,7 +230,7 @@ class PowerSGD(Lossy):
             self._next_factors.pop(self._names[id(parameter)], None)
 
     @property
-    def _keeps_state(self) -> bool:
+    def keeps_state(self) -> bool:
         return True
 
     def _commit(self) -> None:
