@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from paceline.comm.forked import keep_when_forked
 from paceline.comm.rendezvous import Rendezvous
 from paceline.errors import ConfigurationError, PeerLostError
-from paceline.host.addresses import LOOPBACK
+from paceline.host.addresses import LOOPBACK, own_address_towards
 from paceline.transports import Transport
 from paceline.transports.c10d import C10dTransport
 from paceline.transports.lossy_transport import LossyTransport
@@ -22,7 +21,6 @@ from paceline.transports.shared_memory import SharedMemoryTransport, join_host
 Gloo = Any  # a ProcessGroupGloo; torch's stubs know none of its methods
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # Gloo's variable: the network interface to use
-_DISCARD_PORT = 9  # nothing is sent: connecting a datagram socket only asks the kernel for the route
 
 
 def address_towards(num_hosts: int) -> str:
@@ -31,15 +29,7 @@ def address_towards(num_hosts: int) -> str:
         return ""
     if num_hosts == 1:
         return LOOPBACK
-    master = os.environ.get("MASTER_ADDR", "")
-    try:
-        found = socket.getaddrinfo(master, _DISCARD_PORT, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, place = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(place)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
+    return own_address_towards(os.environ.get("MASTER_ADDR", ""))
 
 
 def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str) -> Gloo:
