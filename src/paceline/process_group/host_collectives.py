@@ -108,7 +108,7 @@ class HostCollectives:
             return
         step = max(CHUNK_BYTES // shares[0].element_size(), 1)
         for first, *others in zip(*(share.split(step) for share in shares), strict=True):
-            fold.all_into(first, others, 0 if across else self._num_averaged)
+            fold.all_of([first, *others], first, 0 if across else self._num_averaged)
             if across is None:
                 for other in others:
                     other.copy_(first)
@@ -157,7 +157,8 @@ class HostCollectives:
         def work(span: Span, views: Sequence[Tensor]) -> None:
             if self._me == root:
                 others = [view for index, view in enumerate(views) if index != root]
-                fold.all_into(flat[slice(*span)], others, self._num_averaged)
+                own = flat[slice(*span)]
+                fold.all_of([own, *others], own, self._num_averaged)
 
         self._staging.stream(what, flat, work, None if self._me == root else _enter_whole)
 
