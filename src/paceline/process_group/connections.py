@@ -13,10 +13,11 @@ from paceline.comm.forked import keep_when_forked
 from paceline.comm.rendezvous import Rendezvous
 from paceline.errors import ConfigurationError, PeerLostError
 from paceline.host.addresses import LOOPBACK, own_address_towards
+from paceline.process_group.host_collectives import HostVectors
 from paceline.transports import Transport
 from paceline.transports.c10d import C10dTransport
 from paceline.transports.lossy_transport import LossyTransport
-from paceline.transports.shared_memory import SharedMemoryTransport, join_host
+from paceline.transports.shared_memory import join_host
 
 Gloo = Any  # a ProcessGroupGloo; torch's stubs know none of its methods
 
@@ -45,15 +46,18 @@ def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, addre
     return made
 
 
-def open_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> Transport:
-    """Connect the ranks for messages of their own, beside any process group: through shared memory on one host.
+def open_vectors(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> HostVectors | None:
+    """Let ranks see each other's vectors, beside any process group; None where they are not all on one host.
 
     Nothing else uses `store`. Collective; blocks until every rank has come.
     """
     host = join_host(dist.PrefixStore("memory", store), rank, num_ranks, timeout)
-    if host.is_only_one:
-        return SharedMemoryTransport(host)
-    address = address_towards(len(host.hosts))
+    return HostVectors(host, timeout.total_seconds()) if host.is_only_one else None
+
+
+def open_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> Transport:
+    """Connect the ranks for messages of their own, beside any process group. As `open_vectors`."""
+    address = address_towards(num_ranks)
     return C10dTransport(make_gloo(dist.PrefixStore("gloo", store), rank, num_ranks, timeout, address))
 
 
