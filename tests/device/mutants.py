@@ -202,10 +202,17 @@ def _live(mutant: Mutant) -> Any:
 
 BY_FILE: dict[str, tuple[str, ...]] = {
     "comm/lane.py": ("dropped work",),
-    "ddp/forward_overlap/piece_flight.py": ("overlapped", "two streams, overlapped"),
+    "comm/device.py": ("hooks on two streams",),
+    "ddp/forward_overlap/piece_flight.py": ("overlapped", "dropped overlap"),
     "ddp/buffers.py": ("buffers",),
     "ddp/weights.py": ("weighed",),
-    "ddp/reducer.py": ("late gradients", "forward overlap", "failed step"),
+    "ddp/reducer.py": (
+        "late gradients",
+        "forward overlap",
+        "failed step",
+        "failed step, overlapped",
+        "hooks on two streams",
+    ),
     "reductions/compressed.py": ("compression int8", "shortened onebit", "compression topk"),
     "reductions/powersgd.py": ("low rank",),
     "reductions/lossy.py": ("compression bf16", "shortened onebit", "compression topk"),
@@ -229,6 +236,8 @@ EQUIVALENT: dict[str, str] = {
     "C10dWork.wait": "equal: only says how a work has failed that ended just after a slice of waiting",
     "SideStreams.current": "equal: the work then runs on the thread's own stream, in the same order, and delays it",
     "wait_for_all": "equal: only times change, those that compression='auto' measures",
+    "Reducer._finish": "equal: the words left last, on the same stream (Gloo's threads may end otherwise)",
+    "Reducer.complete_aborted": "equal: as of Reducer._finish",
     "Lossy.launch_sparse": "not reached: sparse gradients of a device are not tested",
     "Pipeline.launch": "equal: it bounds how many payloads are in memory at once",
     "_fold_shares": "not reached: it needs three ranks",

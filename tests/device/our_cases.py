@@ -140,10 +140,18 @@ def shortened(compression: str) -> Callable[[Here, str], list[Tensor]]:
 
 
 def failed_step(here: Here, side: str) -> list[Tensor]:
-    """One rank's backward raises in the second step; the others are told, and all go on."""
+    return _failed_step(here, side)
+
+
+def failed_overlap(here: Here, side: str) -> list[Tensor]:
+    return _failed_step(here, side, overlap_forward="always")
+
+
+def _failed_step(here: Here, side: str, **options: Any) -> list[Tensor]:
+    """One rank's backward raises in the second step, when buckets have left; the others are told, and all go on."""
     from paceline.errors import PeerAbortedError
 
-    model = wrapped(made(Mlp, here), here, side)
+    model = wrapped(made(Mlp, here), here, side, bucket_cap_mb=0.0003, **options)
     optimizer, found = sgd(model), []
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
@@ -245,6 +253,7 @@ CASES: dict[str, Callable[[Here, str], list[Tensor]]] = {
     "accumulated window": accumulated_window,
     "read on another stream": read_on_another_stream,
     "failed step": failed_step,
+    "failed step, overlapped": failed_overlap,
     "two streams": _two_streams(overlaps=False),
     "two streams, overlapped": _two_streams(overlaps=True),
     "hooks on two streams": _two_streams(overlaps=False, hooks_as_well=True),
