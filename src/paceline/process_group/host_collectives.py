@@ -253,8 +253,8 @@ class HostVectors:
         """As `ProcessGroup.on_all_vectors`, on the calling thread. Collective; blocks. After an error it is broken."""
         if self._barrier.is_broken:
             raise ProtocolError(
-                f"rank {self._rank} can't communicate any more, because an earlier {kind} failed. Make a new wrapper or "
-                "optimizer, over a new process group."
+                f"rank {self._rank} can't communicate any more, because an earlier {kind} failed. Make a new wrapper "
+                "or optimizer, over a new process group."
             )
         self._number += 1
         try:
