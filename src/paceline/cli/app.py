@@ -102,7 +102,7 @@ def _serve(
         ),
     ] = "127.0.0.1:0",
 ) -> None:
-    """Run a parameter server until it is stopped; ranks name it: paceline run --servers HOST:PORT."""
+    """Run a parameter server until it is stopped. Ranks reach it by paceline run --servers HOST:PORT."""
     from paceline.servers.process import serve_on
 
     serve_on(listen)
@@ -206,7 +206,7 @@ def _report(
     run: Annotated[Path, typer.Argument(help="A run folder that was recorded.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:
-    """Write a run as one page of HTML: what delays its steps, and what that rests on.
+    """Write a run as one page of HTML: what delays its steps, and the evidence.
 
     The page needs no network and no other file. `paceline doctor --record RUN -- COMMAND` records a run.
     """
