@@ -408,7 +408,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         return self.reducer.timings
 
     def doctor(self) -> Diagnosis:
-        """Say which rank or link delayed the last steps, why, and what a step would be without; `words` is for people.
+        """Say which rank or link delayed the last steps, why, and the step without it; `words` is for people.
 
         The last 256 steps of every rank are compared. Not seen: what `paceline doctor` samples besides, such as other
         processes on a core.
