@@ -63,7 +63,7 @@ def doctor(
         bool, typer.Option("--json", help="Print JSON to stdout, the command's output to stderr.")
     ] = False,
 ) -> int:
-    """Say which rank or link delays a training, why, and what a step would be without.
+    """Say which rank or link delays a training, why, and how long a step takes without it.
 
     `paceline doctor -- torchrun train.py` runs a command and records it, with torch's DDP or Paceline's.
 

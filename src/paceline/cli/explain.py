@@ -39,7 +39,9 @@ class Passage:
 def explain(
     words: Annotated[
         list[str] | None,
-        typer.Argument(help="Words of a message, a whole message, or a term. None: list all headings."),
+        typer.Argument(
+            help="Words of a message, a whole message, or a term. Without words, all headings are listed."
+        ),
     ] = None,
 ) -> None:
     """Explain an error message or a term, without a network."""

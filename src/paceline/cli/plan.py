@@ -179,7 +179,7 @@ def score(
     report: ReportFolder = Path("paceline-report"),
     as_json: AsJson = False,
 ) -> None:
-    """Compare predictions with real runs; without any, show the score so far."""
+    """Compare predictions with real runs. Without a trace, show the score so far."""
     from paceline.plan.scoring import show_scores
 
     show_scores(report, traces or [], as_json=as_json)

@@ -120,9 +120,9 @@ def _parser() -> argparse.ArgumentParser:
         "differ from it."
     )
     add("--timings", words, action="store_true")
-    words = "Show a line a rank in this terminal while they train: the last steps, where they go, and what delays them."
+    words = "Show one line per rank in this terminal: its last steps, where their time goes, and what delays them."
     add("--watch", words, action="store_true")
-    words = f"Say who is missing once nothing has moved for so long; 0: never. Default: {QUIET_S:g}."
+    words = f"Name the missing ranks after so many seconds without progress. 0: never. Default: {QUIET_S:g}."
     add("--hang-after", words, metavar="SECONDS", type=float, default=QUIET_S)
     words = "Parameter servers (reduction=ParameterServers()): how many to start here, or where they run."
     add("--servers", words, metavar="N or HOST:PORT,...")

@@ -16,7 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from typing_extensions import Self
 
 from paceline.host.activity import Activity, activity_of
 from paceline.host.foreign_output import write_to_stderr_of
@@ -28,9 +30,6 @@ from paceline.launch.standstill import Standstill, StepLengths, standstill
 from paceline.launch.watchdog import marked
 from paceline.observe import progress
 from paceline.observe.progress import Entered
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 QUIET_S = 5.0
 _LOOK_S = 0.5

@@ -93,7 +93,7 @@ def devices() -> Finding:
             "devices",
             f"{words}; {cores} cores. They are unequal",
             "note",
-            "pass shares='auto' (docs/guide/unequal.md)",
+            "pass balance='auto' to DistributedDataParallel",
         )
     return Finding("devices", f"{words}; {cores} cores")
 

@@ -25,18 +25,18 @@ _Ranks = Annotated[
 ]
 _Task = Annotated[str, typer.Option(help="Kind of model: classify, regress or novelty.")]
 _Kernel = Annotated[str, typer.Option(help="Kernel: rbf, linear, poly or sigmoid.")]
-_Cost = Annotated[float, typer.Option("--C", help="Price of a violation (classify, regress).")]
+_Cost = Annotated[float, typer.Option("--C", help="Penalty of a violation (classify, regress).")]
 _Gamma = Annotated[str, typer.Option(help="Kernel coefficient: scale, auto or a number.")]
 _Tol = Annotated[float, typer.Option(help="Largest violation of optimality.")]
 _Epsilon = Annotated[float, typer.Option(help="Half width of the tube (regress).")]
-_Nu = Annotated[float, typer.Option(help="Bound of the outliers (novelty).")]
+_Nu = Annotated[float, typer.Option(help="Largest share of outliers (novelty).")]
 _Shrinking = Annotated[
     str,
     typer.Option(help="Rule of elimination: auto, none, adaptive, or for example multi-5% or single-500."),
 ]
 _CacheSize = Annotated[
     str,
-    typer.Option(help="Megabytes for kernel rows on each rank, or auto: as many as pay, of what is there."),
+    typer.Option(help="Megabytes for kernel rows on each rank. auto: 500, and more where that saves time."),
 ]
 OTHER_KERNELS = ("linear", "poly", "sigmoid")  # than rbf
 _LARGE = 3_100  # rows of a problem that is too large to be solved as a whole
@@ -99,7 +99,7 @@ def predict(
     output: Annotated[Path | None, typer.Option(help="File of the predictions.")] = None,
     as_json: _AsJson = False,
 ) -> None:
-    """Predict the targets of a file's rows, one a line, and compare with those that the file has."""
+    """Predict the targets of a file's rows, one per line, and compare them with the file's targets."""
     import numpy as np
 
     from paceline.files_given import check_output
@@ -156,7 +156,7 @@ def cross_validate(
 
 @app.command("compile")
 def compile_now() -> None:
-    """Compile the solver's code for this machine now, so that no first fit waits for it: in an image, say."""
+    """Compile the solver's code for this machine, for example in an image. Then no first fit waits for it."""
     import numpy as np
     import scipy.sparse as sp
 

@@ -74,7 +74,10 @@ _TABLE: dict[str, tuple[Any, Any]] = {
     "min_rto": (_text("Smallest retransmission timeout of TCP.", "the kernel's 200ms"), None),
     "priority": (
         Annotated[
-            bool, typer.Option("--priority", help="Switch ports serve by DSCP class selector, strictly.")
+            bool,
+            typer.Option(
+                "--priority", help="Make switch ports serve packets in strict order of DSCP class selector."
+            ),
         ],
         False,
     ),

@@ -49,7 +49,7 @@ def emulate(
         bool, typer.Option("--check", help="Measure what was set up, and print asked against measured.")
     ] = False,
     clean: Annotated[
-        bool, typer.Option("--clean", help="Remove what emulations that were killed have left.")
+        bool, typer.Option("--clean", help="Remove what killed emulations left behind.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON to stdout, everything else to stderr.")

@@ -206,9 +206,9 @@ class CheckStudy(Study[CheckOptions]):
         within, total = record["summaries"]["within"], len(names)
         return draw_figure(
             path,
-            f"{within} of {total} simulated medians are within 10 %",
+            f"{within} of {total} simulated medians are within 10 % of the emulated ones",
             [panel],
-            f"Blue: ours, orange: TCP; {record['notes'][1]}",
+            f"Blue: Paceline, orange: TCP; {record['notes'][1]}",
         )
 
 

@@ -328,7 +328,7 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     found, sides = record["summaries"], record["config"]["sides"]
     base, *others = sides
     found = dict(sorted(found.items(), key=lambda one: -one[1]["faster"][others[-1]]))
-    names = {"memory-none": "without shrinking", "memory-auto": "with shrinking"}
+    names = {"memory-none": "no shrinking", "memory-auto": "shrinking"}
     names |= {
         side: f"{side.removeprefix('cache-')} MB of cache" for side in sides if side.startswith("cache-")
     }
@@ -354,7 +354,7 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     words += "".join(f"; with {name} {times} times" for name, times in rest)
     if not rest and means[others[-1]] < 1:
         words = f"Fits with {last[0]} take {1 / means[others[-1]]:.2f} times as long as with {whom}"
-    sets = f"geometric mean of {len(found)} sets" if len(found) > 1 else next(iter(found))
+    sets = f"geometric mean of {len(found)} sets" if len(found) > 1 else _set_name(next(iter(found)))
     return draw_figure(
         path,
         f"{words} ({sets})",

@@ -139,8 +139,8 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
             Line("", chosen, color, " ", mark) for chosen, mark in ((known, "x"), (others, "o")) if chosen
         ]
         axes[title] = tuple(found["axes"])
-    drawn = [
-        Lines(
+    drawn = {
+        title: Lines(
             _in_words(title),
             axes[title][0].replace(LINEAR, "bucket cap, MB"),
             axes[title][1],
@@ -149,13 +149,17 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
             log_x=axes[title][0] != LINEAR,
         )
         for title, lines in panels.items()
-    ]
+    }
     errors = [abs(error) for found in record["summaries"].values() for error in found["predicted_errors"]]
     title = (
         f"Half of the published points (dots) are predicted to {100 * median(errors):.0f} % by curves fitted on others "
         "(crosses)"
     )
-    return draw_figure(path, title, drawn, columns=1)
+    caps = [panel for name, panel in drawn.items() if name.startswith("DDP 7, 8")]
+    others = [panel for name, panel in drawn.items() if not name.startswith("DDP 7, 8")]
+    return draw_figure(path, title, caps) and draw_figure(
+        path.with_stem(f"{path.stem}-scaling"), title, others, columns=1
+    )
 
 
 def _in_words(name: str) -> str:

@@ -145,7 +145,7 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
         panels.append(
             Bars(
                 f"{side}, over {peer}",
-                "CPU time of a step, divided by torch's",
+                "CPU time, divided by torch's",
                 [Bar(workload_name(m), s) for m, s in found.items()],
             )
         )

@@ -307,6 +307,5 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     ]
     ratio = times["ours-skip"]["median"] / times["torch"]["median"]
     what = "dropped layers" if record["config"]["case"] == "depth" else "a frozen backbone"
-    return draw_figure(
-        path, f"With {what} a step is {show_ratio(ratio, look_of('torch').name + chr(39) + 's')}", panels
-    )
+    title = f"With {what} a step is {show_ratio(ratio, look_of('torch').name + chr(39) + 's')}"
+    return draw_figure(path, title, panels, columns=1)
