@@ -9,7 +9,7 @@ import torch
 from paceline.compression import RandomK, TopK
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
-from paceline.optim import LAMB, LARS, Curve, CurveLR, DiLoCo, rate_factor
+from paceline.optim import LAMB, LARS, Curve, DiLoCo, rate_factor
 from paceline.recipes import GhostBatchNorm
 from paceline.reductions import (
     Adasum,
@@ -49,7 +49,6 @@ REFUSED = [
     (lambda: DiLoCo(torch.optim.SGD(WEIGHTS, 0.1), every=2, outer_lr="a"), "outer_lr='a'"),
     (lambda: Curve("a"), "total='a' is not a length"),
     (lambda: Curve(5, warmup="a"), "warmup='a' is not a length"),
-    (lambda: CurveLR(torch.optim.SGD(WEIGHTS, 0.1), Curve(5), factor="a"), "factor='a' makes no rate"),
     (lambda: rate_factor("linear", "a", 1), "batch='a' is not a positive number"),
     (lambda: GhostBatchNorm(3, num_samples="a"), "num_samples='a' has no statistics"),
     (lambda: GhostBatchNorm(3, num_samples=1.5), "num_samples=1.5 has no statistics"),

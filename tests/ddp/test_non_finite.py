@@ -8,10 +8,11 @@ import torch
 from harness.models import Mlp, generator, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
+from paceline.optim import overlap
 
 pytestmark = pytest.mark.processes
 
-CASES = ["loss", "middle", "embedding", "all infinite", "skipped", "scaled"]
+CASES = ["loss", "middle", "embedding", "all infinite", "skipped", "scaled", "deferred"]
 
 
 class Embedded(torch.nn.Module):
@@ -27,11 +28,15 @@ class Embedded(torch.nn.Module):
 
 
 def said_in_four_steps(rank, num_ranks, case):
-    """What is said in four steps; the gradients of rank 1's second are not finite."""
+    """What is said in four steps; the gradients of rank 1's second are not finite. Others go before, if deferred."""
     torch.manual_seed(0)
     module = Embedded()
-    model = DistributedDataParallel(module, bucket_cap_mb=0.0001)
+    is_deferred = case == "deferred"
+    model = DistributedDataParallel(
+        module, bucket_cap_mb=0.0001, overlap_forward="always" if is_deferred else False
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = overlap(optimizer, model) if is_deferred else optimizer
     scaler = torch.amp.GradScaler("cpu", init_scale=1e38 if case == "scaled" else 1.0)
     bad = [False]
     place = {"middle": module.body.layers[1], "embedding": module.table}.get(case)
@@ -40,11 +45,11 @@ def said_in_four_steps(rank, num_ranks, case):
             lambda _m, _x, y: y.register_hook(lambda g: g * float("nan") if bad[0] else g) and None
         )
     said = []
-    for step in range(4):
+    for step in range(-8 if is_deferred else 0, 4):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             optimizer.zero_grad()
-            x = torch.randn(2, 8, generator=generator(step, rank))
+            x = torch.randn(2, 8, generator=generator(8 + step, rank))
             bad[0] = step == 1 and (rank == 1 or case == "all infinite")
             loss = scaler.scale(squares(model(x)))
             if bad[0] and place is None:
@@ -75,7 +80,8 @@ def test_the_first_gradient_that_is_not_finite_is_named():
         for case, messages in said.items():
             assert [step for step, _ in messages] == [2], (case, messages)
             words = messages[0][1]
+            assert ("In step 10 " if case == "deferred" else "In step 2 ") in words
             culprits = "0 and 1" if case == "all infinite" else "1"
-            assert words.startswith(f"rank {rank}: parameters are not finite any more. In step 2 "), words
+            assert words.startswith(f"rank {rank}: parameters are not finite any more. In step "), words
             assert f"gradients of rank {culprits} were not" in words, words
             assert f"was that of {first.get(case, 'body.layers.3')}" in words, words

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from harness import made_runs
 from harness.made_runs import MadeRun, always, busy_core, link_samples
 from paceline.diagnosis import diagnose
 from paceline.observe.run_records import BucketTiming, Health, HostFacts, Sample
@@ -23,7 +24,7 @@ def of_culprit(culprit, facts):
 
 
 def test_the_sentence_says_who_where_why_and_what_to_do():
-    facts = HostFacts(cpu_s=0.03, queued_s=0.035, throttled_s=0.029)
+    facts = HostFacts(cpu_s=0.03, queued_s=0.030, throttled_s=0.029)
     run = MadeRun(computing(3, 0.031), host=of_culprit(3, facts), hosts=("a", "a", "b", "b")).make()
     found = diagnose(run)
     assert found.words == found.finding.sentence
@@ -50,6 +51,27 @@ def test_the_sentence_says_who_where_why_and_what_to_do():
 )
 def test_the_cause_is_what_the_kernel_says_of_this_rank_and_not_of_others(facts, kind):
     assert diagnose(MadeRun(computing(1, 0.06), host=of_culprit(1, facts)).make()).finding.cause == kind
+
+
+def in_a_crowd(waits_s, asleep=None):
+    """Every rank waits for a core in its forward; one may sleep for 30 ms in its optimizer besides."""
+    return MadeRun(
+        lambda rank, _: {"forward": waits_s[rank], "optimizer": 0.03 * (rank == asleep)},
+        host=lambda rank, _: HostFacts(0.03, waits_s[rank]),
+    ).make()
+
+
+def test_a_rank_that_waits_longest_for_a_core_in_a_crowd_is_there_by_chance():
+    found = diagnose(in_a_crowd([0.030, 0.055, 0.025, 0.035]))
+    assert found.finding is None
+    assert "Each waits 32.5 ms a step for a core, none much longer than the others" in found.words
+    assert diagnose(in_a_crowd([0.030, 0.080, 0.025, 0.035])).finding.cause == "core shared"
+
+
+def test_a_rank_that_is_late_in_a_crowd_is_told_from_those_that_wait_for_a_core():
+    found = diagnose(in_a_crowd([0.030, 0.055, 0.025, 0.035], asleep=3)).finding
+    assert (found.rank, found.phase, found.cause) == (3, "optimizer", "waits")
+    assert found.delay_s == pytest.approx(0.030, abs=0.004)
 
 
 def test_what_all_ranks_have_in_common_is_no_cause():
@@ -133,8 +155,6 @@ def test_of_two_hosts_nobody_can_say_whose_link_it_is():
 
 
 def test_what_stays_within_a_host_is_no_link(monkeypatch):
-    from harness import made_runs
-
     monkeypatch.setattr(made_runs, "address", lambda rank, peer: f"127.0.0.1:{4000 + 10 * rank + peer}")
     assert diagnose(meshed(3, lambda a, b: 2.4e6 if 1 in {a, b} else 15e6).make()).finding is None
 
@@ -145,12 +165,36 @@ def test_a_slow_rank_is_not_taken_for_a_slow_link():
 
 
 def test_of_a_late_rank_and_a_slow_link_the_one_that_costs_more_is_told(monkeypatch):
-    from harness import made_runs
-
     monkeypatch.setattr(made_runs, "EXPOSED_S", 0.1)
     slow = meshed(3, lambda a, b: 2.4e6 if 2 in {a, b} else 15e6)
     for late_s, kind in ((0.02, "link"), (0.3, "rank")):
         assert diagnose(replace(slow, extra=always(1, "forward", late_s)).make()).finding.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("slow", "direction", "words"),
+    [
+        ({(0, 2), (1, 2)}, "towards", "The link of rank 2 (host c) carries towards it 20 Mbit/s"),
+        ({(2, 0), (2, 1)}, "from", "carries from it"),
+        ({(0, 2), (1, 2), (2, 0), (2, 1)}, "both", "carries in both directions"),
+    ],
+)
+def test_a_slow_direction_is_told_by_how_fast_data_arrive_at_best(slow, direction, words, monkeypatch):
+    """Acknowledged bytes do not say it: they are as slow in both."""
+    monkeypatch.setattr(made_runs, "EXPOSED_S", 0.1)
+
+    def samples(rank):
+        return link_samples(
+            rank,
+            3,
+            lambda a, b: 2.5e6 if 2 in {a, b} else 15e6,
+            peak=lambda *ends: 2.6e6 if ends in slow else 7e6,
+        )
+
+    found = diagnose(MadeRun(num_ranks=3, hosts=("a", "b", "c"), samples=samples).make())
+    assert (found.finding.rank, found.finding.direction) == (2, direction)
+    assert words in found.words
+    assert "which direction of a link is slow" not in found.not_measured
 
 
 # ---- all ranks
@@ -204,9 +248,13 @@ def test_the_first_gradient_that_is_not_finite():
     run = MadeRun().make()
     run.ranks[1].health.append(Health(9, not_finite="head.weight"))
     run.ranks[2].health.append(Health(8, not_finite="body.weight"))
-    assert diagnose(run).health == (
-        "In step 8 rank 2's own gradient of body.weight was the first that was not finite.",
-    )
+    (words,) = diagnose(run).health
+    assert words.startswith("In step 8 rank 2's own gradient of body.weight was not finite")
+    for rank in run.ranks:
+        rank.health.append(Health(7, not_finite="head.weight"))
+    (words,) = diagnose(run).health
+    assert words.startswith("In step 7 every rank's")
+    assert "Which rank caused it is unknown" in words
 
 
 # ---- silence

@@ -123,8 +123,9 @@ def link_samples(
     num_ranks: int,
     rate: Callable[[int, int], float],
     lost: Callable[[int, int], int] = lambda *_: 0,
+    peak: Callable[[int, int], float] = lambda *_: 0.0,
 ) -> list[Sample]:
-    """Two samples of a full mesh: each direction was busy for one second at its rate, in bytes."""
+    """Two samples of a full mesh: each direction was busy for one second at its rate, in bytes, at most at its peak."""
 
     def counters(at: int) -> tuple[LinkCounters, ...]:
         return tuple(
@@ -137,6 +138,7 @@ def link_samples(
                 at * lost(rank, peer),
                 0.001,
                 0.0005,
+                peak_bytes_per_s=peak(peer, rank),
             )
             for peer in range(num_ranks)
             if peer != rank

@@ -45,6 +45,13 @@ def test_the_last_ranks_wait_for_a_replacement_that_receives_their_state(tmp_pat
 
 
 @pytest.mark.processes
+def test_gradients_that_are_sent_in_16_bits_survive_a_loss(tmp_path):
+    """They leave no residual, so a step may be computed again: what is rounded is all that differs."""
+    options = ("--compression", "bf16", "--dtype", "float32")
+    survive(tmp_path, "1:4:within backward:SIGKILL", num_ranks=3, options=options, rounding=3e-3)
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_fewer_and_more_ranks_end_in_the_bits_of_one_process_that_folds_four_parts(tmp_path, optimizer):
     """Two of four die in one step, replacements come, one dies again; with micro-steps and a schedule."""

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import textwrap
+import threading
 import time
 from datetime import timedelta
 from unittest import mock
@@ -303,3 +304,66 @@ def test_a_refused_wrap_ends_the_program_at_once(backend, tmp_path):
     assert "ReplicaMismatchError: [1]: params[0]" in done.err
     assert "ENDED" in done.out
     assert TORCHS_ABORT not in done.err
+
+
+HANGS = """
+    import os, socket, sys, time, torch.distributed as dist
+    from paceline.comm.peers import _StoreQuery
+    from paceline.comm.sealed_store import SealedStore
+    port, port_of_signal = map(int, sys.argv[1:])
+    store = SealedStore(dist.PrefixStore("of a model", dist.TCPStore("127.0.0.1", port, is_master=False)), "model")
+    query = _StoreQuery(store, "hangs")
+    assert query.answer(0.1) is None and query.is_alive()
+
+    class Last:
+        def __init__(self, query):
+            self.signal = socket.create_connection(("127.0.0.1", port_of_signal))
+            self.thread = f"/proc/self/task/{query.native_id}"
+            self.write, self.exists, self.sleep, self.fd = os.write, os.access, time.sleep, self.signal.fileno()
+        def __del__(self):
+            self.write(self.fd, b"the interpreter ends")
+            while self.exists(self.thread, 0):
+                self.sleep(0.01)
+            self.write(1, b"ENDED")
+
+    sys.last_of_all = Last(query)
+"""
+
+
+def _answer_late(listener, signals, store_port):
+    """Between a rank and its store: pass on what it asks, but a query that hangs only when the rank says so."""
+    rank, _ = listener.accept()
+    with rank, socket.create_connection(("127.0.0.1", store_port)) as store:
+
+        def pass_answers():
+            with contextlib.suppress(OSError):
+                while words := store.recv(4096):
+                    rank.sendall(words)
+
+        answers = threading.Thread(target=pass_answers)
+        answers.start()
+        while words := rank.recv(4096):
+            if b"hangs" in words:
+                with signals.accept()[0] as signal_of_its_end:
+                    signal_of_its_end.recv(1)
+            store.sendall(words)
+        store.shutdown(socket.SHUT_RDWR)
+        answers.join()
+
+
+@pytest.mark.processes
+def test_a_store_that_answers_while_the_interpreter_ends_aborts_nothing(tmp_path):
+    """After a cable was out, the query of a rank that has ended meanwhile came back into no interpreter: SIGABRT."""
+    (tmp_path / "ends.py").write_text(textwrap.dedent(HANGS))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_server(("127.0.0.1", 0)) as signals,
+    ):
+        between = threading.Thread(target=_answer_late, args=(listener, signals, store.port), daemon=True)
+        between.start()
+        ports = [str(each.getsockname()[1]) for each in (listener, signals)]
+        done = run(["python", "ends.py", *ports], cwd=tmp_path, cold=True)
+        between.join(TIMEOUT_S)
+    assert done.code == 0, done.err
+    assert "ENDED" in done.out

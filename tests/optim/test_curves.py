@@ -1,43 +1,26 @@
-"""Rates over time: exact where the paper gives a formula, resumable, and refused where they cannot be."""
+"""Rates over time: exact where the paper gives a formula, and refused where they cannot be."""
 
-import copy
 import itertools
 import math
 
 import pytest
-import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import ConfigurationError
-from paceline.optim import Cosine, Curve, CurveLR, InverseSqrt, Polynomial, Step, rate_factor
+from paceline.optim import Cosine, Curve, InverseSqrt, Polynomial, Step, rate_factor
 from paceline.optim.learning_rate import DECAYS
 
 REFERENCE, PEAK = 0.1, 0.8
 
 
-def sgd(*rates):
-    return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates])
-
-
-def rates_of(scheduler, num_steps):
-    """The rate of each step, of every group."""
-    seen = []
-    for _ in range(num_steps):
-        seen.append([group["lr"] for group in scheduler.optimizer.param_groups])
-        scheduler.optimizer.step()
-        scheduler.step()
-    return seen
-
-
 def test_gradual_warmup_is_the_papers():
     """Lr = η + (kη - η) i / W at every step i; kη from W on; equal to the formula to the last bit."""
     curve = Curve(total=50, warmup=10)
-    seen = rates_of(CurveLR(sgd(REFERENCE), curve, factor=8.0), 50)
-    for i, (rate,) in enumerate(seen):
+    seen = [curve.rate(i, REFERENCE, PEAK) for i in range(50)]
+    for i, rate in enumerate(seen):
         assert rate == (REFERENCE + (0.8 - REFERENCE) * (i / 10) if i < 10 else 0.8)
-    assert seen[0] == [0.1]
-    assert seen[5] == [pytest.approx(0.45, abs=1e-16)]
-    assert seen[10] == [0.8]
+    assert seen[0] == 0.1
+    assert seen[5] == pytest.approx(0.45, abs=1e-16)
+    assert seen[10] == 0.8
 
 
 @pytest.mark.parametrize(
@@ -97,37 +80,6 @@ def test_every_decay_never_rises(decay):
     assert rates[0] == 1.0
 
 
-def test_it_is_one_of_torchs_schedulers():
-    """Groups keep their own reference rates; a rate that is a tensor stays that tensor."""
-    tensor = torch.tensor(0.1, dtype=torch.float64)
-    optimizer = torch.optim.SGD(
-        [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": tensor}], foreach=False
-    )
-    scheduler = CurveLR(optimizer, Curve(total=20, warmup=4, decay="cosine"), factor=4.0)
-    assert isinstance(scheduler, LRScheduler)
-    assert optimizer.param_groups[0]["lr"] is tensor
-    optimizer.step()
-    scheduler.step()
-    assert tensor.item() == pytest.approx(0.1 + 0.3 / 4)
-    two = rates_of(CurveLR(sgd(0.1, 0.3), Curve(total=8, warmup=4), factor=2.0), 5)
-    assert two[0] == [0.1, 0.3]
-    assert two[4] == [0.2, 0.6]
-
-
-@pytest.mark.parametrize("stop", [0, 3, 10, 17])
-def test_resumed_in_the_middle(stop):
-    """A scheduler made anew and loaded goes on bit by bit."""
-    curve = Curve(total=20, warmup=6, decay="polynomial")
-    whole = rates_of(CurveLR(sgd(0.1), curve, factor=5.0), 20)
-    first = CurveLR(sgd(0.1), curve, factor=5.0)
-    assert rates_of(first, stop) == whole[:stop]
-    state = copy.deepcopy((first.optimizer.state_dict(), first.state_dict()))
-    second = CurveLR(sgd(0.1), curve)
-    second.optimizer.load_state_dict(state[0])
-    second.load_state_dict(state[1])
-    assert rates_of(second, 20 - stop) == whole[stop:]
-
-
 def test_scaling_rules():
     """The factor for a batch k times the reference."""
     assert rate_factor("linear", 8192, 256) == 32
@@ -157,7 +109,6 @@ def test_scaling_rules():
         (lambda: Polynomial(power=0), "power=0"),
         (lambda: Cosine(end=2), "end=2 is not a fraction"),
         (lambda: InverseSqrt(timescale=0), "timescale=0"),
-        (lambda: CurveLR(sgd(0.1), Curve(total=5), factor=0), "factor=0 makes no rate"),
         (lambda: rate_factor("cubic", 1, 1), "'cubic' is not a rule"),
         (lambda: rate_factor("linear", 0, 256), "batch=0 is not a positive"),
         (lambda: rate_factor("linear", 256, -1), "reference_batch=-1 is not a positive"),

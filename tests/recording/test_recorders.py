@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import socket
+import threading
 import time
+from collections import deque
 from contextlib import nullcontext
+from html import escape
 from pathlib import Path
 from unittest import mock
 
@@ -18,13 +22,19 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from harness.held import held_at_rest
 from harness.ranks import pool
 from paceline import DistributedDataParallel
+from paceline.diagnosis.findings import diagnose_folder
+from paceline.observe import spans
 from paceline.observe.run_folder import DETACHED, VARIABLE, begin_run
 from paceline.observe.run_reading import read_run
+from paceline.observe.run_records import Interval
+from paceline.recording import peer_sockets
 from paceline.recording import recorder as recording
 from paceline.recording.labels import layer_of_each, range_of
+from paceline.recording.peer_sockets import PeerSockets
 from paceline.recording.recorder import Recorder, header_of_rank
 from paceline.recording.sample_counts import samples_and_tokens
 from paceline.recording.torch_ddp import RecordedTorchDDP
+from paceline.report.page import page_of
 
 
 def net():
@@ -130,6 +140,45 @@ def test_the_wrapper_is_recorded_and_says_who_is_late(tmp_path):
         assert last.work_ended_s == pytest.approx(max(bucket.ready_s for bucket in last.buckets))
 
 
+def poisoned(rank, _num_ranks, folder, make, is_skipped=False):
+    """The sixth step's batch has a NaN on rank 1."""
+    with mock.patch.dict(os.environ, {VARIABLE: folder}), mock.patch.object(recording, "_written_by", 0):
+        if make is TorchDDP:
+            model = make(net())
+            header = header_of_rank(Path(folder), "torch", "cpu", rank, 2)
+            recorded = RecordedTorchDDP(model, Recorder(header, Path(folder)))
+        else:
+            model = make(net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(1, 9):
+        optimizer.zero_grad()
+        x = torch.randn(5, 6)
+        x[3, 2] += float("nan") if step == 6 and rank == 1 else 0.0
+        model(x).square().mean().backward()
+        if not is_skipped or all(p.grad.isfinite().all() for p in model.parameters()):
+            optimizer.step()
+    if make is TorchDDP:
+        recorded.detach()
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [DistributedDataParallel, TorchDDP])
+def test_a_gradient_that_is_not_finite_is_told_with_its_rank_step_and_parameter(tmp_path, make):
+    """In what the doctor says and on the page; nothing where the step was skipped, as no parameter has it."""
+    for is_skipped in (False, True):
+        folder = tmp_path / str(is_skipped)
+        begin_run(folder, ["x"])
+        pool(2).run(poisoned, str(folder), make, is_skipped)
+        health = diagnose_folder(folder).health
+        if is_skipped:
+            assert health == ()
+            continue
+        assert len(health) == 1
+        assert health[0].startswith("In step 6 rank 1's own gradient of 4.bias was not finite")
+        assert escape(health[0]) in page_of(read_run(folder))
+
+
 def unasked(rank, _num_ranks):
     model = DistributedDataParallel(net())
     train(model, rank, 3)
@@ -154,6 +203,17 @@ def test_files_of_the_clock_close_with_the_last_recorder():
         recorder = recorders.pop()
         del recorder
     assert held_at_rest().num_descriptors == before.num_descriptors
+
+
+def test_garbage_collection_while_phases_are_read_does_not_end_recording(monkeypatch):
+    monkeypatch.setattr(spans, "_noted", deque([("forward", 1.0, 2.0), ("backward", 2.0, 3.0)], maxlen=4))
+
+    def collecting(*fields):
+        spans.note("garbage", 2.5, 2.6)
+        return Interval(*fields)
+
+    monkeypatch.setattr(spans, "Interval", collecting)
+    assert [x.phase for x in spans.between(0.0, 9.0)] == ["forward", "backward"]
 
 
 def test_of_short_steps_ranks_keep_some_in_common():
@@ -208,3 +268,27 @@ def test_samples_and_tokens():
     assert samples_and_tokens((None, torch.zeros(4, 3, dtype=torch.long)), {}) == (4, 12)
     assert samples_and_tokens((), {"x": torch.zeros(4, dtype=torch.long)}) == (4, None)
     assert samples_and_tokens(("words",), {}) == (None, None)
+
+
+def test_how_fast_data_arrive_from_another_host_is_seen_at_its_end_alone(monkeypatch):
+    """Two addresses are two hosts. The thread that looks ends with whoever it looks for."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = socket.create_connection(server.getsockname(), source_address=("127.0.0.2", 0))
+        here, _ = server.accept()
+    with here, there:
+        sockets = PeerSockets()
+        sockets.find()
+        sockets.counters()
+        with monkeypatch.context() as patched:
+            patched.setattr(peer_sockets.time, "sleep", lambda _: there.sendall(bytes(1000)))
+            sockets.look_at_arrivals()
+        peaks = {x.local.split(":")[0]: x.peak_bytes_per_s for x in sockets.counters()}
+        assert peaks.pop("127.0.0.1") > 0.0
+        assert peaks == {"127.0.0.2": 0.0}
+        monkeypatch.setattr(peer_sockets, "_BREAK_S", 0.001)
+        before = set(threading.enumerate())
+        sockets.watch()
+        (thread,) = set(threading.enumerate()) - before
+        del sockets
+        thread.join(30.0)
+        assert not thread.is_alive()

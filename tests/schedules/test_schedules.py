@@ -45,7 +45,7 @@ CASES = [(name, num_ranks) for name in SCHEDULES for num_ranks in range(1, 18)]
 def built(name, num_ranks):
     """The schedule, over every topology that makes a difference to it."""
     algorithm = SCHEDULES[name]
-    over_hosts = algorithm.needs_hosts or "host" in algorithm.operation or algorithm.operation == "adasum"
+    over_hosts = algorithm.needs_hosts or algorithm.operation == "adasum"
     for topology in dict.fromkeys(topologies(num_ranks)) if over_hosts else [Topology.one_host(num_ranks)]:
         yield topology, algorithm.build(topology)
 
@@ -70,20 +70,6 @@ def contributions(expression):
     return sorted(contributions(expression[0]) + contributions(expression[1]))
 
 
-def check_between_hosts(schedule, topology, held):
-    """Each owner has its shard from one rank of every host; everything else is untouched."""
-    hosts = topology.ranks_of_host
-    num_shards = min(map(len, hosts))
-    for host in hosts:
-        for index, rank in enumerate(host):
-            for block, expression in enumerate(held[rank]):
-                if block * num_shards // schedule.num_blocks == index:
-                    assert contributions(expression) == sorted(other[index] for other in hosts)
-                    assert expression == held[hosts[0][index]][block]
-                else:
-                    assert expression == rank
-
-
 @pytest.mark.parametrize(("name", "num_ranks"), CASES)
 def test_the_operation_is_what_its_name_says(name, num_ranks):
     """Each contribution is folded once, and ranks that share a result computed it by the same expression."""
@@ -101,8 +87,6 @@ def check_operation(operation, schedule, topology):
             assert all(held[rank] == held[0] for rank in ranks)
         case "adasum":
             check_tree(topology, held)
-        case "all_reduce_between_hosts":
-            check_between_hosts(schedule, topology, held)
         case "reduce_scatter":
             assert schedule.num_blocks == len(ranks)
             assert all(contributions(held[rank][rank]) == ranks for rank in ranks)

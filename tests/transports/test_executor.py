@@ -21,7 +21,6 @@ from paceline.schedules import (
     cut,
     direct,
     halving_doubling,
-    hierarchical,
     price,
     recursive_doubling,
     ring,
@@ -97,13 +96,6 @@ def test_every_schedule_equals_the_direct_sum_and_sends_what_it_is_priced_at(cas
         torch.testing.assert_close(outputs[0].double(), total, atol=1e-5, rtol=rtol)
     elif operation == "reduce":
         torch.testing.assert_close(outputs[0].double(), total, atol=1e-5, rtol=rtol)
-    elif operation == "all_reduce_between_hosts":
-        cuts = hierarchical.shard_cuts(num_elements, topology, schedule)
-        for shard, (first, last) in enumerate(pairwise(cuts)):
-            owners = [host[shard] for host in topology.ranks_of_host]
-            total = torch.stack([inputs[owner][first:last].double() for owner in owners]).sum(0)
-            for owner in owners:
-                torch.testing.assert_close(outputs[owner][first:last].double(), total, atol=1e-5, rtol=rtol)
     elif operation == "broadcast":
         assert all(torch.equal(output, inputs[0]) for output in outputs)
     else:

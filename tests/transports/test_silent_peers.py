@@ -52,6 +52,8 @@ def test_a_path_that_never_carried_anything_long_is_known_before_the_timeout():
     assert end.never_reached(now_us, 30 * _SECOND_US) is None
     way[e.W_HAS_DELAY] = 1  # something had arrived: the path was cut
     assert end.never_reached(now_us, 20 * _SECOND_US) is None
+    assert end.is_unreached(1, now_us, 20 * _SECOND_US)
+    assert not end.is_unreached(1, now_us + 15 * _SECOND_US, 20 * _SECOND_US), "nor is it heard any more"
 
 
 def test_who_is_needed_and_silent_is_asked():

@@ -16,7 +16,6 @@ MTU = "A router between them silently drops packets that are longer than its MTU
 
 
 @pytest.mark.slow
-@pytest.mark.clock  # who gives up first, on a busy machine, may have seen too little to say why
 @pytest.mark.skipif(shutil.which("tc") is None, reason="tc (iproute2) is not installed")
 @pytest.mark.timeout(300)  # it may have to compile
 def test_a_firewall_leads_to_tcp_and_a_small_mtu_is_named(cluster):

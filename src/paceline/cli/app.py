@@ -5,7 +5,9 @@ Other packages add theirs by an entry point of the group `paceline.commands`: a 
 
 from __future__ import annotations
 
+import json
 import sys
+from enum import Enum
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -14,7 +16,7 @@ import typer
 import typer.core
 
 from paceline import __version__
-from paceline.cli import demo, doctor, explain, plan, trace
+from paceline.cli import doctor, explain, plan
 from paceline.errors import ConfigurationError, PacelineError
 
 # Commands that come with another package of this repository: what brings them, and where it lies in a checkout.
@@ -106,9 +108,97 @@ def _serve(
     serve_on(listen)
 
 
-app.command("demo")(demo.demo)
+class _Dtype(str, Enum):
+    float64 = "float64"
+    float32 = "float32"
+
+
+@app.command("demo")
+def _demo(
+    data: Annotated[
+        str, typer.Option(help="digits, fashion-mnist, or a folder with MNIST's four files.")
+    ] = "digits",
+    ranks: Annotated[
+        int, typer.Option("--ranks-per-host", "--nproc-per-node", min=1, help="Number of worker processes.")
+    ] = 2,
+    epochs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=100_000,
+            help="Number of passes over the training set.",
+            show_default="16 for digits, 3 for larger images",
+        ),
+    ] = None,
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=0, max=2**63 - 1, help="Random seed of the initial parameters and the samples' order."
+        ),
+    ] = 0,
+    dtype: Annotated[
+        _Dtype, typer.Option(help="float32 shows how training amplifies float32's rounding.")
+    ] = _Dtype.float64,
+    report: Annotated[Path, typer.Option(help="Folder for the figures and the table.")] = Path(
+        "paceline-report"
+    ),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the rows to stdout, progress to stderr.")
+    ] = False,
+) -> None:
+    """Train on real images over several processes, and compare with one process on the same batches."""
+    from rich.console import Console
+
+    from paceline.demo.comparison import run_demo
+
+    if epochs is None:
+        epochs = 16 if data == "digits" else 3
+    rows = run_demo(data, ranks, epochs, seed, dtype.value, report, Console(stderr=as_json))
+    if as_json:
+        print(json.dumps(rows))
+
+
 app.command("doctor", cls=doctor.TakesACommand)(doctor.doctor)
-app.command("trace", cls=doctor.TakesACommand)(trace.trace)
+
+
+@app.command("trace", cls=doctor.TakesACommand)
+def _trace(
+    context: typer.Context,
+    run: Annotated[
+        Path | None, typer.Argument(help="A run folder that was recorded.", show_default=False)
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("trace.json"),
+    last: Annotated[int, typer.Option(min=1, help="Number of steps to show: the last ones.")] = 500,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Keep what is recorded of the command in this new folder.", show_default=False),
+    ] = None,
+) -> int:
+    """Write all ranks' steps as one timeline, for ui.perfetto.dev or chrome://tracing.
+
+    `paceline trace -- train.py` runs a script, `paceline trace -- --nproc-per-node 4 train.py` four ranks of it, and
+    `paceline trace -- torchrun ...` any command. `paceline trace RUN` reads a run folder.
+    """
+    from paceline.report.files import trace_command, write_timeline
+
+    command = context.meta[doctor.COMMAND]
+    if (command is None) == (run is None) or command == []:
+        raise ConfigurationError(
+            "Pass a run folder, or a command behind --, as in `paceline trace -- train.py`; not both."
+        )
+    if command is not None:
+        return trace_command(command, out, last, _note_trace, record)
+    if record is not None:
+        raise ConfigurationError(
+            "--record is for a command. Pass one behind --, as in `paceline trace -- train.py`."
+        )
+    assert run is not None
+    _note_trace(write_timeline(run, out, last))
+    return 0
+
+
+def _note_trace(text: str) -> None:
+    print(f"paceline trace: {text}", file=sys.stderr, flush=True)
 
 
 @app.command("report")

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,6 +22,7 @@ from typing import ClassVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from paceline.comm import connections
 from paceline.comm.collectives import Work, timeout_of
 from paceline.comm.forked import keep_when_forked
 from paceline.comm.rendezvous import announce
@@ -34,12 +36,14 @@ SLICE_S = 0.5  # between two looks whether failure detection has begun
 GRACE_S = 2.0  # for the others to answer; for a collective to say by itself what is missing at the timeout
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 0.2  # at who does not answer: each after twice the time of the one before
 _MOST_ASKED = 3
+_MOST_DROPPED = 16  # of which the end of this rank is still told
 
 _GRADIENTS_ARE_UNDEFINED = (
     "The gradients of this step are undefined, the parameters are untouched. Look at the output of the rank "
     "named here first; restart from the last checkpoint (torchrun --max-restarts does that by itself)."
 )
 _num_named: dict[str, int] = {}
+_dropped: deque[weakref.finalize[[SealedStore, int, _Progress], ProcessGroup]] = deque()
 _witnesses: list[Callable[[], str | None]] = []
 
 
@@ -195,7 +199,8 @@ class _FailureDetection:
                 self._store.set(f"who/{self._rank}", ProcessCard.of_this_process().words)
                 announce(dist.PrefixStore("paceline", default_store), dist.get_rank())
                 # When the group is destroyed or the program ends, whichever is first.
-                weakref.finalize(process_group, _say_left, self._store, self._rank, self.progress)
+                leaves = weakref.finalize(process_group, _say_left, self._store, self._rank, self.progress)
+                weakref.finalize(self, _forget_oldest, leaves).atexit = False
         except (RuntimeError, TypeError, ValueError):  # MPI, or no default group: there is no store
             self._has_store = self.still_asks = False
             self._store = SealedStore(dist.HashStore(), name)
@@ -295,6 +300,13 @@ class _FailureDetection:
         return self._cards.get(rank)
 
 
+def _forget_oldest(leaves: weakref.finalize[[SealedStore, int, _Progress], ProcessGroup]) -> None:
+    """Who waited was dropped: others may still wait for it, but not for all that this program ever dropped."""
+    _dropped.append(leaves)
+    if len(_dropped) > _MOST_DROPPED:
+        _dropped.popleft().detach()
+
+
 def _say_left(store: SealedStore, rank: int, progress: _Progress) -> None:
     """Tell who may still wait that this rank has left, and how."""
     if progress.is_store_busy or _StoreQuery.some_hangs():
@@ -332,13 +344,20 @@ class _StoreQuery(threading.Thread):
         self._answer: bytes | None = None
         self._error: RuntimeError | None = None
         self.start()
-        end_before_exit(self, threading.Thread.join)
+        end_before_exit(self, _StoreQuery._end)
 
     def run(self) -> None:
         try:
             self._answer = self._store.get(self._key)
         except RuntimeError as error:
             self._error = error
+
+    def _end(self, patience_s: float) -> None:
+        """Wait for the answer, or end the connection: a thread that came back later would abort the process."""
+        self.join(patience_s)
+        if self.is_alive() and (port := self._store.port) is not None:
+            connections.shut(connections.to_port(port), spared=frozenset())
+            self.join(GRACE_S)
 
     def answer(self, patience_s: float) -> bytes | None:
         """What is there; None if nothing is, and while there is no answer."""

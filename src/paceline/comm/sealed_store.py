@@ -27,6 +27,14 @@ class SealedStore:
         self._scope = scope
         self._token = os.environ.get(TOKEN, "").encode()
 
+    @property
+    def port(self) -> int | None:
+        """Of the process that hosts the store; None if it is no TCPStore."""
+        store = self._store
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        return store.port if isinstance(store, dist.TCPStore) else None
+
     def set(self, key: str, words: str) -> None:
         self._store.set(key, f"{self._code(key, words.encode())} {words}")
 

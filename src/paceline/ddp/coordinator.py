@@ -329,7 +329,8 @@ class StepCoordinator:
 
     def prepare_forward(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Before a forward that may be differentiated. Collective if its backward will synchronize."""
-        self.reducer.prepare()
+        if not_finite := self.reducer.prepare():
+            self.recording.recorder.note_health(not_finite=not_finite)
         self._follow_changes()
         self.reducer.open_forwards.begin(counts=self.wrapped.training)
         self.recording.name_buckets(self.reducer.buckets, self._names_of_buckets)
@@ -421,7 +422,8 @@ class StepCoordinator:
 
     def open_window(self, weight: float, num_micro_steps: int) -> WeightExchange:
         """What a window of micro-batches communicates before its first forward. Collective."""
-        self.reducer.prepare()
+        if not_finite := self.reducer.prepare():
+            self.recording.recorder.note_health(not_finite=not_finite)
         self._follow_changes()
         with self.weighing.wait():
             self.joining.notify(self.wrapped, NextStep(synchronizes=False, opens_window=True))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.device import Later
+from paceline.recording.fingerprints import is_finite
 
 
 class Seen:
@@ -77,9 +78,3 @@ class Suspicion:
     def has_come_true(self) -> bool:
         """Whether the parameter is not finite any more either."""
         return not is_finite(self.parameter)
-
-
-@torch.no_grad()
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are."""
-    return bool((tensor._values() if tensor.is_sparse else tensor).isfinite().all())

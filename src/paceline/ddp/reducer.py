@@ -130,10 +130,13 @@ class Reducer:
 
     # ---- before a backward
 
-    def prepare(self) -> None:
-        """Before a forward that will be differentiated; raises and communicates as `Recovery.check`."""
+    def prepare(self) -> str:
+        """Before a forward that will be differentiated; raises and communicates as `Recovery.check`.
+
+        Returns what `Verdict.confirm_suspicion` does.
+        """
         self.recovery.check()
-        self.verdict.confirm_suspicion()
+        return self.verdict.confirm_suspicion()
 
     def step_within_backward(self, on_reduced: Callable[[Parameter], None] | None) -> None:
         """Call this for every parameter once its gradient is reduced: optimizers that step in backward."""
@@ -315,7 +318,9 @@ class Reducer:
         self._used_before.clear()
         before = self.timings.before(backward.started_s)
         record = functools.partial(self._record, flight, self.num_steps, before, backward.started_s, ended_s)
-        is_whole = backward.by_autograd and self._on_reduced is None and not has_late
+        # Gradients that are not finite are looked at before the next forward.
+        is_plain = not has_late and not self.verdict.status.ranks_not_finite()
+        is_whole = backward.by_autograd and self._on_reduced is None and is_plain
         is_used = self.verdict.status.is_used
         if is_whole and flight.hand_over(lambda bucket: bucket.attach(is_used), record):
             return

@@ -43,6 +43,7 @@ class Status(IntEnum):
 _OPEN_FORWARD = 4
 _NOT_FINITE = _OPEN_FORWARD * (NOT_COUNTED + 1)
 _MODULE = 2 * _NOT_FINITE
+_NOT_FINITE_ANY_MORE = "not finite"  # a warning; no suspicion after it
 
 
 @functools.cache
@@ -239,15 +240,20 @@ class Verdict:
     def suspect_first_not_finite(self, step: int, order: Sequence[int]) -> None:
         """If ranks have seen gradients that are not finite, find the first in backward's order, to be said later."""
         ranks = self.status.ranks_not_finite()
-        if ranks and self._suspicion is None:
+        if ranks and self._suspicion is None and _NOT_FINITE_ANY_MORE not in self._warned:
             is_late = self.status.apart_on is not None
             self._suspicion = Suspicion.of(step, ranks, [self._named[index] for index in order], is_late)
 
-    def confirm_suspicion(self) -> None:
-        """At the next forward: say so, if the parameter is not finite either."""
+    def confirm_suspicion(self) -> str:
+        """At the next forward: warn if the parameter is not finite either.
+
+        Returns its name, once, if it may have been this rank's gradient; else "".
+        """
         suspicion, self._suspicion = self._suspicion, None
-        if suspicion is not None and suspicion.has_come_true():
-            self._warn_of_not_finite(suspicion)
+        if suspicion is None or not suspicion.has_come_true():
+            return ""
+        self._warn_of_not_finite(suspicion)
+        return suspicion.name if suspicion.is_old or self._rank in suspicion.ranks else ""
 
     # ---- warnings, each once
 
@@ -284,7 +290,7 @@ class Verdict:
             f"only one element per gradient is checked. To go on, "
         )
         self._warn(
-            "not finite",
+            _NOT_FINITE_ANY_MORE,
             f"parameters are not finite any more. {unknown if suspicion.is_old else found}restart from the last "
             "checkpoint, and skip such steps: `if model.gradients_are_finite(): optimizer.step()`.",
         )

@@ -39,6 +39,7 @@ from paceline.ddp.torch_compat.dynamo import may_compile, run_uncompiled_if_comp
 from paceline.ddp.torch_compat.torch_surface import TorchSurface
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTimings
+from paceline.recording.fingerprints import is_finite
 from paceline.reductions import Reduction
 
 if TYPE_CHECKING:
@@ -399,8 +400,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         Contract:
             Local. After a synchronized backward the same on every rank, because gradients are.
         """
-        gradients = [p.grad for p in self._setting.parameters if p.grad is not None]
-        return all(bool((g._values() if g.is_sparse else g).isfinite().all()) for g in gradients)
+        return all(is_finite(p.grad) for p in self._setting.parameters if p.grad is not None)
 
     @property
     def timings(self) -> StepTimings:

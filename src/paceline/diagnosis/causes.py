@@ -1,6 +1,8 @@
-"""Why a rank is late, by what the kernel and the records say of it and of the others.
+"""Which rank is late and why, by what the kernel and the records say of it and of the others.
 
 Rules
+0. Work is compared without waits for a core first. Only then a rank may be late because it waits for one, and only if
+   it waits much longer than every other rank: on a crowded machine all wait, and chance makes one of them the last.
 1. Phases that are their own cause come first: garbage collection, checkpoints.
 2. Throttling is asked before waiting for a core, which contains it; unequal work before a slower core.
 3. What differs from the other ranks counts, never the number alone.
@@ -10,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
-from paceline.diagnosis.culprit import Culprit
+from paceline.diagnosis.culprit import LEAST_RATIO, Culprit, find_culprit
 from paceline.diagnosis.step_table import RankStep, StepTable
 from paceline.observe.run_reading import RankRun, Run
 from paceline.observe.run_records import HostFacts, Sample
 from paceline.quantities import ms
 
 _MORE_WORK = 1.1  # samples or tokens over the others'
+_ALONE = 2.0  # a rank's wait for a core over every other rank's; beside one busy process it was 2.5 to 4
 _COMPUTES = {"forward", "backward", "computation", "other"}
 
 
@@ -28,6 +31,43 @@ class Cause:
 
     kind: str  # a name for scripts
     words: str  # for people, after "because"
+
+
+def late_rank(run: Run, table: StepTable) -> tuple[Culprit, Cause] | None:
+    """Who delays the steps, and why; None: nobody enough, or nobody but by chance (rule 0)."""
+    alone = table.without_queueing()
+    own, any_way = find_culprit(alone), find_culprit(table)
+    if (
+        own is not None
+        and _median_excess_s(table, own, lambda rank: rank.work_s) < LEAST_RATIO * table.step_s
+    ):
+        own = None  # the others wait so long for cores that it is none the later
+    if any_way is not None and _is_chance(table, any_way):
+        any_way = None
+    if own is not None and (any_way is None or own.delay_s > 0.5 * any_way.delay_s):
+        return own, cause_of(run, alone, own)
+    return None if any_way is None else (any_way, cause_of(run, table, any_way))
+
+
+def _is_chance(table: StepTable, culprit: Culprit) -> bool:
+    """Whether it is late because it waits for a core, in a window in which others wait half as long or more."""
+    if _median_excess_s(table, culprit, _queued_s) <= 0.5 * culprit.delay_s:
+        return False
+    if culprit.rank is None:
+        return True
+    # All steps of the window: in those in which it is late, it has waited longer by selection.
+    rows = table.rows[culprit.indices[0] if culprit.when == "since" else 0 :]
+    waits_s = [fmean(_queued_s(row[place]) for row in rows) for place in range(len(table.ranks))]
+    own_s = waits_s.pop(culprit.places[0])
+    return own_s < _ALONE * max(waits_s)
+
+
+def _median_excess_s(table: StepTable, culprit: Culprit, value: Callable[[RankStep], float]) -> float:
+    return median(table.more_than_others(i, culprit.places[i], value) for i in culprit.indices)
+
+
+def _queued_s(rank: RankStep) -> float:
+    return max(0.0, rank.host.queued_s - rank.host.throttled_s)
 
 
 def cause_of(run: Run, table: StepTable, culprit: Culprit) -> Cause:
@@ -59,8 +99,7 @@ class _Facts:
         self._delay_s = max(culprit.delay_s, 1e-9)
 
     def excess_s(self, fact: Callable[[HostFacts], float]) -> float:
-        culprit = self._culprit
-        return median(self._table.host_excess(i, culprit.places[i], fact) for i in culprit.indices)
+        return _median_excess_s(self._table, self._culprit, lambda rank: fact(rank.host))
 
     def throttled(self) -> Cause | None:
         throttled_s = self.excess_s(lambda host: host.throttled_s)
@@ -129,31 +168,23 @@ class _Facts:
         if self._culprit.phase not in _COMPUTES | {"optimizer", "loading"}:
             return None
         queued_s = self.excess_s(lambda host: host.queued_s)
-        neighbour, load = self._neighbour()
-        if queued_s > 0.5 * self._delay_s:
-            who = f", which process {neighbour} uses as well" if neighbour else ""
-            return Cause("core shared", f"it waits {ms(queued_s)} a step for a core{who}")
-        if load > 0.25 and queued_s > 0.2 * self._delay_s:
-            return Cause("core shared", f"process {neighbour} keeps its core busy for {load:.0%} of the time")
-        return None
+        if queued_s <= 0.5 * self._delay_s:
+            return None
+        neighbour = self._neighbour()
+        who = f", which process {neighbour} uses as well" if neighbour else ""
+        return Cause("core shared", f"it waits {ms(queued_s)} a step for a core{who}")
 
-    def _neighbour(self) -> tuple[str, float]:
-        """Who else used the culprit's core most, no rank of this run, and for which share of the time."""
+    def _neighbour(self) -> str:
+        """Who else used the culprit's core most, no rank of this run; "": nobody was seen."""
         rank = self._of_rank()
-        if rank is None:
-            return "", 0.0
         own = {x.header.pid for x in self._run.ranks}
-        looks = [x for x in rank.samples if x.neighbours is not None]
         used: dict[str, float] = {}
-        for look in looks[1:]:
+        for look in [x for x in rank.samples if x.neighbours is not None][1:] if rank else []:
             for x in look.neighbours or ():
                 if x.pid not in own:
                     name = f"{x.pid} ({x.name})"
                     used[name] = used.get(name, 0.0) + x.cpu_s
-        if not used:
-            return "", 0.0
-        busiest = max(used, key=used.__getitem__)
-        return busiest, used[busiest] / max(1e-9, looks[-1].at_s - looks[0].at_s)
+        return max(used, key=used.__getitem__, default="")
 
     def _of_rank(self) -> RankRun | None:
         return next((x for x in self._run.ranks if x.header.rank == self._culprit.rank), None)

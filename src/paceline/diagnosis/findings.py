@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from paceline.diagnosis.all_ranks import everybody_waits
-from paceline.diagnosis.causes import cause_of
-from paceline.diagnosis.culprit import FEWEST_STEPS, LEAST_RATIO, Culprit, find_culprit
+from paceline.diagnosis.causes import Cause, late_rank
+from paceline.diagnosis.culprit import FEWEST_STEPS, LEAST_RATIO, Culprit
 from paceline.diagnosis.health import health_of
 from paceline.diagnosis.links import SlowLink, edges_of, slow_link
 from paceline.diagnosis.remedies import Remedy, remedies_of, remedies_of_link
@@ -35,6 +36,7 @@ class Finding:
         remedies: What to do.
         sureness: In how many of the steps it was seen, 0 to 1.
         sentence: All of it for people.
+        direction: Of a slow link: "towards" the host or "from" it, or "both"; "": not known.
     """
 
     kind: str
@@ -50,6 +52,7 @@ class Finding:
     remedies: tuple[Remedy, ...]
     sureness: float
     sentence: str
+    direction: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def diagnose(run: Run) -> Diagnosis:
         if finding is None:
             silence = (
                 f"No rank and no link delays steps by {LEAST_RATIO:.0%} or more: {len(table)} steps of "
-                f"{ms(table.step_s)} on {len(table.ranks)} ranks were compared."
+                f"{ms(table.step_s)} on {len(table.ranks)} ranks were compared.{_crowd(table)}"
             )
     return Diagnosis(
         finding,
@@ -118,12 +121,20 @@ def diagnose(run: Run) -> Diagnosis:
     )
 
 
+def _crowd(table: StepTable) -> str:
+    """What all ranks wait for cores, if that is worth a word."""
+    waited_s = median(rank.host.queued_s - rank.host.throttled_s for row in table.rows for rank in row)
+    if waited_s < LEAST_RATIO * table.step_s:
+        return ""
+    return f" Each waits {ms(waited_s)} a step for a core, none much longer than the others: the cores are crowded."
+
+
 def _finding(run: Run, table: StepTable) -> Finding | None:
     """What delays the steps most: a rank, a link, or something that all ranks have in common."""
-    culprit, link = find_culprit(table), None
+    late, link = late_rank(run, table), None
     if exposed_s(table) > LEAST_RATIO * table.step_s:
         link = slow_link(edges_of(run))
-    of_rank = _of_rank(run, table, culprit) if culprit is not None else None
+    of_rank = _of_rank(run, table, *late) if late is not None else None
     of_link = _of_link(run, table, link) if link is not None else None
     if of_rank is None or of_link is None:
         found = of_rank or of_link
@@ -140,8 +151,7 @@ def _saved_s(finding: Finding) -> float:
     return 0.0 if finding.without is None else finding.step_s - finding.without.step_s
 
 
-def _of_rank(run: Run, table: StepTable, culprit: Culprit) -> Finding:
-    cause = cause_of(run, table, culprit)
+def _of_rank(run: Run, table: StepTable, culprit: Culprit, cause: Cause) -> Finding:
     predicted = without(table, culprit)
     remedies = remedies_of(table, culprit, cause)
     is_lasting = culprit.when in {"always", "since", "moving"}
@@ -204,8 +214,11 @@ def _of_link(run: Run, table: StepTable, link: SlowLink) -> Finding:
     remedies = remedies_of_link(table, link)
     waited_s = exposed_s(table)
     to = f" towards rank {link.peer}" if link.peer is not None else ""
+    way = {"towards": " towards it", "from": " from it", "both": " in both directions"}.get(
+        link.direction, ""
+    )
     what = {
-        "rate": f"carries {show_rate(8 * link.value, 3)} where others carry {show_rate(8 * link.others, 3)}",
+        "rate": f"carries{way} {show_rate(8 * link.value, 3)} where others carry {show_rate(8 * link.others, 3)}",
         "loss": f"loses {link.value:.1%} of its segments{to}, others {link.others:.1%}",
         "delay": f"takes {ms(link.value)} for a round trip, others {ms(link.others)}",
     }[link.kind]
@@ -230,6 +243,7 @@ def _of_link(run: Run, table: StepTable, link: SlowLink) -> Finding:
         remedies,
         1.0,
         sentence,
+        link.direction,
     )
 
 
@@ -272,6 +286,8 @@ def _not_measured(run: Run) -> tuple[str, ...]:
         )
     if run.ranks and not any(sample.links for x in run.ranks for sample in x.samples):
         found.append("links: no TCP connection between ranks was seen")
-    elif len({x.header.host for x in run.ranks}) > 1:
+    elif len({x.header.host for x in run.ranks}) > 1 and not any(
+        link.peak_bytes_per_s for x in run.ranks for sample in x.samples[-1:] for link in sample.links
+    ):
         found.append("which direction of a link is slow")
     return tuple(found)

@@ -49,10 +49,24 @@ def _apart(run: Run, what: str, of: Callable[[Health], str]) -> Sequence[str]:
 
 
 def _not_finite(run: Run) -> list[str]:
-    found = [
-        (x.step, rank.header.rank, x.not_finite) for rank in run.ranks for x in rank.health if x.not_finite
-    ]
+    """Whose gradients were the first. If every rank's were, it may as well have been the parameters before."""
+    found = [(x.step, rank, x.not_finite) for rank in run.ranks for x in rank.health if x.not_finite]
     if not found:
         return []
-    step, rank, parameter = min(found)
-    return [f"In step {step} rank {rank}'s own gradient of {parameter} was the first that was not finite."]
+    first = min(step for step, _, _ in found)
+    ranks = {rank.header.rank: name for step, rank, name in found if step == first}
+    name = next(iter(ranks.values()))
+    is_late = any(rank.header.device != "cpu" for _, rank, _ in found)
+    when = f"In step {first} or shortly before" if is_late else f"In step {first}"
+    if 1 < len(ranks) == len(run.ranks):
+        words = (
+            f"{when} every rank's own gradients were not finite, the first in backward's order being that of {name}. "
+            "Which rank caused it is unknown: parameters may have been so before."
+        )
+        return [words]
+    who = " and ".join(f"rank {rank}'s" for rank in sorted(ranks))
+    words = (
+        f"{when} {who} own gradient of {name} was not finite, the first in backward's order. Parameters are not finite "
+        "since. Look at that rank's batch and loss in that step, and restart from a checkpoint before it."
+    )
+    return [words]

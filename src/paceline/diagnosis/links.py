@@ -1,8 +1,8 @@
 """Which host's link is slow, lossy or far, from what both ends of every connection between ranks have counted.
 
 Rates are acknowledged bytes over the time in which something was not yet acknowledged. Which of a link's two directions
-is slow cannot be told from that: acknowledgements wait in the same queue (notebook). What a rank received of a
-collective, sampled within it, would tell.
+is slow cannot be told from that: acknowledgements wait in the same queue. It is told by how fast data have arrived at
+best, at the host and at those that it sends to.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import fmean, median
 from paceline.observe.run_reading import Run
 from paceline.observe.run_records import LinkCounters, Sample
 
-_SLOW = 0.7  # the best rate at a slow host over the worst elsewhere
+_SLOW = 0.7  # the best rate at a slow host over the worst elsewhere, and of arrivals the best over the best
 _LOSSY, _MORE_LOST = 0.005, 3.0  # segments resent, and over any other connection's
 _FAR, _FAR_S = 3.0, 0.002  # the shortest round trip over the others', and at least
 _SEGMENT_BYTES = 1448
@@ -33,6 +33,7 @@ class Edge:
     num_resent: int  # segments
     least_rtt_s: float  # the shortest round trip seen
     kind: str = "tcp"  # "tcp" or "udp"
+    peak_bytes_per_s: float = 0.0  # the fastest at which it arrived at the target; 0: not known
 
     @property
     def bytes_per_s(self) -> float:
@@ -52,14 +53,16 @@ class SlowLink:
     value: float  # bytes a second, the share of segments lost, or seconds
     others: float  # the same of the other connections
     peer: int | None = None  # with "loss": to whom
+    direction: str = ""  # with "rate": "towards" or "from" the rank's host, "both"; "": not known
 
 
 def edges_of(run: Run) -> tuple[Edge, ...]:
     """Connections between ranks that carried a good part of the gradients, by their two ends' own addresses."""
-    owner = {}
+    owner, peaks = {}, {}
     for rank in run.ranks:
         for link in _links(rank.samples[-1:]):
             owner[link.local, link.remote] = rank.header.rank
+            peaks[link.remote, link.local] = link.peak_bytes_per_s  # of what the other end sends
     found: dict[tuple[int, int], Edge] = {}
     for rank in run.ranks:
         early = {(x.local, x.remote): x for x in _first_links(rank.samples)}
@@ -68,7 +71,7 @@ def edges_of(run: Run) -> tuple[Edge, ...]:
             before = early.get((link.local, link.remote))
             if peer is None or before is None or _is_within_a_host(link):
                 continue
-            edge = _since(rank.header.rank, peer, before, link)
+            edge = _since(rank.header.rank, peer, before, link, peaks[link.local, link.remote])
             old = found.get((edge.source, edge.target))
             found[edge.source, edge.target] = edge if old is None else _both(old, edge)
     most = max((edge.sent_bytes for edge in found.values()), default=0)
@@ -91,7 +94,25 @@ def _slow(edges: tuple[Edge, ...], ranks: set[int]) -> SlowLink | None:
     others = [x.bytes_per_s for x in edges if slowest not in {x.source, x.target}]
     if not others or max(own) >= _SLOW * min(others):
         return None
-    return SlowLink(slowest, "rate", median(own), median(others))
+    return SlowLink(slowest, "rate", median(own), median(others), direction=_direction(edges, slowest))
+
+
+def _direction(edges: tuple[Edge, ...], rank: int) -> str:
+    """What is slow is so at its best, too; the other direction has bursts as fast as elsewhere."""
+
+    def peak(found: Iterable[Edge]) -> float:
+        return max((x.peak_bytes_per_s for x in found), default=0.0)
+
+    towards = peak(x for x in edges if x.target == rank)
+    away = peak(x for x in edges if x.source == rank)
+    elsewhere = peak(x for x in edges if rank not in {x.source, x.target})
+    if not towards or not away:
+        return ""
+    if max(towards, away) < _SLOW * elsewhere:
+        return "both"
+    if towards < _SLOW * away:
+        return "towards"
+    return "from" if away < _SLOW * towards else ""
 
 
 def _lossy(edges: tuple[Edge, ...]) -> SlowLink | None:
@@ -127,7 +148,9 @@ def _first_links(samples: list[Sample]) -> list[LinkCounters]:
     return list(found.values())
 
 
-def _since(source: int, target: int, before: LinkCounters, now: LinkCounters) -> Edge:
+def _since(
+    source: int, target: int, before: LinkCounters, now: LinkCounters, peak_bytes_per_s: float
+) -> Edge:
     return Edge(
         source,
         target,
@@ -136,6 +159,7 @@ def _since(source: int, target: int, before: LinkCounters, now: LinkCounters) ->
         now.num_resent - before.num_resent,
         now.least_rtt_s,
         now.kind,
+        peak_bytes_per_s,
     )
 
 
@@ -154,4 +178,5 @@ def _both(a: Edge, b: Edge) -> Edge:
         a.num_resent + b.num_resent,
         min(a.least_rtt_s, b.least_rtt_s),
         a.kind,
+        max(a.peak_bytes_per_s, b.peak_bytes_per_s),
     )

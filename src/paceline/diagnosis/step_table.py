@@ -7,7 +7,7 @@ last gradient: the one with most work is the one that the others wait for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from paceline.observe.run_reading import RankRun, Run
@@ -62,6 +62,16 @@ class StepTable:
             found.append([work - max(_others(works, place)) for place, work in enumerate(works)])
         return found
 
+    def without_queueing(self) -> StepTable:
+        """The same with no wait for a core but throttling: who waits longest on a crowded machine is chance."""
+
+        def alone(rank: RankStep) -> RankStep:
+            waited_s = max(0.0, rank.host.queued_s - rank.host.throttled_s)
+            host = replace(rank.host, queued_s=rank.host.throttled_s)
+            return replace(rank, work_s=max(0.0, rank.work_s - waited_s), host=host)
+
+        return replace(self, rows=tuple(tuple(map(alone, row)) for row in self.rows))
+
     def excess_s(self, index: int, place: int) -> dict[Part, float]:
         """By part, what a rank's work in a step is longer than the median of the others'."""
         row = self.rows[index]
@@ -72,9 +82,9 @@ class StepTable:
             for part in parts
         }
 
-    def host_excess(self, index: int, place: int, fact: Callable[[HostFacts], float]) -> float:
-        """The same of what the kernel says."""
-        values = [fact(rank.host) for rank in self.rows[index]]
+    def more_than_others(self, index: int, place: int, value: Callable[[RankStep], float]) -> float:
+        """In one step, a rank's value less the median of the others'."""
+        values = [value(rank) for rank in self.rows[index]]
         return values[place] - median(_others(values, place))
 
 

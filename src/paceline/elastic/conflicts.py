@@ -15,7 +15,7 @@ from paceline.data import GlobalShuffle
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import ConfigurationError
 from paceline.optim import LAMB, LARS
-from paceline.reductions import Mean
+from paceline.reductions import Compressed, Mean
 
 _BACKENDS = ("gloo", "paceline")
 _DEFERS = "paceline.optim"
@@ -85,11 +85,13 @@ def _of_group(model: DistributedDataParallel) -> Iterator[str]:
 
 def _of_model(model: DistributedDataParallel) -> Iterator[str]:
     setting, steps = model._setting, model._steps
-    if type(setting.reduction) is not Mean:
+    reduction = setting.reduction
+    is_free_of_state = isinstance(reduction, Compressed) and not reduction.keeps_state
+    if type(reduction) is not Mean and not is_free_of_state:
         yield (
-            f"{type(setting.reduction).__name__} keeps what this rank has not sent yet, or depends on the number of "
+            f"{type(reduction).__name__} keeps what this rank has not sent yet, or depends on the number of "
             "ranks. A lost rank takes its part with it, and a repeated step would count residuals twice. Use the mean, "
-            "without compression=."
+            'or a compression without residuals: "bf16", "fp16", "int8".'
         )
     if steps.forward_overlap is not None or model.overlaps_forward:
         yield (
@@ -121,6 +123,8 @@ def _of_optimizers(optimizers: Sequence[object]) -> Iterator[str]:
 
 def _of_determinism(model: DistributedDataParallel) -> Iterator[str]:
     words = "deterministic=True: "
+    if type(model._setting.reduction) is not Mean:
+        yield f"{words}gradients are folded as they are. Leave out compression=."
     for name, each in model.module.named_modules():
         if getattr(each, "track_running_stats", False):
             yield (

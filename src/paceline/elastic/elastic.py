@@ -39,6 +39,7 @@ from paceline.errors import (
     ReplicaMismatchError,
     forget_frames,
 )
+from paceline.observe import progress
 from paceline.reductions.logical_mean import LogicalMean
 
 Batch = TypeVar("Batch")
@@ -312,6 +313,7 @@ class _Crew:
     def next_seat(self, step: int) -> Seat:
         """Leave this membership, after so many completed steps; returns the place in the next one. Blocks."""
         self._watcher.acknowledge()
+        progress.begin_again()
         if not self.is_new:
             self.line.tell(Stopped(self._watcher.epoch, step))
         return self._watcher.next_seat()
@@ -326,8 +328,8 @@ class _Crew:
         forget_world()
         host, port = seat.store
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._kind.timeout)
-        group = self._kind.open(dist.PrefixStore(f"epoch {seat.epoch}", store), seat.rank, seat.size)
         os.environ.update(RANK=str(seat.rank), WORLD_SIZE=str(seat.size), LOCAL_WORLD_SIZE=str(seat.num_here))
+        group = self._kind.open(dist.PrefixStore(f"epoch {seat.epoch}", store), seat.rank, seat.size)
         return Standings.of(step, group)
 
     def rebuild(self, seat: Seat, standings: Standings, place: Place) -> Any:

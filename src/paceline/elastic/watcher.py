@@ -16,8 +16,8 @@ import select
 import threading
 import time
 
+from paceline.comm import connections
 from paceline.comm.opened_groups import abort_ours
-from paceline.elastic import connections
 from paceline.elastic.line import Line, Pause, Refused, Seat, Stop
 from paceline.errors import PeerLostError, ReplicaMismatchError
 

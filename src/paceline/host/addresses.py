@@ -1,10 +1,13 @@
-"""Which addresses are this host's alone?"""
+"""Which addresses are this host's alone, and from which one does it reach others?"""
 
 from __future__ import annotations
 
 import ipaddress
+import socket
 
 LOOPBACK = "127.0.0.1"
+ELSEWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737): no host of any network here
+_DISCARD_PORT = 9
 
 
 def is_loopback(host: str) -> bool:
@@ -13,3 +16,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def own_address_towards(host: str, family: int = socket.AF_UNSPEC) -> str:
+    """This host's address on the route to another, by name or address; "" if there is none. Sends nothing."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, _DISCARD_PORT, family, socket.SOCK_DGRAM)[
+            0
+        ]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(place)  # of datagrams: only asks the kernel for the route
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""

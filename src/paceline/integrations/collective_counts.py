@@ -41,7 +41,7 @@ _COLLECTIVES = (
     "scatter",
     "scatter_object_list",
 )
-_counts: dict[tuple[str, int], progress.Counter | None] = {}
+_counts: dict[tuple[str, int, int], progress.Counter | None] = {}
 
 
 def count_collectives() -> None:
@@ -163,7 +163,7 @@ def _count_of(c10d: Any, group: Any) -> progress.Counter | None:
     """Of a group, the default one if None; None if it cannot be told."""
     with contextlib.suppress(ValueError, RuntimeError, KeyError, AttributeError, TypeError):
         group = group or c10d._get_default_group()
-        known = group.group_name, group.size()
+        known = group.group_name, group.size(), progress.num_begun()
         if known not in _counts:
             _counts[known] = progress.counter(known[0], c10d.get_process_group_ranks(group))
         return _counts[known]

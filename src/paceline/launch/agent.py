@@ -89,7 +89,7 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
             arguments.torchrun.log_dir = _kept_logs(arguments, note) or str(watchdog.folder)
         try:
             if arguments.min_ranks is not None:
-                elastic_agent.run(arguments, note)
+                elastic_agent.run(arguments, hangs, note)
             else:
                 torchrun.run(arguments.torchrun)
         except MachinesDifferError as error:

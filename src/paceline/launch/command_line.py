@@ -94,7 +94,7 @@ def parse(arguments: list[str]) -> LaunchArguments:
         servers=servers,
         shows_timings=args.timings,
         shows_live=args.watch,
-        hang_after_s=args.hang_after if args.min_ranks is None else 0.0,
+        hang_after_s=args.hang_after,
         min_ranks=args.min_ranks,
         lost_after_s=LOST_AFTER_S if args.lost_after is None else args.lost_after,
     )

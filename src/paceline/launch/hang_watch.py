@@ -16,7 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from typing_extensions import Self
 
 from paceline.host.activity import Activity, activity_of
 from paceline.host.foreign_output import write_to_stderr_of
@@ -28,9 +30,6 @@ from paceline.launch.standstill import Standstill, StepLengths, standstill
 from paceline.launch.watchdog import marked
 from paceline.observe import progress
 from paceline.observe.progress import Entered
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 QUIET_S = 5.0
 _LOOK_S = 0.5
@@ -67,8 +66,8 @@ class _Suspicion:
 class HangWatch:
     """Looks at the ranks of this machine twice a second; a context manager around the launch.
 
-    The ranks write how far they are into `folder`. `num_ranks` is the job's if all are here, 0 otherwise; nothing may
-    move for `quiet_s` before a rank is called hung.
+    The ranks write how far they are into `folder`. `num_ranks` is the job's if all are here, 0 otherwise, and may be
+    set; nothing may move for `quiet_s` before a rank is called hung.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class HangWatch:
     ) -> None:
         self._folder = folder
         self._launch_id = launch_id
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
         self._quiet_s = quiet_s
         self._note = note
         self._board: Correspondent | None = None
@@ -134,7 +133,7 @@ class HangWatch:
     @property
     def _num_known(self) -> int:
         """Ranks of the job; 0: not known."""
-        return self._num_ranks if self._board is None else self._board.num_ranks
+        return self.num_ranks if self._board is None else self._board.num_ranks
 
     def _has_moved(self, now: Standstill, before: Standstill) -> bool:
         """Whether it is another standstill. Times of other machines' ranks are known to a look or two."""

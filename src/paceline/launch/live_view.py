@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from typing_extensions import Self
 
 from paceline.diagnosis import diagnose
 from paceline.observe.run_folder import begin_run
@@ -23,9 +23,6 @@ from paceline.observe.run_lines import from_line
 from paceline.observe.run_reading import RankRun, Run
 from paceline.observe.run_records import RankHeader
 from paceline.quantities import ms
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _TAIL_BYTES = 64 * 1024
 _SHOWN_STEPS = 20

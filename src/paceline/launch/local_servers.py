@@ -6,14 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import IO, TYPE_CHECKING
+from typing import IO
+
+from typing_extensions import Self
 
 from paceline.comm import SERVERS, TOKEN
 from paceline.errors import ConfigurationError
 from paceline.host.addresses import LOOPBACK, is_loopback
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _PATIENCE_S = 5.0
 _MOST = 1024

@@ -186,10 +186,12 @@ def check_elastic(args: argparse.Namespace, num_local_ranks: int, num_machines: 
         ("--watch", args.watch, "it shows the ranks that were there at the start"),
         ("--run-path", args.run_path, "a replacement is a process of its own"),
         (
-            "--tee, --redirects and --local-ranks-filter",
-            args.tee != "0" or args.redirects != "0" or bool(args.local_ranks_filter),
-            "the ranks' output goes where the launcher's goes",
+            "--duplicate-stdout-filters or --duplicate-stderr-filters",
+            args.duplicate_stdout_filters or args.duplicate_stderr_filters,
+            "a replacement's lines would replace those of the rank that was lost; --tee keeps them all",
         ),
+        ("--numa-binding", args.numa_binding is not None, "ranks are started one by one, without it"),
+        ("--virtual-local-rank", args.virtual_local_rank, "ranks are started one by one, without it"),
     ):
         if is_given:
             raise ConfigurationError(f"--min-ranks and {option} exclude each other: {why}. Leave one out.")

@@ -43,14 +43,20 @@ def run_recorded(
     """As `record_command`, and diagnose; recording ends after `num_steps`, None: never.
 
     Returns the diagnosis at its end and the exit code. `note` is called when something else delays the steps than
-    before.
+    before, or is wrong with the ranks' numbers.
     """
     said: object = None
+    health: set[str] = set()
 
     def look(place: Path) -> None:
         nonlocal said
         run = read_run(place)
-        found = diagnose(run).finding
+        diagnosis = diagnose(run)
+        for words in diagnosis.health:
+            if words not in health:
+                health.add(words)
+                note(words)
+        found = diagnosis.finding
         what = found and (found.kind, found.rank, found.phase, found.cause)
         if found is not None and what != said:
             note(found.sentence)

@@ -23,12 +23,11 @@ from pathlib import Path
 
 from paceline.comm import TOKEN
 from paceline.errors import ConfigurationError
-from paceline.host.addresses import LOOPBACK
+from paceline.host.addresses import ELSEWHERE, LOOPBACK, own_address_towards
 from paceline.launch.stores import addresses_here
 
 FILE = "file://"
 _USUAL_PORT = 29400
-_NOWHERE = "192.0.2.1"  # reserved for documentation: asking for the way there sends nothing
 _JOIN_TIMEOUT_S = 600.0
 _KNOCK_S = 0.5
 _QUIET_S = 3.0
@@ -109,7 +108,7 @@ def find_own_address(args: argparse.Namespace) -> None:
     if args.local_addr is not None or args.rdzv_backend != "c10d":
         return
     host = None if meets_by_file(args) else args.rdzv_endpoint.rpartition(":")[0]
-    args.local_addr = own_address(host or _NOWHERE)
+    args.local_addr = own_address(host or ELSEWHERE)
 
 
 def wait_for_store(args: argparse.Namespace, note: Callable[[str], None]) -> None:
@@ -138,13 +137,11 @@ def wait_for_store(args: argparse.Namespace, note: Callable[[str], None]) -> Non
         time.sleep(_KNOCK_S)
 
 
-def own_address(towards: str = _NOWHERE) -> str | None:
+def own_address(towards: str = ELSEWHERE) -> str | None:
     """The address of this machine from which others are reached, or that its name has; None if there is none."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((towards, 9))
-        found = str(way.getsockname()[0])
-        if not found.startswith("127."):
-            return found
+    found = own_address_towards(towards, socket.AF_INET)
+    if found and not found.startswith("127."):
+        return found
     named = addresses_here(socket.gethostname())
     return next((address for address in named if not address.startswith("127.") and address != "::1"), None)
 

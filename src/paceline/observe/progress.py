@@ -75,10 +75,11 @@ class _File:
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
+        self._path: Path | None = None
         self._slots: dict[bytes, Counter] = {}
 
     def counter(self, name: str, ranks: Sequence[int]) -> Counter | None:
-        self._memory = self._memory or _new_file()
+        self._memory = self._memory or self._opened()
         members = _words(ranks)
         group = blake2b(f"{members}/{name}".encode(), digest_size=16).digest()
         slot = len(self._slots)
@@ -87,21 +88,43 @@ class _File:
             _GROUP.pack_into(self._memory, _HEADER.size + slot * _SLOT_BYTES, group, members.encode())
         return self._slots.get(group)
 
-
-def _new_file() -> mmap.mmap | None:
-    """One of this process's own; None if nobody wants it."""
-    folder, rank = os.environ.get(VARIABLE), os.environ.get("RANK", "")
-    if not folder or not rank.isdecimal():
+    def _opened(self) -> mmap.mmap | None:
+        """One of this process's own; None if nobody wants it, or nobody is there to wait for."""
+        folder, rank = os.environ.get(VARIABLE), os.environ.get("RANK", "")
+        if not folder or not rank.isdecimal() or os.environ.get("WORLD_SIZE") == "1":
+            return None
+        path = Path(folder, f"progress.{rank}.{os.getpid()}")
+        with contextlib.suppress(OSError), path.open("x+b") as file:
+            self._path = path
+            file.truncate(_FILE_BYTES)
+            memory = mmap.mmap(file.fileno(), _FILE_BYTES)
+            _HEADER.pack_into(memory, 0, _MAGIC, int(rank), os.getpid())
+            return memory
         return None
-    with contextlib.suppress(OSError), Path(folder, f"progress.{rank}.{os.getpid()}").open("x+b") as file:
-        file.truncate(_FILE_BYTES)
-        memory = mmap.mmap(file.fileno(), _FILE_BYTES)
-        _HEADER.pack_into(memory, 0, _MAGIC, int(rank), os.getpid())
-        return memory
-    return None
+
+    def remove(self) -> None:
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
 
 
 _file = _File()
+_num_begun = 0
+
+
+def begin_again() -> None:
+    """Count from nothing: this rank has another number from now on, or is in no group. Local.
+
+    The file goes, so that nobody reads where this rank has waited; counters from before count for nobody.
+    """
+    global _file, _num_begun  # noqa: PLW0603  one a process
+    _file.remove()
+    _file = _File()
+    _num_begun += 1
+
+
+def num_begun() -> int:
+    """How often this rank has begun again: counters from before are not to be kept."""
+    return _num_begun
 
 
 def _forget_parents() -> None:

@@ -156,6 +156,8 @@ class LinkCounters:
     rtt_s: float  # the last round trip, smoothed
     least_rtt_s: float  # the shortest one
     kind: str = "tcp"  # "tcp" or "udp"
+    # the fastest at which data arrived from there in any 5 ms that were looked at; 0: not known
+    peak_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,11 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_leaves
+from typing_extensions import Self
 
 from paceline.errors import ConfigurationError
 from paceline.observe.device_clock import clock_of, name_of
 from paceline.observe.trace_format import NUM_WARM_UP, TRACE_FORMAT, TRACE_VERSION
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 RANKS_OF_HOST = "PACELINE_RANKS_OF_HOST"
 """Environment variable: the ranks of each host of the job, `4,2`, in any order. `paceline run --nnodes` sets it."""

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
@@ -199,7 +198,7 @@ DECAYS: dict[str, Decay] = {
 
 @dataclass(frozen=True)
 class Curve:
-    """A learning rate over time.
+    """A learning rate over time: for `paceline.recipes.LargeMinibatch`, or as a function for torch's `LambdaLR`.
 
     Attributes:
         total: How long training takes.
@@ -261,44 +260,6 @@ class Curve:
             return start if self.warmup_kind == "constant" else peak
         assert isinstance(self.decay, Decay)  # since __post_init__
         return peak * self.decay.factor(min(time, self.total), self.warmup, self.total)
-
-
-class CurveLR(LRScheduler):
-    """Sets the rate of every step by a curve whose unit is the step.
-
-    Each group's reference rate is the `lr` that it has when the scheduler is made. Before the first step the rate is
-    that of time 0; call `step()` after each `optimizer.step()`. For a rate that follows ranks and accumulation by
-    itself, see `paceline.recipes.LargeMinibatch`.
-
-    Args:
-        optimizer: Any optimizer.
-        curve: Lengths in steps.
-        factor: How much more than the reference rate the peak is (`rate_factor`).
-        last_epoch: Of torch: the number of steps done, if `optimizer` has been restored already.
-
-    Contract:
-        Local: the same on every rank, as long as all ranks take the same steps. Mutates the groups' `lr`.
-    """
-
-    def __init__(self, optimizer: Optimizer, curve: Curve, factor: float = 1.0, last_epoch: int = -1) -> None:
-        _require(
-            0 < number(factor) < math.inf,
-            f"factor={factor!r} makes no rate. Give the peak rate over the reference rate, such as "
-            "rate_factor('linear', batch=1024, reference_batch=256).",
-        )
-        self.curve = curve
-        self.factor = factor
-        super().__init__(optimizer, last_epoch)
-
-    def get_lr(self) -> list[float | Tensor]:
-        """Return the rate of the next step for each group; torch's name."""
-        references = [float(base) for base in self.base_lrs]
-        return [self.curve.rate(self.last_epoch, rate, rate * self.factor) for rate in references]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs: plain numbers, no curve; the curve is the constructor's."""
-        kept = ("last_epoch", "_step_count", "_last_lr", "base_lrs", "factor")
-        return {name: self.__dict__[name] for name in kept}
 
 
 class MomentumCorrection:

@@ -27,8 +27,6 @@ ASSUMED = {"rate": "25Gbit", "latency": "30us", "ranks_per_host": str(_RANKS_PER
 _COLLECTIVE_S = 3e-5  # of a library, for one collective; NCCL's launches are of that order
 _MESSAGE_S = 5e-6  # of a further message in a round
 
-_MOST_DEVICES = 1_000_000
-
 
 @dataclass(frozen=True)
 class PlanRequest:

@@ -6,15 +6,13 @@ import os
 import socket
 from pathlib import Path
 
-from paceline.host.addresses import is_loopback
+from paceline.host.addresses import ELSEWHERE, is_loopback, own_address_towards
 from paceline.launch.tcp_tuning import TcpTuning
 from paceline.preflight.findings import Finding
 
 _ROOT = Path("/")
 _LEAST_WINDOW_BYTES = 4 * 2**20
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-# of documentation (RFC 5737): nothing is sent, the kernel is asked for the route only
-_ANYWHERE = "192.0.2.1"
 
 
 def name() -> Finding:
@@ -27,11 +25,11 @@ def name() -> Finding:
             "name of this host",
             f"{own} has no address ({error}): groups between hosts cannot be opened by it",
             "bad",
-            f"echo '{_address() or '10.0.0.5'} {own}' >> /etc/hosts",
+            f"echo '{own_address_towards(ELSEWHERE) or '10.0.0.5'} {own}' >> /etc/hosts",
         )
     said = f"{own} is {', '.join(found)}"
     outside = [address for address in found if not is_loopback(address)]
-    if not outside and (address := _address()):
+    if not outside and (address := own_address_towards(ELSEWHERE)):
         return Finding(
             "name of this host",
             f"{said}, which means each host itself. With several hosts, Gloo would listen where nobody comes",
@@ -69,7 +67,7 @@ def interfaces(root: Path = _ROOT) -> Finding:
 def tcp(root: Path = _ROOT) -> Finding:
     """Congestion control, smallest time-out and largest window."""
     system = root / "proc/sys/net/ipv4"
-    tuning = TcpTuning.towards(_ANYWHERE, system)
+    tuning = TcpTuning.towards(ELSEWHERE, system)
     windows = {kind: int((system / f"tcp_{kind}mem").read_text().split()[2]) for kind in ("r", "w")}
     said = (
         f"{tuning.congestion_control or 'unknown congestion control'}, time-out of at least {tuning.min_timeout_ms:g} "
@@ -111,16 +109,6 @@ def _speed(folder: Path) -> str:
     except (OSError, ValueError):  # virtual ones do not say
         return ""
     return f", {speed / 1000:g} Gbit/s" if speed > 0 else ""
-
-
-def _address() -> str:
-    """Of the route to other hosts; "" if there is none."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((_ANYWHERE, 9))
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
 
 
 def _interface_of_route() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -13,16 +12,16 @@ import torch.distributed as dist
 from paceline.comm.forked import keep_when_forked
 from paceline.comm.rendezvous import Rendezvous
 from paceline.errors import ConfigurationError, PeerLostError
-from paceline.host.addresses import LOOPBACK
+from paceline.host.addresses import LOOPBACK, own_address_towards
+from paceline.process_group.host_collectives import HostVectors
 from paceline.transports import Transport
 from paceline.transports.c10d import C10dTransport
 from paceline.transports.lossy_transport import LossyTransport
-from paceline.transports.shared_memory import SharedMemoryTransport, join_host
+from paceline.transports.shared_memory import join_host
 
 Gloo = Any  # a ProcessGroupGloo; torch's stubs know none of its methods
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # Gloo's variable: the network interface to use
-_DISCARD_PORT = 9  # nothing is sent: connecting a datagram socket only asks the kernel for the route
 
 
 def address_towards(num_hosts: int) -> str:
@@ -31,15 +30,7 @@ def address_towards(num_hosts: int) -> str:
         return ""
     if num_hosts == 1:
         return LOOPBACK
-    master = os.environ.get("MASTER_ADDR", "")
-    try:
-        found = socket.getaddrinfo(master, _DISCARD_PORT, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, place = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(place)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
+    return own_address_towards(os.environ.get("MASTER_ADDR", ""))
 
 
 def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str) -> Gloo:
@@ -55,15 +46,18 @@ def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, addre
     return made
 
 
-def open_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> Transport:
-    """Connect the ranks for messages of their own, beside any process group: through shared memory on one host.
+def open_vectors(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> HostVectors | None:
+    """Let ranks see each other's vectors, beside any process group; None where they are not all on one host.
 
     Nothing else uses `store`. Collective; blocks until every rank has come.
     """
     host = join_host(dist.PrefixStore("memory", store), rank, num_ranks, timeout)
-    if host.is_only_one:
-        return SharedMemoryTransport(host)
-    address = address_towards(len(host.hosts))
+    return HostVectors(host, timeout.total_seconds()) if host.is_only_one else None
+
+
+def open_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> Transport:
+    """Connect the ranks for messages of their own, beside any process group. As `open_vectors`."""
+    address = address_towards(num_ranks)
     return C10dTransport(make_gloo(dist.PrefixStore("gloo", store), rank, num_ranks, timeout, address))
 
 

@@ -56,33 +56,26 @@ class Fold:
         left, right = (received, accumulated) if received_is_left else (accumulated, received)
         self.function(left, right, out=accumulated)
 
-    def all_into(self, target: Tensor, others: Sequence[Tensor], num_averaged: int) -> None:
-        """Fold `others` into `target`, shape (n,) each, in one go: rounded once.
+    def all_of(self, inputs: Sequence[Tensor], target: Tensor, num_averaged: int) -> None:
+        """Replace `target` by the fold of `inputs`, shape (n,) each, of which it may be the first; rounded once.
 
         The target is seen as `view_as`. An average is taken over `num_averaged` ranks; 0: it is not complete yet.
         """
-        accumulated = target.to(self.accumulate_in)  # the same tensor, unless it widens
-        for other in others:
-            self.function(accumulated, other.to(self.accumulate_in), out=accumulated)
-        if self.averages and num_averaged:
-            self.average(accumulated, num_averaged)
-        if self.widens:
-            target.copy_(accumulated)
-
-    def all_of(self, inputs: Sequence[Tensor], target: Tensor, num_averaged: int) -> None:
-        """Replace `target` by the fold of `inputs`, of which it may be the first; rounded once."""
-        first, *more = [values.to(self.accumulate_in) for values in inputs]
+        first, *more = inputs
         wide = torch.empty_like(target, dtype=self.accumulate_in) if self.widens else target
         if more:
-            self.function(first, more[0], out=wide)
-        else:
+            self.function(self._widened(first), self._widened(more[0]), out=wide)
+        elif wide is not first:
             wide.copy_(first)
         for values in more[1:]:
-            self.function(wide, values, out=wide)
-        if self.averages:
+            self.function(wide, self._widened(values), out=wide)
+        if self.averages and num_averaged:
             self.average(wide, num_averaged)
         if self.widens:
             target.copy_(wide)
+
+    def _widened(self, values: Tensor) -> Tensor:
+        return values.to(self.accumulate_in)  # the same tensor, unless it widens
 
     def average(self, completed: Tensor, num_ranks: int) -> None:
         """Divide a completed sum in place; integers are cut off towards zero."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from paceline.errors import CollectiveMismatchError
+from paceline.errors import CollectiveMismatchError, ProtocolError
 from paceline.process_group.descriptor import Descriptor
 from paceline.process_group.folds import Fold, fold_of
 from paceline.process_group.shared_vectors import SharedVectors
@@ -108,7 +108,7 @@ class HostCollectives:
             return
         step = max(CHUNK_BYTES // shares[0].element_size(), 1)
         for first, *others in zip(*(share.split(step) for share in shares), strict=True):
-            fold.all_into(first, others, 0 if across else self._num_averaged)
+            fold.all_of([first, *others], first, 0 if across else self._num_averaged)
             if across is None:
                 for other in others:
                     other.copy_(first)
@@ -157,7 +157,8 @@ class HostCollectives:
         def work(span: Span, views: Sequence[Tensor]) -> None:
             if self._me == root:
                 others = [view for index, view in enumerate(views) if index != root]
-                fold.all_into(flat[slice(*span)], others, self._num_averaged)
+                own = flat[slice(*span)]
+                fold.all_of([own, *others], own, self._num_averaged)
 
         self._staging.stream(what, flat, work, None if self._me == root else _enter_whole)
 
@@ -237,6 +238,31 @@ class HostCollectives:
 
     def barrier(self, what: Descriptor) -> None:
         self._staging.open(what)
+
+
+class HostVectors:
+    """All ranks' vectors in the memory of one host, for ranks that have no group which shares it."""
+
+    def __init__(self, host: Host, timeout_s: float) -> None:
+        self._rank = host.me.rank
+        self._barrier = HostBarrier(host, timeout_s)
+        self._here = HostCollectives(host, self._barrier, host.num_ranks, host.num_ranks)
+        self._number = 0
+
+    def on_all(self, kind: str, flat: Tensor, perform: Callable[[SharedVectors], None]) -> None:
+        """As `ProcessGroup.on_all_vectors`, on the calling thread. Collective; blocks. After an error it is broken."""
+        if self._barrier.is_broken:
+            raise ProtocolError(
+                f"rank {self._rank} can't communicate any more, because an earlier {kind} failed. Make a new wrapper "
+                "or optimizer, over a new process group."
+            )
+        self._number += 1
+        try:
+            self._here.on_all_vectors(Descriptor.of(self._number, kind, flat), flat, perform)
+        except BaseException:
+            if not self._barrier.is_broken:
+                self._barrier.give_up(self._rank)
+            raise
 
 
 def _enter_whole(piece: Tensor, slot: Tensor) -> int:

@@ -21,6 +21,12 @@ def fingerprint(module: Module) -> tuple[str, str]:
     return _of(module.parameters()), _of(module.buffers())
 
 
+@torch.no_grad()
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are. Waits for a device."""
+    return bool((tensor._values() if tensor.is_sparse else tensor).isfinite().all())
+
+
 def _of(tensors: Iterable[Tensor]) -> str:
     every = [x.detach() for x in tensors if x.numel() and x.layout is torch.strided and not x.is_complex()]
     every = every[:: max(1, -(-len(every) // _MOST_TENSORS))]

@@ -183,6 +183,8 @@ class Recorder:
         if now_s - self._found_at_s >= _FOUND_S:
             self._found_at_s = now_s
             self._sockets.find()
+            if self._writer is not None:
+                self._sockets.watch()
         dear: dict[str, Any] = {}
         if self._writer is not None and now_s - self._dear_at_s >= max(_DEAR_S, _DEAR_RATIO * self._dear_s):
             num_threads, queued_s = threads_queued()

@@ -3,11 +3,15 @@
 A hook on a parameter notes when autograd has finished its gradient, which is before torch's reducer sees it. The end of
 the step is when `torch.autograd.backward` returns. A communication hook in Python would also say when each bucket was
 launched, at 5 % of a step (docs/notebook/doctor.md).
+
+Whether gradients are finite is not looked at: a backward's loss on the CPU is, in 1 us. Only after a loss that is not
+does it look for the parameter.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.observe import spans
-from paceline.recording.fingerprints import fingerprint
+from paceline.recording.fingerprints import fingerprint, is_finite
 from paceline.recording.labels import layer_of_each
 from paceline.recording.process_phases import watch_phases
 from paceline.recording.recorder import Recorder, Work, folder_of_this_rank, header_of_rank
@@ -56,13 +61,15 @@ class RecordedTorchDDP:
         self._tokens: int | None = None
         self._begins_step = True
         self._synchronizes = False
-        labels, layer_of = layer_of_each(wrapper.module)
+        labels, self._layer_of = layer_of_each(wrapper.module)
+        self._suspect: Parameter | None = None  # had a gradient that was not finite, of a loss that was not
+        self._has_blamed = False  # said so
         recorder.name(labels)
         self._ready_s = [0.0] * len(labels)
         self._last_s = 0.0
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._gradient_hook(layer))
-            for parameter, layer in layer_of
+            for parameter, layer in self._layer_of
         ]
         if _recorded is not None:
             _recorded.detach()
@@ -107,10 +114,12 @@ class RecordedTorchDDP:
         """Some backward begins."""
         self._last_s = 0.0
 
-    def end_backward(self, began_s: float, ended_s: float) -> None:
+    def end_backward(self, began_s: float, ended_s: float, loss: object) -> None:
         """It has returned; this model took part if there was a gradient of it."""
         if not self._last_s:
             return
+        if self._suspect is None and _is_not_finite(loss):
+            self._suspect = self._first_not_finite()
         spans.note("backward", began_s, ended_s)
         if not self._synchronizes:
             return
@@ -119,11 +128,32 @@ class RecordedTorchDDP:
         marks.sort(key=lambda mark: mark[1])
         self._recorder.end_step(Work(self._last_s, ended_s, (), tuple(marks), self._samples, self._tokens))
 
+    def _first_not_finite(self) -> Parameter | None:
+        """Of the parameters whose gradients are not, the one whose layer's came first; of a layer the last."""
+        bad = [
+            (self._ready_s[layer], -i)
+            for i, (parameter, layer) in enumerate(self._layer_of)
+            if parameter.grad is not None and not is_finite(parameter.grad)
+        ]
+        return self._layer_of[-min(bad)[1]][0] if bad else None
+
     def _look_at_health(self) -> None:
+        suspect, self._suspect = self._suspect, None
+        if (
+            suspect is not None and not self._has_blamed and not is_finite(suspect)
+        ):  # else the step was skipped
+            self._has_blamed = True
+            names = [name for name, x in self.wrapper.module.named_parameters() if x is suspect]
+            self._recorder.note_health(not_finite=names[0] if names else "a parameter")
         if self._recorder.wants_fingerprint:
             began_s = time.perf_counter()
             self._recorder.note_health(*fingerprint(self.wrapper.module))
             spans.note("recording", began_s, time.perf_counter())
+
+
+def _is_not_finite(loss: object) -> bool:
+    """Whether it is a number that is not finite; an accelerator would have to be waited for."""
+    return type(loss) is Tensor and loss.is_cpu and loss.numel() == 1 and not math.isfinite(loss.item())
 
 
 def _patch() -> None:
@@ -187,7 +217,7 @@ def _around_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
         began_s = time.perf_counter()
         recorded.begin_backward()
         result = backward(*args, **kwargs)
-        recorded.end_backward(began_s, time.perf_counter())
+        recorded.end_backward(began_s, time.perf_counter(), args[0] if args else None)
         return result
 
     return timed

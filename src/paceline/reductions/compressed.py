@@ -11,13 +11,13 @@ from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import all_gather
 from paceline.comm.device import keep_for_current_streams
-from paceline.comm.traffic import gathered
+from paceline.comm.traffic import all_reduced, gathered
 from paceline.compression import Compressor, Layout, Seeds, accumulation_dtype
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
 from paceline.reductions.error_feedback import RESIDUAL, VELOCITY, Memory
 from paceline.reductions.lossy import Finish, Lossy
-from paceline.reductions.ordered_mean import launch_mean, sent_for_mean
+from paceline.reductions.ordered_mean import launch_mean
 from paceline.reductions.reduction import Message
 
 
@@ -94,7 +94,7 @@ class Compressed(Lossy):
         return lambda: self._write(message.body, rows(), 1, layout, seeds)
 
     def _sent_bytes(self, names: tuple[str, ...], layout: Layout) -> int:
-        sent = sent_for_mean if self.compressor.additive else gathered
+        sent = all_reduced if self.compressor.additive else gathered
         return sent(self.compressor.payload_bytes(layout), self._place[1])
 
     def _seeds(self) -> Seeds:

@@ -150,14 +150,14 @@ class Lossy(Reduction):
 
     def _conclude_later(self, checks: Sequence[Tensor]) -> None:
         """As `_conclude`, when the device has said so."""
-        if not self._keeps_state:
+        if not self.keeps_state:
             self._ended = None  # nobody has asked
         self._settle()  # of a step without buckets
         keep_for_current_streams(checks)
         self._ended = Later(torch.stack([check.double() for check in checks]).sum())
 
     @property
-    def _keeps_state(self) -> bool:
+    def keeps_state(self) -> bool:
         """Whether a step's end changes what the next one reads."""
         return bool(self._memories)
 
@@ -188,7 +188,7 @@ class Lossy(Reduction):
         checks = self._finite_checks
 
         def start() -> Finish:
-            if self._ended is not None and self._keeps_state:
+            if self._ended is not None and self.keeps_state:
                 self._settle()
             finish = self._start(message, names, layout)
 

@@ -18,7 +18,6 @@ from paceline.comm.collectives import (
     shares_memory,
 )
 from paceline.comm.device import keep_for_current_streams
-from paceline.comm.traffic import all_reduced
 from paceline.compression import accumulation_dtype
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -55,11 +54,6 @@ def launch_mean(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
         return _gather_and_fold(tensor, group)
     pending = all_reduce(tensor, group)
     return lambda: _waited(pending, tensor).div_(num_ranks)
-
-
-def sent_for_mean(num_bytes: int, num_ranks: int) -> int:
-    """The bytes that each rank sends for the `launch_mean` of a tensor of `num_bytes`."""
-    return all_reduced(num_bytes, num_ranks)
 
 
 def _waited(pending: C10dWork, tensor: Tensor, *others: Tensor) -> Tensor:

@@ -13,12 +13,13 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm.device import keep_for_current_streams
+from paceline.comm.traffic import all_reduced
 from paceline.compression import Layout, accumulation_dtype
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
 from paceline.reductions.error_feedback import RESIDUAL, Memory
 from paceline.reductions.lossy import Finish, Lossy
-from paceline.reductions.ordered_mean import launch_mean, sent_for_mean
+from paceline.reductions.ordered_mean import launch_mean
 from paceline.reductions.reduction import Message
 
 
@@ -158,10 +159,10 @@ class PowerSGD(Lossy):
     def _sent_bytes(self, names: tuple[str, ...], layout: Layout) -> int:
         matrices = self._matrices(names, layout)
         if not matrices:
-            return sent_for_mean(layout.num_bytes, self._place[1])
+            return all_reduced(layout.num_bytes, self._place[1])
         factors = sum((m.num_rows + m.num_columns) * m.rank for m in matrices)
         others = layout.num_elements - sum(m.num_rows * m.num_columns for m in matrices)
-        return sent_for_mean((factors + others) * accumulation_dtype(layout.dtype).itemsize, self._place[1])
+        return all_reduced((factors + others) * accumulation_dtype(layout.dtype).itemsize, self._place[1])
 
     def _matrices(self, names: tuple[str, ...], layout: Layout) -> list[_Matrix]:
         """The gradients of a bucket that this step compresses."""
@@ -230,7 +231,7 @@ class PowerSGD(Lossy):
             self._next_factors.pop(self._names[id(parameter)], None)
 
     @property
-    def _keeps_state(self) -> bool:
+    def keeps_state(self) -> bool:
         return True
 
     def _commit(self) -> None:

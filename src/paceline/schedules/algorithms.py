@@ -26,9 +26,7 @@ from paceline.schedules.price import Price, price
 from paceline.schedules.schedule import Schedule
 from paceline.schedules.topology import Links, Topology
 
-Operation = Literal[
-    "all_reduce", "all_reduce_between_hosts", "adasum", "reduce_scatter", "all_gather", "broadcast", "reduce"
-]
+Operation = Literal["all_reduce", "adasum", "reduce_scatter", "all_gather", "broadcast", "reduce"]
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,6 @@ def _hierarchical(name: str, across: Callable[[int], Schedule]) -> Algorithm:
     )
 
 
-def _between(name: str, across: Callable[[int], Schedule]) -> Algorithm:
-    return Algorithm(
-        "all_reduce_between_hosts", lambda topology: hierarchical.between_hosts(topology, name, across)
-    )
-
-
 _FLAT: dict[str, Callable[[int], Schedule]] = {
     "recursive_doubling": recursive_doubling.all_reduce,
     "direct": direct.all_reduce,
@@ -72,7 +64,6 @@ _FLAT: dict[str, Callable[[int], Schedule]] = {
 SCHEDULES: dict[str, Algorithm] = {
     **{name: _flat("all_reduce", build) for name, build in _FLAT.items()},
     **{(name := f"hierarchical_{flat}"): _hierarchical(name, build) for flat, build in _FLAT.items()},
-    **{(name := f"between_hosts_{flat}"): _between(name, build) for flat, build in _FLAT.items()},
     "vector_halving": Algorithm("adasum", vector_halving.all_reduce),
     "reduce_scatter_direct": _flat("reduce_scatter", direct.reduce_scatter),
     "reduce_scatter_circulant": _flat("reduce_scatter", circulant.reduce_scatter),
@@ -103,7 +94,6 @@ def choose(
     links: Links,
     *,
     element_bytes: int = 4,
-    partial_bytes: int | None = None,
     only: str | None = None,
 ) -> Choice:
     """The algorithm with the least predicted time.
@@ -114,21 +104,13 @@ def choose(
         topology: Where the ranks are.
         links: What lies between them.
         element_bytes: Size of an element.
-        partial_bytes: Size of an element of a partial result on the wire, where that differs (see `price`).
         only: The name of the one algorithm to consider.
 
     Contract:
         Local. Ranks that pass the same arguments choose the same; links must be agreed on, not measured by each.
     """
     prices = {
-        name: price(
-            algorithm.build(topology),
-            message_bytes,
-            topology,
-            links,
-            element_bytes=element_bytes,
-            partial_bytes=partial_bytes,
-        )
+        name: price(algorithm.build(topology), message_bytes, topology, links, element_bytes=element_bytes)
         for name, algorithm in SCHEDULES.items()
         if algorithm.operation == operation and algorithm.fits(topology) and only in {None, name}
     }

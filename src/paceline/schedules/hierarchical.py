@@ -11,8 +11,6 @@ link is shared by its ranks, so more owners would not make it faster.
 Bytes over a host's link, H hosts, n the message, with a bandwidth-optimal algorithm across: 2(H-1)/H n in each
 direction, the least possible. A flat ring with ranks ordered by host sends 2(P-1)/P n; any other order more.
 
-`between_hosts` is the middle alone, for ranks that reduce and distribute inside a host by other means.
-
 Source: Goyal et al. 2017, section 4.1, where one rank a host communicates; here all owners do.
 """
 
@@ -21,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from paceline.schedules.schedule import Round, Rounds, Schedule, Transfer, cut, mirror, place, side_by_side
+from paceline.schedules.schedule import Round, Rounds, Schedule, Transfer, mirror, place, side_by_side
 from paceline.schedules.topology import Topology
 
 
@@ -45,30 +43,11 @@ def num_shards(topology: Topology) -> int:
     return min(map(len, topology.ranks_of_host))
 
 
-def shard_cuts(num_elements: int, topology: Topology, schedule: Schedule) -> tuple[int, ...]:
-    """Where the shards of a message begin and end in a `schedule` of this file; as `cut`, in `num_shards` parts."""
-    blocks = schedule.num_blocks // num_shards(topology)
-    return cut(num_elements, schedule.num_blocks)[::blocks]
-
-
 def _between(topology: Topology, flat: Schedule) -> Rounds:
     """All shards at once: the owners of shard s, one on each host, play the ranks of `flat`."""
     return side_by_side(
         place(flat.rounds, [host[shard] for host in topology.ranks_of_host], shard * flat.num_blocks)
         for shard in range(num_shards(topology))
-    )
-
-
-@lru_cache(maxsize=32)
-def between_hosts(topology: Topology, name: str, across: Callable[[int], Schedule]) -> Schedule:
-    """All-reduce each shard among its owners; `shard_cuts` says which elements are whose.
-
-    Each owner starts with its host's reduction of its shard, and ends with that of all hosts. Its other blocks,
-    and all those of ranks that own nothing, stay as they are.
-    """
-    flat = across(topology.num_hosts)
-    return Schedule(
-        name, topology.num_ranks, num_shards(topology) * flat.num_blocks, _between(topology, flat)
     )
 
 

@@ -1,4 +1,4 @@
-"""Transports send and receive messages between ranks: through shared memory, a c10d group, or in one process.
+"""Transports send and receive messages between ranks: over a c10d group, or in one process.
 
 A lossy one sums vectors over UDP, and says what was lost.
 """

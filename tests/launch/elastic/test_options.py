@@ -17,7 +17,7 @@ SCRIPT = __file__
         (["--lost-after", "3"], "has no effect without --min-ranks"),
         (["--min-ranks", "2", "--max-restarts", "1"], "--max-restarts exclude each other"),
         (["--min-ranks", "2", "--servers", "1"], "--servers exclude each other"),
-        (["--min-ranks", "2", "--tee", "3"], "exclude each other"),
+        (["--min-ranks", "2", "--numa-binding", "node"], "--numa-binding exclude each other"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_rule(words, said):
@@ -27,7 +27,7 @@ def test_what_cannot_be_is_refused_with_the_rule(words, said):
 
 
 def test_what_was_asked_for_reaches_the_launch():
-    """Nobody else looks for hung ranks then."""
+    """Without --min-ranks a lost rank ends the launch."""
     arguments = parse(["--nproc-per-node", "4", "--min-ranks", "2", "--lost-after", "7", SCRIPT])
-    assert (arguments.min_ranks, arguments.lost_after_s, arguments.hang_after_s) == (2, 7.0, 0.0)
+    assert (arguments.min_ranks, arguments.lost_after_s, arguments.hang_after_s) == (2, 7.0, 5.0)
     assert parse(["--nproc-per-node", "4", SCRIPT]).min_ranks is None

@@ -18,13 +18,14 @@ _PAYLOAD = payload_room(1500)
 
 @dataclass(frozen=True)
 class Datagrams:
-    """The bounded-loss protocol; the fields are those of `JobPlan`, `protected_ratio` of `Bound`."""
+    """The bounded-loss protocol; fields are those of `JobPlan`; `protected_ratio` and `is_early` are `Bound`'s."""
 
     bound: float
     is_sprayed: bool = False
     has_classes: bool = False
     protected_ratio: float = 0.0
     num_ports: int = 1
+    is_early: bool = False
 
 
 SIDES: dict[str, TcpKind | Datagrams] = {
@@ -92,13 +93,13 @@ class Times:
     lost_ratio: float
 
 
-def measure(side: str, spec: LeafSpine, traffic: Traffic, seed: int) -> Times:
-    """Let a side of `SIDES` do what `traffic` says; the same seed gives the same times.
+def measure(side: str | TcpKind | Datagrams, spec: LeafSpine, traffic: Traffic, seed: int) -> Times:
+    """Let a side, or that of `SIDES` with this name, do what `traffic` says; the same seed gives the same times.
 
     A network that marks does so for sides that understand it; it drops what is not ECN-capable for those with classes
     only.
     """
-    kind = SIDES[side]
+    kind = SIDES[side] if isinstance(side, str) else side
     if isinstance(kind, TcpKind):
         return _tcp(kind, replace(spec, drop_bytes=None), traffic, seed)
     return _datagrams(kind, spec if kind.has_classes else replace(spec, drop_bytes=None), traffic, seed)
@@ -132,7 +133,7 @@ def _datagrams(kind: Datagrams, spec: LeafSpine, traffic: Traffic, seed: int) ->
         JobPlan(
             hosts,
             traffic.num_bytes // traffic.num_vectors,
-            Bound(kind.bound, kind.protected_ratio),
+            Bound(kind.bound, kind.protected_ratio, is_early=kind.is_early),
             int(traffic.is_push),
             traffic.num_vectors,
             kind.is_sprayed,

@@ -39,6 +39,7 @@ from paceline.launch.elastic.rank_process import RankProcess, how_it_ended
 from paceline.launch.elastic.seats import Phase, Rank, Seats
 from paceline.launch.elastic.several_hosts import connected
 from paceline.launch.elastic.starting import EpochStores, Starter
+from paceline.launch.hang_watch import HangWatch
 from paceline.launch.launch_errors import InterruptedLaunchError, LaunchError
 from paceline.launch.watchdog import GRACE_S
 
@@ -51,8 +52,11 @@ _EARLY_S = 1.0  # that a rank's death may be seen later than those that it cause
 _MOST_TRIES = 10  # memberships in a row in which no step is completed
 
 
-def run(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
-    """Run the script on every rank of this host, go on without those that are lost; as `launch`, errors included."""
+def run(arguments: LaunchArguments, hangs: HangWatch, note: Callable[[str], None]) -> None:
+    """Run the script on every rank of this host, go on without those that are lost; as `launch`, errors included.
+
+    `hangs` looks at them, and is told how many there are.
+    """
     with _signals(arguments) as received, contextlib.ExitStack() as stack:
 
         def check() -> None:
@@ -62,13 +66,17 @@ def run(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
                     received[0],
                 )
 
-        starter = Starter(arguments)
+        starter = stack.enter_context(Starter(arguments))
         decider: Decider = OneHost()
         start: Start | None = Start(0, arguments.num_local_ranks, 0, 1, None)
         if arguments.num_machines > 1:
             several = stack.enter_context(connected(arguments, starter.new_store(), note))
             decider, start = several, several.meet(check)
-        agent = Agent(arguments, decider, starter, start, note)
+
+        def resized(num_ranks: int) -> None:
+            hangs.num_ranks = num_ranks if arguments.num_machines == 1 else 0
+
+        agent = Agent(arguments, decider, starter, start, note, resized)
         try:
             while not agent.is_over:
                 agent.look()
@@ -106,7 +114,10 @@ class EarlyEnd:
 
 
 class Agent:
-    """One host's; `start` says how its ranks begin, None: the job has begun without this host."""
+    """One host's; `start` says how its ranks begin, None: the job has begun without this host.
+
+    `resized` is called with the number of ranks that train from now on.
+    """
 
     def __init__(
         self,
@@ -115,8 +126,10 @@ class Agent:
         starter: Starter,
         start: Start | None,
         note: Callable[[str], None],
+        resized: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._arguments, self._decider, self._note = arguments, decider, note
+        self._resized = resized
         self._starter, self._start = starter, start
         self._stores = EpochStores(starter.host)
         self._seats = Seats(arguments.num_local_ranks)
@@ -432,6 +445,7 @@ class Agent:
             come = f"with {plan.num_new} that came in" if plan.num_new else ""
             who = " and ".join(filter(None, (gone, come)))
             self._note(f"{len(plan.members)} ranks go on after step {plan.step}, {who}")
+        self._resized(len(plan.members))
         self._epoch, self._members = plan.epoch, plan.members
         self._is_stopping = self._is_pausing = False
         self._because = []

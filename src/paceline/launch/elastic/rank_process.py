@@ -11,17 +11,21 @@ from collections.abc import Mapping, Sequence
 from paceline.elastic.line import FD, Line, Message
 from paceline.errors import ProtocolError
 from paceline.host.processes import Vitals, VitalSigns
+from paceline.launch.elastic.output import Output
 
 
 class RankProcess:
     """Starts it, with this environment alone; `line` hears and tells, `pidfd` is readable once it has ended."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], output: Output) -> None:
         self.line, theirs = Line.pair()
-        with theirs:
+        self._output = output
+        with theirs, output.opened() as (stdout, stderr):
             self._process = subprocess.Popen(
                 command,
                 env={**environment, FD: str(theirs.fileno())},
+                stdout=stdout,
+                stderr=stderr,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # so that what it has started can be ended with it
             )
@@ -58,6 +62,7 @@ class RankProcess:
             self._process.kill()
         code = self._process.wait()
         self.ask_to_end(signal.SIGKILL)  # the session outlives its leader
+        self._output.has_ended.set()
         self.line.close()
         os.close(self.pidfd)
         self._signs.close()

@@ -6,6 +6,7 @@ import os
 import socket
 from collections import deque
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed import run as torchrun
@@ -13,8 +14,12 @@ from torch.distributed import run as torchrun
 from paceline.elastic.line import LOST_AFTER
 from paceline.host.addresses import LOOPBACK
 from paceline.launch.command_line import LaunchArguments
+from paceline.launch.elastic.output import Output, Outputs
 from paceline.launch.elastic.plan import Address, Start
 from paceline.launch.elastic.rank_process import RankProcess
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _BACKLOG = 2048
 _KEPT = 4  # a rank may still write into the store of the membership that it leaves
@@ -46,7 +51,7 @@ def listening_store(host: str) -> dist.TCPStore:
 
 
 class Starter:
-    """Starts processes of the script; `host` is the address of this host that ranks reach."""
+    """Starts processes of the script; `host` is the address of this host that ranks reach. A context manager."""
 
     def __init__(self, arguments: LaunchArguments) -> None:
         args = arguments.torchrun
@@ -54,6 +59,7 @@ class Starter:
         self._arguments = arguments
         config, command, words = torchrun.config_from_args(args)
         self._run_id, self._command = config.run_id, [str(command), *words]
+        self._outputs = Outputs(config, arguments.num_local_ranks)
         self._stores: deque[dist.TCPStore] = deque(maxlen=_KEPT * arguments.num_local_ranks)
         self._num_starts = 0
 
@@ -67,20 +73,30 @@ class Starter:
         size = self._arguments.num_local_ranks
         if start is None:
             return [self.start_one(local_rank) for local_rank in range(size)]
-        number, store = self._next(), start.store or self.new_store()
+        number, start = self._next(), replace(start, store=start.store or self.new_store())
+        outputs = self._outputs.of_start(number, range(size))
         return [
-            self._start(number, local_rank, size, replace(start, store=store)) for local_rank in range(size)
+            self._start(number, local_rank, size, start, outputs[local_rank]) for local_rank in range(size)
         ]
 
     def start_one(self, local_rank: int) -> RankProcess:
         """A rank that meets nobody, until a membership takes it in."""
-        return self._start(self._next(), local_rank, 1, Start(0, 1, 0, 1, self.new_store()))
+        number = self._next()
+        output = self._outputs.of_start(number, [local_rank])[local_rank]
+        return self._start(number, local_rank, 1, Start(0, 1, 0, 1, self.new_store()), output)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """All processes have ended: what they have written is shown."""
+        self._outputs.close()
 
     def _next(self) -> int:
         self._num_starts += 1
         return self._num_starts - 1
 
-    def _start(self, number: int, local_rank: int, size: int, start: Start) -> RankProcess:
+    def _start(self, number: int, local_rank: int, size: int, start: Start, output: Output) -> RankProcess:
         assert start.store is not None
         rank = start.first_rank + (local_rank if size > 1 else 0)
         numbers = {
@@ -102,7 +118,8 @@ class Starter:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": str(self._run_id),
             LOST_AFTER: f"{self._arguments.lost_after_s:g}",
+            **output.environment,
         }
         environment = {**os.environ, **{name: str(value) for name, value in numbers.items()}, **texts}
         command = [word.replace("${local_rank}", str(local_rank)) for word in self._command]
-        return RankProcess(command, environment)
+        return RankProcess(command, environment, output)

@@ -3,8 +3,8 @@
 Rules
 1. Where the caller's group shares memory, Adasum of all its ranks is a collective of that group, in its order, on the
    tensors where they lie. Else it has connections of its own, so that its messages never meet other traffic on the
-   caller's group: shared memory if all ranks are on one host, else a Gloo group. Both are made from c10d's store alone,
-   without `new_group`, which is safe for groups over some of the world's ranks.
+   caller's group: memory that all ranks share if they are on one host, else a Gloo group. Both are made from c10d's
+   store alone, without `new_group`, which is safe for groups over some of the world's ranks.
 2. Their key in the store is random, drawn by rank 0 and broadcast over the caller's group at the first launch. So it
    cannot differ between ranks with a different history, such as a failed constructor on one of them.
 3. Everything that blocks runs on a lane (one thread): Adasums are performed in the order of their launch.
@@ -33,9 +33,10 @@ from paceline.comm.lane import Lane, LaneWork
 from paceline.errors import ConfigurationError
 from paceline.host.processes import whereabouts
 from paceline.observe import StepTiming
-from paceline.process_group.connections import open_transport, store_of_job
+from paceline.process_group.connections import open_transport, open_vectors, store_of_job
 from paceline.process_group.executor import Executor
 from paceline.process_group.folds import flat_view
+from paceline.process_group.host_collectives import HostVectors
 from paceline.process_group.shared_vectors import shared_vectors_of
 from paceline.reductions.adasum.in_shared_memory import combine_shared
 from paceline.reductions.adasum.operator import Norms, Segments
@@ -134,7 +135,8 @@ class Adasum(Reduction):
             )
             return C10dWork(work)
         if self._connection is None:
-            self._connection = Connection(message.process_group, message.flat.device, self._find_topology)
+            find_topology = None if self.hosts is None else self._find_topology
+            self._connection = Connection(message.process_group, message.flat.device, find_topology)
         return self._connection.launch(message.body, segments, self._keep)
 
     def end_step(self, timing: StepTiming) -> None:
@@ -158,9 +160,7 @@ class Adasum(Reduction):
 
     def _find_topology(self, executor: Executor, timeout_s: float) -> Topology:
         num_ranks = executor.transport.num_ranks
-        if self.hosts is None:
-            return Topology.one_rank_a_host(num_ranks)
-        if not isinstance(self.hosts, str):
+        if self.hosts is not None and not isinstance(self.hosts, str):
             return _topology_of(self.hosts, num_ranks)
         found = _find_hosts(executor, timeout_s)
         if found.num_hosts == 1 and executor.transport.rank == 0:
@@ -176,18 +176,19 @@ class Adasum(Reduction):
 class Connection:
     """Transport and thread of the Adasums over one process group. Collective: making one, and `launch`; neither blocks.
 
-    `find_topology`, a collective, returns which ranks share a host, given an executor and a timeout in seconds.
+    `find_topology`, a collective, returns which ranks' mean is taken, as those of a host, given an executor and a
+    timeout in seconds; None: of none, all are combined by Adasum.
     """
 
     def __init__(
-        self, process_group: ProcessGroup, device: torch.device, find_topology: FindTopology
+        self, process_group: ProcessGroup, device: torch.device, find_topology: FindTopology | None
     ) -> None:
         self.process_group = process_group
         self._find_topology = find_topology
         self._timeout = timeout_of(process_group)
         self._store = store_of_job("Adasum")
         self._session_name = launch_session_name(process_group, device)
-        self._over_ranks: AdasumOverRanks | None = None
+        self._combiner: AdasumOverRanks | HostVectors | None = None
         self._lane = Lane(f"paceline adasum lane of rank {process_group.rank()}")
         self._let_go = weakref.finalize(self, self._lane.close, 0.0)
 
@@ -200,7 +201,11 @@ class Connection:
 
         def perform() -> None:
             with flat_view(flat, is_output=True) as values:
-                keep(self._connect().run(values, segments))
+                combiner = self._connect()
+                if isinstance(combiner, AdasumOverRanks):
+                    keep(combiner.run(values, segments))
+                else:
+                    combiner.on_all("adasum", values, lambda vectors: keep(combine_shared(vectors, segments)))
 
         work = LaneWork(perform, [flat], "adasum")
         self._lane.launch(work, at_once=False)
@@ -209,18 +214,23 @@ class Connection:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent so far."""
-        return 0 if self._over_ranks is None else self._over_ranks.transport.bytes_sent
+        combiner = self._combiner
+        return combiner.transport.bytes_sent if isinstance(combiner, AdasumOverRanks) else 0
 
-    def _connect(self) -> AdasumOverRanks:
+    def _connect(self) -> AdasumOverRanks | HostVectors:
         """Connect to the other ranks at the first use. Collective; runs on the lane's thread."""
-        if self._over_ranks is None:
+        if self._combiner is None:
             store = dist.PrefixStore(f"paceline/adasum/{self._session_name()}", self._store)
-            group = self.process_group
-            transport = open_transport(store, group.rank(), group.size(), self._timeout)
-            timeout_s = self._timeout.total_seconds()
-            topology = self._find_topology(Executor(transport), timeout_s)
-            self._over_ranks = AdasumOverRanks(transport, vector_halving(topology), timeout_s)
-        return self._over_ranks
+            who = store, self.process_group.rank(), self.process_group.size(), self._timeout
+            if self._find_topology is None:
+                self._combiner = open_vectors(*who)
+        if self._combiner is None:
+            transport, timeout_s = open_transport(*who), self._timeout.total_seconds()
+            topology = Topology.one_rank_a_host(self.process_group.size())
+            if self._find_topology is not None:
+                topology = self._find_topology(Executor(transport), timeout_s)
+            self._combiner = AdasumOverRanks(transport, vector_halving(topology), timeout_s)
+        return self._combiner
 
 
 def _find_hosts(executor: Executor, timeout_s: float) -> Topology:

@@ -123,12 +123,21 @@ class DatagramEnd(ABC):
     def never_reached(self, now_us: int, for_us: int) -> int | None:
         """A peer that is heard, and to which no chunk has ever got through, tried for so long."""
         for peer in range(self.num_ranks):
-            ways = self.tables.ways[peer * self.num_ports : (peer + 1) * self.num_ports]
-            is_tried = (ways[:, e.W_BACKOFF] > 0) & (now_us - ways[:, e.W_STUCK_SINCE] > for_us)
-            is_heard = now_us - self.tables.peers[peer, e.P_HEARD_AT] < for_us // 2
-            if peer != self.rank and is_heard and (is_tried & (ways[:, e.W_HAS_DELAY] == 0)).all():
+            never = (self._ways_to(peer)[:, e.W_HAS_DELAY] == 0).all()
+            if peer != self.rank and never and self.is_unreached(peer, now_us, for_us):
                 return peer
         return None
+
+    def is_unreached(self, peer: int, now_us: int, for_us: int) -> bool:
+        """Whether a peer is heard, and no chunk has got through to it for so long, though some were tried."""
+        ways = self._ways_to(peer)
+        is_tried = (ways[:, e.W_BACKOFF] > 0) & (now_us - ways[:, e.W_STUCK_SINCE] > for_us)
+        is_heard = now_us - self.tables.peers[peer, e.P_HEARD_AT] < for_us // 2
+        return bool(is_heard and is_tried.all())
+
+    def _ways_to(self, peer: int) -> NDArray[np.int64]:
+        ways: NDArray[np.int64] = self.tables.ways[peer * self.num_ports : (peer + 1) * self.num_ports]
+        return ways
 
     @property
     def misfit_peer(self) -> int | None:
@@ -137,8 +146,7 @@ class DatagramEnd(ABC):
 
     def has_heard_chunks(self, peer: int) -> bool:
         """Whether any datagram with a number ever came from a peer."""
-        ways = self.tables.ways[peer * self.num_ports : (peer + 1) * self.num_ports]
-        return bool((ways[:, e.W_RX_LARGEST] >= 0).any())
+        return bool((self._ways_to(peer)[:, e.W_RX_LARGEST] >= 0).any())
 
     @property
     def is_idle(self) -> bool:

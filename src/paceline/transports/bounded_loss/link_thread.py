@@ -184,15 +184,18 @@ class LinkThread(ABC):
         never = self.end.never_reached(now_us, int(never_s * 1e6))
         stuck, waited_s = (never, never_s) if never is not None else (self.end.stuck_peer, self._timeout_s)
         if stuck is not None:
-            raise PeerLostError(
-                f"{self._name} hears {self._met.name_of(stuck)} ({self._met.places[stuck][0]}), but none of its "
-                f"datagrams of {self.end.row_bytes + 28} bytes got there for {waited_s:g} s. A "
-                "router between them silently drops packets that are longer than its MTU. Set the smallest MTU of "
-                "the path on every host, for example: ip link set dev eth0 mtu 1400.",
-                stuck,
-            )
+            raise self._unreached(stuck, waited_s)
         if self.end.lost_peer is not None:
             raise self._unheard(self.end.lost_peer, self._timeout_s)
+
+    def _unreached(self, peer: int, waited_s: float) -> PeerLostError:
+        return PeerLostError(
+            f"{self._name} hears {self._met.name_of(peer)} ({self._met.places[peer][0]}), but none of its datagrams "
+            f"of {self.end.row_bytes + 28} bytes got there for {waited_s:g} s. A router between them silently drops "
+            "packets that are longer than its MTU. Set the smallest MTU of the path on every host, for example: ip "
+            "link set dev eth0 mtu 1400.",
+            peer,
+        )
 
     def _unheard(self, peer: int, waited_s: float) -> PeerLostError:
         address, port = self._met.places[peer]

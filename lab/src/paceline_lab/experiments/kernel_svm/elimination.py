@@ -122,6 +122,7 @@ def main(
         Path | None, typer.Option(help="Folder of the real data sets, see kernel_svm/data_sets.py.")
     ] = None,
     once: Annotated[str, typer.Option(help="Further heuristics that take minutes, comma-separated.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the result's files.")] = "svm-elimination",
     rounds: Rounds = 2,
     clock: Clock = "wall",
     parts: PartsFolder = None,
@@ -133,12 +134,16 @@ def main(
     names, rounds = (["synthetic-4000x8"], 1) if quick else (data.split(","), rounds)
     where = str(folder.absolute()) if folder else None
     turns = dict.fromkeys(names, rounds) | dict.fromkeys(once.split(",") if once else [], 0)
-    costs = {name: _costs_of(Config(name, where, turn, clock), parts) for name, turn in turns.items()}
-    result = report(costs, Config(",".join(turns), where, rounds, clock), quick)
+    costs = {
+        data_set: _costs_of(Config(data_set, where, turn, clock), parts) for data_set, turn in turns.items()
+    }
+    result = report(
+        costs, Config(",".join(turns), where, rounds, clock), f"{name}{'-quick' if quick else ''}"
+    )
     conclude(result, report_folder, as_json)
 
 
-def report(costs: dict[str, dict[str, dict[str, Cost]]], config: Config, quick: bool) -> Report:
+def report(costs: dict[str, dict[str, dict[str, Cost]]], config: Config, name: str) -> Report:
     """Turn costs by set, cache and heuristic into rows: two for each set and cache."""
     rows: list[tuple[str, ...]] = []
     summaries: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
@@ -148,10 +153,10 @@ def report(costs: dict[str, dict[str, dict[str, Cost]]], config: Config, quick: 
             of_sets = {name: found[what] for name, found in ratios.items()}
             means = {x: statistics.geometric_mean(of[x] for of in of_sets.values()) for x in HEURISTICS}
             summaries.setdefault(cache, {})[what] = of_sets | {"geometric mean": means}
-            for name, of in summaries[cache][what].items():
-                rows.append((cache, name, what, *(f"{of[x]:.2f}" for x in HEURISTICS[1:])))
+            for data_set, of in summaries[cache][what].items():
+                rows.append((cache, data_set, what, *(f"{of[x]:.2f}" for x in HEURISTICS[1:])))
     return Report(
-        name=f"svm-elimination{'-quick' if quick else ''}",
+        name=name,
         question="What does a fit cost with each shrinking heuristic, over none?",
         columns=("cache", "data", "ratio of", *HEURISTICS[1:]),
         rows=tuple(rows),

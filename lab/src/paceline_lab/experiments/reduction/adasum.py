@@ -2,11 +2,13 @@
 
 One bucket is reduced again and again, by the mean and by Adasum in turn (A B B A), each launch awaited; a barrier
 before each. So this is communication and arithmetic alone: in training, part of it hides behind backward. Bytes are
-counted in Adasum's transport, from the data itself; the limit is 2 (P-1)/P of the bucket. The mean over Gloo is Gloo's
-ring; over `paceline` on one host both are computed in shared memory, and nothing is sent.
+counted in Adasum's transport, from the data itself; the limit is 2 (P-1)/P of the bucket. Over Gloo messages are sent
+on one host, too: the mean by Gloo's ring, Adasum's by Gloo with PACELINE_SHARED_MEMORY=0. Over `paceline` on one host
+both are computed in shared memory, and nothing is sent.
 """
 
 import itertools
+import os
 import time
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -59,6 +61,7 @@ def measure(config: Config, tell: TellProgress) -> dict[str, Timed]:
     """Time every shape over every backend. Collective."""
     results: dict[str, Timed] = {}
     for backend in BACKENDS:
+        os.environ["PACELINE_SHARED_MEMORY"] = "0" if backend == "gloo" else "1"  # this rank's alone
         group: Any = dist.new_group(backend=backend)
         for shape, dtype in itertools.product(config.shapes, config.dtypes):
             timed = _measure_bucket(group, SHAPES[shape], DTYPES[dtype], config.num_rounds)

@@ -133,6 +133,12 @@ def _report(grades: list[Grade], config: Config) -> Report:
         Verdict("right rank", 1 - sum(row.num_right for row in asked) / num, 1 - _RIGHT, "of runs missed"),
         Verdict("right cause", 1 - sum(row.num_cause for row in asked) / num, 1 - _CAUSE, "of runs missed"),
         Verdict("wrong rank named", sum(row.num_wrong for row in asked) / num, 0.01, "of runs"),
+        Verdict(
+            "link's direction",
+            1 - sum(row.num_direction for row in rows) / (sum(row.num_directed for row in rows) or 1),
+            1 - _CAUSE,
+            "of runs missed",
+        ),
         Verdict("what-if", 1 - sum(row.num_close for row in asked) / predicted, 0.05, "off by over 5 %"),
         Verdict("clean runs", float(alarms), 0.0, "alarms"),
     )

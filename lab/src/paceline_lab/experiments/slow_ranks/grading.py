@@ -28,6 +28,7 @@ class Grade:
         error: The predicted step over the measured one after the repair, less 1; None: none predicted.
         sentence: What was said.
         drift: As `Graded`'s.
+        direction: Of a link that one was asked of: "right", "wrong" or "silent"; else "".
     """
 
     cause: str
@@ -41,6 +42,7 @@ class Grade:
     error: float | None
     sentence: str
     drift: float = 0.0
+    direction: str = ""
 
     @property
     def counts(self) -> bool:
@@ -113,10 +115,12 @@ class Row:
     num_predicted: int
     num_close: int
     worst_error: float
+    num_directed: int = 0  # of how many a direction was asked
+    num_direction: int = 0
 
     def cells(self) -> tuple[str, ...]:
         if self.cause == "clean":
-            answers = (f"{self.num - self.num_wrong} quiet", f"{self.num_wrong} alarms", "", "", "", "")
+            answers = (f"{self.num - self.num_wrong} quiet", f"{self.num_wrong} alarms", "", "", "", "", "")
             return ("clean", "", str(self.num), "", *answers)
         return (
             self.cause,
@@ -129,6 +133,7 @@ class Row:
             str(self.num_cause),
             str(self.num_when),
             f"{self.num_close} of {self.num_predicted}" if self.num_predicted else "",
+            f"{self.num_direction} of {self.num_directed}" if self.num_directed else "",
         )
 
 
@@ -143,6 +148,7 @@ COLUMNS = (
     "right cause",
     "right pattern",
     "what-if within 5 %",
+    "right direction",
 )
 
 
@@ -177,6 +183,8 @@ def _row(grades: Sequence[Grade], unit: str) -> Row:
         len(errors),
         sum(abs(x) <= _CLOSE for x in errors),
         max(errors, key=abs, default=0.0),
+        sum(x.direction != "" for x in asked),
+        sum(x.direction == "right" for x in asked),
     )
 
 

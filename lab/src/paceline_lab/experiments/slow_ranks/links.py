@@ -1,12 +1,9 @@
-"""The doctor on three emulated hosts of which one has a slow or lossy link; root only.
-
-Which of a link's directions is slow is not asked: nothing that is recorded says it.
-"""
+"""The doctor on three emulated hosts of which one has a slow or lossy link, in one direction or both; root only."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline_lab.bench.ranks import ClusterRanks
@@ -30,6 +27,8 @@ class LinkCause:
         option: Of `ClusterSpec.parse`.
         others: What the other hosts have.
         kind: What the doctor may call it.
+        direction: As `Finding`'s; "": not asked.
+        besides: Further options.
     """
 
     strengths: tuple[float, ...]
@@ -37,11 +36,18 @@ class LinkCause:
     option: str
     others: str
     kind: str
+    direction: str = ""
+    besides: Mapping[str, str] = field(default_factory=dict)
 
 
 LINK_CAUSES = {
-    "slow link": LinkCause((20, 50), "Mbit", "rate", _RATE, "slow link: rate"),
-    "slow link, towards it only": LinkCause((20, 50), "Mbit", "port_rate", _RATE, "slow link: rate"),
+    "slow link": LinkCause((20, 50), "Mbit", "rate", _RATE, "slow link: rate", "both"),
+    "slow link, towards it only": LinkCause(
+        (20, 50), "Mbit", "port_rate", _RATE, "slow link: rate", "towards"
+    ),
+    "slow link, from it only": LinkCause(
+        (20, 50), "Mbit", "rate", _RATE, "slow link: rate", "from", {"port_rate": _RATE}
+    ),
     "lossy link": LinkCause((0.5, 1, 2), "%", "loss", "0%", "slow link: loss"),
     _CLEAN: LinkCause((0,), "", "", "", ""),
 }
@@ -69,7 +75,9 @@ def grade_links(seed: int, known: Collection[tuple[str, float, int]]) -> Iterato
             yield _grade(name, strength, seed, -1, clean, clean)
             continue
         values = [f"{strength:g}{of.unit}" if host == culprit else of.others for host in range(_HOSTS)]
-        yield _grade(name, strength, seed, culprit, _run(seed, {of.option: ",".join(values)}), clean)
+        yield _grade(
+            name, strength, seed, culprit, _run(seed, {**of.besides, of.option: ",".join(values)}), clean
+        )
 
 
 def _run(seed: int, links: dict[str, Any]) -> Graded:
@@ -92,5 +100,20 @@ def _grade(name: str, strength: float, seed: int, culprit: int, graded: Graded, 
     if name == _CLEAN:
         name, answer = "clean", "quiet" if finding is None else "alarm"
         seed += 1000  # beside the clean runs of one machine
-    sentence = graded.diagnosis.words
-    return Grade(name, strength, seed, effect, is_effective, answer, is_cause, is_cause, error, sentence)
+    direction = ""
+    if of.direction:
+        said = finding.direction if finding is not None and is_right else ""
+        direction = "right" if said == of.direction else "wrong" if said else "silent"
+    return Grade(
+        name,
+        strength,
+        seed,
+        effect,
+        is_effective,
+        answer,
+        is_cause,
+        is_cause,
+        error,
+        graded.diagnosis.words,
+        direction=direction,
+    )

@@ -3,6 +3,7 @@
     paceline study survival --cases 200            # resumed where the stored report ends
     paceline study survival --cases 200 --first-seed 1000
     paceline study survival --case 17              # one, with what it printed
+    paceline study survival --cost                 # what a run without a loss costs, beside a plain loop
 
 Each case is a job of 3 to 6 ranks on this host, some of which are lost: at a moment of a step, in a recovery, two at
 once, or from without at any time. Afterwards nothing may have been lost: see `job.problems`. Processes are forks of one
@@ -26,6 +27,7 @@ import typer
 from paceline_lab.bench.provenance import collect
 from paceline_lab.checkout import in_repository
 from paceline_lab.experiments.options import REPORT_FOLDER, Quick, ReportFolder
+from paceline_lab.experiments.survival.cost import measure
 from paceline_lab.experiments.survival.job import Job, Outcome, problems, run_job, standstills_s, trained
 from paceline_lab.experiments.survival.training import MOMENTS, Fault, parser_of
 from paceline_lab.report.terminal import progress_bar
@@ -156,11 +158,17 @@ def main(
     cases: Annotated[int, typer.Option(min=1, help="Number of cases.")] = 200,
     first_seed: Annotated[int, typer.Option(help="Random seed of the first case. The others follow.")] = 0,
     case: Annotated[int | None, typer.Option(help="A single case by its seed, with its output.")] = None,
+    cost: Annotated[bool, typer.Option(help="Instead: what a run without a loss costs.")] = False,
     quick: Quick = False,
     report_folder: ReportFolder = REPORT_FOLDER,
 ) -> None:
     """Let ranks of small trainings die at random moments, and count what was lost."""
     path = report_folder / "survival.json"
+    if cost:
+        for name, deterministic in (("elastic", False), ("deterministic", True)):
+            found_cost = measure(2, 3 if quick else 40, deterministic=deterministic)
+            print(found_cost.words(name))
+        return
     if case is not None:
         found = Found(case)
         print(found.perform(case).said)

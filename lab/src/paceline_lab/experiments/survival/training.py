@@ -123,6 +123,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="float64")
     parser.add_argument("--optimizer", default="sgd")
     parser.add_argument("--backend", default="gloo")
+    parser.add_argument("--compression", default="none")
     parser.add_argument("--pause-ms", type=float, default=0)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
@@ -187,7 +188,7 @@ def main() -> None:
     data.at = faults.at
     shuffle = GlobalShuffle(data, GlobalBatch.of(args.batch, dist.get_world_size()), seed=5)
     net = make_model(args)
-    model = paceline.DistributedDataParallel(net, batch_sampler=shuffle)
+    model = paceline.DistributedDataParallel(net, batch_sampler=shuffle, compression=args.compression)
     optimizer = make_optimizer(args.optimizer, net)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
     next(iter(net.parameters())).register_hook(lambda _: faults.at("within backward"))

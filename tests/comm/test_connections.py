@@ -2,7 +2,7 @@
 
 import socket
 
-from paceline.elastic import connections
+from paceline.comm import connections
 
 
 def connection(listener):

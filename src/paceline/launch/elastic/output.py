@@ -1,0 +1,80 @@
+"""Where the processes of a host write: where the launcher does, into files, or both. As torchrun's `--tee` says.
+
+Rules
+1. Torch's own description of logs says where: <folder>/<run>_<random>/attempt_<start>/<local rank>/stdout.log. A start
+   is that of all ranks, number 0, or of one replacement.
+2. Nobody waits for a line to be shown until the launch ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+from typing import IO, Any
+
+from torch.distributed.elastic.multiprocessing.tail_log import tail_logfile
+
+_LOOK_S = 0.1
+
+
+@dataclass(frozen=True)
+class Output:
+    """Of one process."""
+
+    files: tuple[str, str]  # for stdout and stderr; empty: where the launcher writes
+    environment: Mapping[str, str]  # that tells the process of more
+    has_ended: threading.Event = field(default_factory=threading.Event)  # set once it has written all
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[list[IO[bytes] | None]]:
+        """For a process that starts."""
+        with contextlib.ExitStack() as stack:
+            yield [stack.enter_context(Path(name).open("wb")) if name else None for name in self.files]
+
+
+class Outputs:
+    """Makes them; `config` is torch's, of a launch with so many local ranks."""
+
+    def __init__(self, config: Any, num_seats: int) -> None:
+        self._logs, self._run_id, self._num_seats = config.logs_specs, str(config.run_id), num_seats
+        self._prefix = Template(config.log_line_prefix_template or "[${role_name}${local_rank}]:")
+        self._role = config.role
+        self._shown: list[tuple[threading.Thread, Output]] = []
+
+    def of_start(self, number: int, local_ranks: Iterable[int]) -> dict[int, Output]:
+        """Files of this start, by local rank; what is written there is shown from now on, if that was asked for."""
+        names = {"TORCHELASTIC_RUN_ID": self._run_id, "TORCHELASTIC_RESTART_COUNT": str(number)}
+        environments = {seat: dict(names) for seat in range(self._num_seats)}
+        logs = self._logs.reify(environments)
+        made = {}
+        for seat, environment in environments.items():
+            if seat not in local_ranks:
+                Path(logs.error_files[seat]).parent.rmdir()  # torch makes one for each
+                continue
+            output = made[seat] = Output((logs.stdouts[seat], logs.stderrs[seat]), environment)
+            prefix = self._prefix.safe_substitute(role_name=self._role, local_rank=seat, rank=seat)
+            for files, shown in ((logs.tee_stdouts, sys.stdout), (logs.tee_stderrs, sys.stderr)):
+                if seat in files:
+                    words = (
+                        prefix,
+                        files[seat],
+                        shown,
+                        output.has_ended,
+                        _LOOK_S,
+                        bool,
+                    )  # a line is not empty
+                    thread = threading.Thread(target=tail_logfile, args=words, daemon=True)
+                    thread.start()
+                    self._shown.append((thread, output))
+        return made
+
+    def close(self) -> None:
+        """Wait until all is shown that there is. Processes have ended."""
+        for thread, output in self._shown:
+            output.has_ended.set()
+            thread.join()
