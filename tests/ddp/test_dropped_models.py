@@ -68,7 +68,7 @@ def memory_bytes():
 
     class Info(ctypes.Structure):
         names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-        _fields_ = [(name, ctypes.c_size_t) for name in names.split()]  # noqa: RUF012
+        _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
 
     ask = ctypes.CDLL(None).mallinfo2
     ask.restype = Info
