@@ -36,7 +36,7 @@ class Finding:
         remedies: What to do.
         sureness: In how many of the steps it was seen, 0 to 1.
         sentence: All of it for people.
-        direction: A slow link's: "towards" the host or "from" it, or "both"; "": not known.
+        direction: Which way of a slow link: "towards" the host, "from" it, or "both"; "": not known.
     """
 
     kind: str

@@ -224,7 +224,7 @@ class ThreadsStudy(TimeStudy[StudyOptions]):
             path,
             title if min(faster) > 1 else record["question"],
             panels,
-            "Real compute. Threads share Python's lock, processes communicate. More than linear is the one worker's noise.",
+            "Real compute. Threads share Python's lock. More than linear is noise of the one worker.",
         )
 
 
