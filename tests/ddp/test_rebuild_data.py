@@ -160,7 +160,11 @@ def lose_two(rank, _num_ranks, dies_in):
         except PeerLostError:
             for members in ([0, 2, 3], [0, 3]):
                 group = dist.new_group(members, use_local_synchronization=True)
+                # Gloo refuses the group to whoever still connects when a rank dies that has already connected.
+                store = dist.distributed_c10d._get_default_store()
+                store.set(f"{rank} of {members}", b"")
                 if rank == 2:
+                    store.wait([f"{other} of {members}" for other in members])
                     where = {"standing": model._steps, "group_like": gradient_group}[dies_in]
                     setattr(where, dies_in, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
                 try:
