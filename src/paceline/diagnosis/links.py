@@ -16,6 +16,7 @@ from paceline.observe.run_reading import Run
 from paceline.observe.run_records import LinkCounters, Sample
 
 _SLOW = 0.7  # the best rate at a slow host over the worst elsewhere, and of arrivals the best over the best
+_BOTH = 0.6  # of arrivals, the best in either direction over the best elsewhere
 _LOSSY, _MORE_LOST = 0.005, 3.0  # segments resent, and over any other connection's
 _FAR, _FAR_S = 3.0, 0.002  # the shortest round trip over the others', and at least
 _SEGMENT_BYTES = 1448
@@ -108,7 +109,7 @@ def _direction(edges: tuple[Edge, ...], rank: int) -> str:
     elsewhere = peak(x for x in edges if rank not in {x.source, x.target})
     if not towards or not away:
         return ""
-    if max(towards, away) < _SLOW * elsewhere:
+    if max(towards, away) < _BOTH * elsewhere:
         return "both"
     if towards < _SLOW * away:
         return "towards"
