@@ -67,7 +67,7 @@ class SVC(PairwiseVotes, KernelMachine):
         n_features_in_: Features.
 
     Source:
-        The algorithm: docs/guide/svm.md.
+        The algorithm: docs/notebook/svm.md, "How it works".
     """
 
     def __init__(

@@ -247,7 +247,7 @@ def _check_figure(path: Path) -> None:
 
     check_output(path, "--figure")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError("--figure needs matplotlib. pip install 'paceline-svm[plot]'")
+        raise ConfigurationError("--figure needs matplotlib: pip install matplotlib")
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = FigureCanvasBase.get_supported_filetypes()
