@@ -83,7 +83,7 @@ def allreduce(
         str, typer.Option(help="Sides to compare, comma-separated. The first is the baseline.")
     ] = "gloo,paceline",
     hosts: Hosts = None,
-    rounds: Rounds = 6,
+    rounds: Rounds = 5,
     explain: Annotated[
         bool, typer.Option("--explain", help="Print which algorithm Paceline chose, and why.")
     ] = False,

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from paceline import quantities
 from paceline.errors import ConfigurationError
 from paceline_lab.report.publication import ReportFolder as _Prepared
 
@@ -27,7 +28,18 @@ Hosts = Annotated[
     ),
 ]
 Rate = Annotated[str, typer.Option(help="Rate of each host's link, for example 1Gbit. none: not limited.")]
-ComputeS = Annotated[float, typer.Option(help="Seconds of forward and backward together.")]
+
+
+def compute_seconds(given: str | float) -> float:
+    """Parse `--compute-s`: 0.5, 0.5s or 500ms."""
+    try:
+        return quantities.seconds(str(given), "--compute-s", is_bare_possible=True)
+    except ConfigurationError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+COMPUTE_HELP = "Time of forward and backward together: 0.5, 0.5s or 500ms."
+ComputeS = Annotated[float, typer.Option(parser=compute_seconds, metavar="TIME", help=COMPUTE_HELP)]
 Turns = Annotated[
     int, typer.Option(min=2, help="Number of measuring rounds. Each side runs twice per round.")
 ]

@@ -191,14 +191,14 @@ class CheckStudy(Study[CheckOptions]):
         ratios = [1 + found[name]["error"] for name in names]
         is_ours = ["ours" in name for name in names]
         sides = [
-            ("ours", OURS, [r if own else None for r, own in zip(ratios, is_ours, strict=True)]),
+            ("Paceline", OURS, [r if own else None for r, own in zip(ratios, is_ours, strict=True)]),
             ("TCP", BASELINE, [None if own else r for r, own in zip(ratios, is_ours, strict=True)]),
         ]
         order = sorted(range(len(names)), key=lambda i: names[i].split(":")[0])
         panel = Dots(
             "",
             "simulated time over emulated time",
-            [names[i] for i in order],
+            [names[i].replace("ours", "Paceline") for i in order],
             [(name, color, [values[i] for i in order]) for name, color, values in sides],
             {0.3: "0.3", 0.6: "0.6", 0.8: "0.8", 1.0: "1", 1.25: "1.25"},
             ("emulated", 1.0),

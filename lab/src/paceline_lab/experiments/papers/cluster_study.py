@@ -27,7 +27,14 @@ from paceline_lab.bench.layer_profile import Profile, default_profile
 from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator, WrongAnswerError, turns
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import ClusterRanks, gather
-from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, Quick, ReportFolder
+from paceline_lab.experiments.options import (
+    COMPUTE_HELP,
+    REPORT_FOLDER,
+    AsJson,
+    Quick,
+    ReportFolder,
+    compute_seconds,
+)
 from paceline_lab.experiments.papers.variants import Phases, Variant, VariantTrainee, cap_flows
 from paceline_lab.experiments.runner import Measured, Study, run_study
 from paceline_lab.report.look import workload_name
@@ -45,7 +52,8 @@ Rate = Annotated[
     typer.Option(help="Rate of each host's link, for example 100Mbit.", show_default="the study's"),
 ]
 ComputeS = Annotated[
-    float | None, typer.Option(help="Seconds of forward and backward together.", show_default="the study's")
+    float | None,
+    typer.Option(parser=compute_seconds, metavar="TIME", help=COMPUTE_HELP, show_default="the study's"),
 ]
 Rounds = Annotated[
     int | None,

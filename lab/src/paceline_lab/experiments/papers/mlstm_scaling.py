@@ -19,7 +19,7 @@ from paceline.errors import ConfigurationError
 from paceline_lab.bench.layer_profile import Profile, default_profile
 from paceline_lab.bench.limit import ring_bytes_per_rank
 from paceline_lab.bench.timed_model import gradient_bytes
-from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, Quick, ReportFolder
+from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, Quick, ReportFolder, compute_seconds
 from paceline_lab.experiments.papers.cluster_study import (
     Block,
     Rounds,
@@ -356,7 +356,12 @@ def main(
     ] = None,
     compute_s: Annotated[
         float | None,
-        typer.Option(help="Seconds of forward and backward of the first workload.", show_default="0.25"),
+        typer.Option(
+            parser=compute_seconds,
+            metavar="TIME",
+            help="Time of forward and backward of the first workload: 0.5, 0.5s or 500ms.",
+            show_default="0.25",
+        ),
     ] = None,
     rounds: Rounds = None,
     quick: Quick = False,
