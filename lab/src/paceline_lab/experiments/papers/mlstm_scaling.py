@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,7 +42,7 @@ from paceline_lab.experiments.papers.variants import Variant
 from paceline_lab.experiments.runner import Findings, Measured, run_study
 from paceline_lab.report.figures import draw_figure
 from paceline_lab.report.look import CURVE_COLORS, LIMIT, OURS, PAPER
-from paceline_lab.report.panels import Line, Lines, linear_line
+from paceline_lab.report.panels import Line, Lines
 
 if TYPE_CHECKING:
     from paceline_lab.emulation import ClusterSpec
@@ -202,28 +202,27 @@ class ScalingStudy(TimeStudy[ScalingOptions]):
             workload, link = label.split(", ")
             names[label] = f"{workload.removeprefix('mlstm-')}, {rates[link]}"
         paper = [
-            Line.published(label, [(x, y) for x, y in zip(gpus, ys, strict=True) if y is not None], color)
+            Line.published(
+                label, _efficiencies((x, y) for x, y in zip(gpus, ys, strict=True) if y is not None), color
+            )
             for (label, ys), color in zip(published.items(), CURVE_COLORS, strict=False)
         ]
         ours = [
-            Line(names[label], curve[STUDYS_METHOD], color)
+            Line(names[label], _efficiencies(curve[STUDYS_METHOD]), color)
             for (label, curve), color in zip(curves.items(), CURVE_COLORS, strict=False)
         ]
         slowest = list(curves)[-len({label.partition(",")[0] for label in curves})]
         colors = {STUDYS_METHOD: PAPER, SINGLE: LIMIT}
         methods = [
-            Line(method, points, colors.get(method, OURS)) for method, points in curves[slowest].items()
+            Line(method, _efficiencies(points), colors.get(method, OURS))
+            for method, points in curves[slowest].items()
         ]
         ticks = {float(x): str(x) for x, _ in next(iter(curves.values()))[STUDYS_METHOD]}
         most = max(ticks)
         panels = [
-            Lines("the study's chart", "GPUs", "speed-up", [linear_line(128), *paper]),
-            Lines(
-                "the study's method on emulated hosts", "ranks", "speed-up", [linear_line(most), *ours], ticks
-            ),
-            Lines(
-                f"emulated hosts, {names[slowest]}", "ranks", "speed-up", [linear_line(most), *methods], ticks
-            ),
+            _over_ranks("the study's chart", "GPUs", paper, {float(x): str(x) for x in gpus}),
+            _over_ranks("the study's method on emulated hosts", "ranks", ours, ticks),
+            _over_ranks(f"emulated hosts, {names[slowest]}", "ranks", methods, ticks),
         ]
         last = {names[label]: curve[STUDYS_METHOD][-1][1] / most for label, curve in curves.items()}
         best, worst = (choose(last, key=last.__getitem__) for choose in (max, min))
@@ -235,6 +234,15 @@ class ScalingStudy(TimeStudy[ScalingOptions]):
             f"{emulated(record)}. The links' rates stand 10 : 1 as the study's InfiniBand and Ethernet do; the "
             "study's method is an all-reduce after backward, in 16 bits.",
         )
+
+
+def _over_ranks(title: str, x_label: str, lines: Sequence[Line], ticks: Mapping[float, str]) -> Lines:
+    return Lines(title, x_label, "% of linear speed-up", lines, ticks, log_x=True, top=105.0)
+
+
+def _efficiencies(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Speed-ups by ranks, in % of linear ones."""
+    return [(x, 100 * y / x) for x, y in points]
 
 
 def link_label(proportion: float) -> str:

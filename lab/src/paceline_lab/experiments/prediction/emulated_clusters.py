@@ -27,8 +27,8 @@ from paceline_lab.experiments.papers.variants import PAPERS_CAP_MB, Variant
 from paceline_lab.experiments.prediction.predicted_runs import Errors, Run, fit, run_of, samples, summary
 from paceline_lab.experiments.runner import Findings, Measured
 from paceline_lab.report.figures import draw_figure
-from paceline_lab.report.look import CURVE_COLORS, PAPER
-from paceline_lab.report.panels import Line, Lines
+from paceline_lab.report.look import OURS
+from paceline_lab.report.panels import Dots
 
 if TYPE_CHECKING:
     from paceline_lab.emulation import ClusterSpec
@@ -147,24 +147,24 @@ class PredictionStudy(TimeStudy[StudyOptions]):
         """Predicted over measured, one mark a run."""
         fitted = {row[0] for row in record["rows"] if row[1] == FITTED}
         runs = [run for run in record["summaries"]["runs"] if run["label"] not in fitted]
-        draw_scatter(runs, path, columns=1)  # clusters' names are long
+        draw_ratios(runs, path)
 
 
-def draw_scatter(runs: Sequence[Mapping[str, Any]], path: Path, columns: int | None = None) -> bool:
+def draw_ratios(runs: Sequence[Mapping[str, Any]], path: Path) -> bool:
     """Draw predicted over measured steps, with and without what emulation costs; returns whether it was drawn.
 
     `runs` are predictions only: those that the simulator was fitted on say nothing about it.
     """
     panels = [
-        _scatter("predicted with what emulation costs", runs, "predicted_s"),
-        _scatter("predicted for the network alone", runs, "without_emulation_s"),
+        _ratios("predicted with what emulation costs, over measured", runs, "predicted_s"),
+        _ratios("predicted for the network alone, over measured", runs, "without_emulation_s"),
     ]
     title = (
         f"Half of {len(runs)} predicted steps are within {_middle_error(runs, 'predicted_s'):.1f} %; "
         f"within {_middle_error(runs, 'without_emulation_s'):.1f} % without the cost of emulation"
     )
-    note = "Emulated clusters, layers sleep. A dot is a run; a colour is a study. Fitted runs are left out."
-    return draw_figure(path, title, panels, note, columns)
+    note = "Emulated clusters, layers sleep. A dot is a run. Fitted runs are left out."
+    return draw_figure(path, title, panels, note, columns=1)
 
 
 def _middle_error(runs: Sequence[Mapping[str, Any]], key: str) -> float:
@@ -172,15 +172,15 @@ def _middle_error(runs: Sequence[Mapping[str, Any]], key: str) -> float:
     return 100 * median(abs(float(run[key]) / float(run["measured_s"]) - 1) for run in runs)
 
 
-def _scatter(title: str, runs: Sequence[Mapping[str, Any]], key: str) -> Lines:
-    lines = []
-    for i, label in enumerate(dict.fromkeys(run["label"] for run in runs)):
-        points = [(1e3 * x["measured_s"], 1e3 * x[key]) for x in runs if x["label"] == label]
-        color, marker = CURVE_COLORS[i % len(CURVE_COLORS)], "os^"[i // len(CURVE_COLORS) % 3]
-        lines.append(Line(label, points, color, " ", marker))
-    most = 1.05 * max(max(1e3 * x["measured_s"], 1e3 * x[key]) for x in runs)
-    lines.append(Line("equal", [(0, 0), (most, most)], PAPER, "-", ""))
-    return Lines(title, "measured step time, ms", "predicted step time, ms", lines)
+def _ratios(x_label: str, runs: Sequence[Mapping[str, Any]], key: str) -> Dots:
+    by_label: dict[str, list[float]] = {}
+    for run in runs:
+        by_label.setdefault(run["label"], []).append(run[key] / run["measured_s"])
+    most = max(map(len, by_label.values()))
+    columns = [[found[i] if i < len(found) else None for found in by_label.values()] for i in range(most)]
+    ticks = {0.5: "0.5", 0.6: "0.6", 0.8: "0.8", 1.0: "1", 1.25: "1.25"}
+    sides = [("", OURS, column) for column in columns]  # the figure's note says what a dot is
+    return Dots("", x_label, list(by_label), sides, ticks, ("equal", 1.0))
 
 
 def _cluster(place: _Place, options: StudyOptions) -> tuple[ClusterSpec, list[HostLink]]:

@@ -26,7 +26,7 @@ from paceline_lab.experiments.options import (
 from paceline_lab.experiments.papers.mlstm_scaling import ScalingOptions
 from paceline_lab.experiments.papers.published import BREAKDOWN, SKIPPED_ALONE_S, SKIPPED_SECONDS, scale_for
 from paceline_lab.experiments.papers.variants import Variant
-from paceline_lab.experiments.prediction.emulated_clusters import draw_scatter
+from paceline_lab.experiments.prediction.emulated_clusters import draw_ratios
 from paceline_lab.experiments.prediction.predicted_runs import Errors, Run, fit, run_of, samples, summary
 from paceline_lab.experiments.runner import conclude
 from paceline_lab.report.publication import Report
@@ -99,7 +99,7 @@ def main(quick: Quick = False, as_json: AsJson = False, report_folder: ReportFol
 def draw(record: Mapping[str, Any], path: Path) -> bool:
     """Draw predicted over measured steps from a stored report."""
     runs = [run for run in record["samples"]["runs"] if run["workload"] != record["config"]["fitted_on"]]
-    return draw_scatter(runs, path)
+    return draw_ratios(runs, path)
 
 
 @cache
