@@ -10,7 +10,7 @@ import pytest
 
 from harness.installed_smoke import build
 from harness.terminal import REPOSITORY, paceline, run
-from paceline.cli.explain import answers, passages
+from paceline.cli.explain import answers, explain, passages
 
 _FOLDERS = ("src", "lab/src", "svm/src")
 # What torch, a shell or a table's head says, not a message of this repository.
@@ -72,6 +72,12 @@ def test_every_heading_is_words_of_a_message():
 )
 def test_words_a_message_or_a_term_lead_to_their_passage(asked, heading):
     assert answers(asked, passages())[0].heading == heading
+
+
+def test_an_errors_name_alone_leads_to_all_its_cases(capsys):
+    explain(["ReplicaMismatchError"])
+    printed = capsys.readouterr().out
+    assert all(f"{words}\n\n" in printed for words in ("cannot join the others", "appears not to match"))
 
 
 def test_what_nothing_explains_gets_the_nearest_headings(tmp_path):

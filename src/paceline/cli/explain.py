@@ -63,9 +63,11 @@ def explain(
             f"nothing explains {asked!r}. The nearest headings: {'; '.join(each.heading for each in near)}. "
             "`paceline explain` lists all; with the fixed words of a message it prints what to do."
         )
-    print(f"{found[0].heading}\n\n{found[0].text}")
-    if found[1:]:
-        print(f"\nSee also: {'; '.join(each.heading for each in found[1:4])}")
+    # An error's name alone does not tell its cases apart: all are printed.
+    shown = [each for each in found if _words(each.text).startswith(f"{_words(asked)} ")] or found[:1]
+    print("\n\n".join(f"{each.heading}\n\n{each.text}" for each in shown))
+    if others := [each.heading for each in found if each not in shown]:
+        print(f"\nSee also: {'; '.join(others[:3])}")
 
 
 def passages() -> list[Passage]:
