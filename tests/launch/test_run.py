@@ -97,6 +97,7 @@ from pathlib import Path
 if "init" in sys.argv:
     import torch.distributed as dist
     dist.init_process_group("gloo")
+    dist.barrier()  # who ends before all have connected ends their group
 folder, = Path(os.environ["TMPDIR"]).glob("paceline-run-*")  # its name says who launched this
 files = Path(f"/proc/{folder.name.split('.')[1]}/fd")
 def target(fd):
