@@ -69,7 +69,7 @@ class Frame:
 
 
 def header_of(received: bytes) -> tuple[Frame, int]:
-    """A frame without its body, and how many bytes that has. ProtocolError: it is none of this protocol."""
+    """Return a frame without its body, and the body's number of bytes. ProtocolError: another protocol."""
     kind, dtype, zero, number, num_keys, num_bytes = HEADER.unpack(received)
     try:
         frame = Frame(Kind(kind), number, num_keys, DType(dtype))

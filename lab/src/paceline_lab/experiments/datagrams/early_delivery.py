@@ -31,7 +31,7 @@ from paceline.errors import ConfigurationError
 from paceline_lab.bench.provenance import collect, load_average
 from paceline_lab.emulation import ClusterSpec
 from paceline_lab.experiments.datagrams.rank_jobs import TCP, keep, run_job
-from paceline_lab.experiments.options import REPORT_FOLDER, ReportFolder
+from paceline_lab.experiments.options import REPORT_FOLDER, ComputeS, ReportFolder
 from paceline_lab.packet_network import tcp_state
 from paceline_lab.packet_network.leaf_spine import LeafSpine
 from paceline_lab.packet_network.sides import Datagrams, Traffic, measure
@@ -60,7 +60,7 @@ def main(
     loss: Annotated[str, typer.Option(help="Share of packets that each link loses at random.")] = "1%",
     delay: Annotated[str, typer.Option(help="Delay of a packet between two hosts, one way.")] = "",
     megabytes: Annotated[float, typer.Option(help="Megabytes of all gradients.")] = 8.0,
-    compute_s: Annotated[float, typer.Option(help="Seconds of computing per step.")] = 0.1,
+    compute_s: ComputeS = 0.1,
     repeats: Annotated[int, typer.Option(min=2, help="Number of rounds.")] = 100,
     tcp: Annotated[str, typer.Option(help="TCP of Gloo: cubic or tuned.")] = "cubic",
     simulated: Annotated[bool, typer.Option("--simulated", help="Sum in virtual time.")] = False,
