@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from paceline_lab.experiments.slow_ranks.injected_training import Graded
@@ -188,11 +188,6 @@ def _row(grades: Sequence[Grade], unit: str) -> Row:
     )
 
 
-def as_samples(grades: Iterable[Grade]) -> list[dict[str, Any]]:
-    """For the stored report."""
-    return [asdict(grade) for grade in grades]
-
-
 def from_samples(samples: Iterable[Mapping[str, Any]]) -> list[Grade]:
-    """Back from it."""
+    """From a stored report."""
     return [Grade(**sample) for sample in samples]
