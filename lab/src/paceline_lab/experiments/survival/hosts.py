@@ -21,7 +21,7 @@ import torch
 
 from paceline_lab.emulation import ClusterSpec, EmulatedCluster
 from paceline_lab.emulation.cluster import EmulatedHost
-from paceline_lab.experiments.survival.job import Job, Outcome, _read
+from paceline_lab.experiments.survival.job import Job, Outcome, read_notes
 
 _MARK = "PACELINE_SURVIVAL_HOST"
 _TRAINING = "paceline_lab.experiments.survival.training"
@@ -146,7 +146,7 @@ class _Launch:
     def notes_of(self, what: str) -> list[float]:
         """When ranks noted this."""
         files = self._folder.glob("host*/rank-*.jsonl")
-        return sorted(note["at"] for file in files for note in _read(file) if note["what"] == what)
+        return sorted(note["at"] for file in files for note in read_notes(file) if note["what"] == what)
 
 
 def run_on_hosts(hosts_job: HostsJob, folder: Path) -> HostsOutcome:
@@ -173,7 +173,7 @@ def run_on_hosts(hosts_job: HostsJob, folder: Path) -> HostsOutcome:
     outcome = Outcome(
         code=None if None in codes else next((code for code in spared if code != 0), 0),
         said="\n".join(file.read_text() for file in sorted(folder.glob("host*.txt"))),
-        notes=[_read(file) for file in sorted(folder.glob("host*/rank-*.jsonl"))],
+        notes=[read_notes(file) for file in sorted(folder.glob("host*/rank-*.jsonl"))],
         models=[torch.load(file, weights_only=True) for file in sorted(folder.glob("host*/model-*.pt"))],
         num_left=len(left),
     )

@@ -123,14 +123,14 @@ def run_job(job: Job, folder: Path) -> Outcome:
     return Outcome(
         code,
         (folder / "said.txt").read_text(),
-        [_read(file) for file in sorted(folder.glob("rank-*.jsonl"))],
+        [read_notes(file) for file in sorted(folder.glob("rank-*.jsonl"))],
         [torch.load(file, weights_only=True) for file in sorted(folder.glob("model-*.pt"))],
         num_left,
         kills,
     )
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
+def read_notes(file: Path) -> list[dict[str, Any]]:
     lines = file.read_text().splitlines()
     return [json.loads(line) for line in lines if line.endswith("}")]
 
