@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import socket
 import statistics
 import subprocess
@@ -73,14 +72,14 @@ class Side:
         )
 
 
-def compare(kinds: Sequence[str], rounds: int, path: Path | None, folders: Sequence[Path]) -> dict[str, Side]:
-    """Run all sides in turn; what has been measured is stored after each run. `folders`: for torchft, if elsewhere."""
+def compare(kinds: Sequence[str], rounds: int, path: Path | None) -> dict[str, Side]:
+    """Run all sides in turn; what has been measured is stored after each run."""
     if unknown := set(kinds) - set(KINDS):
         raise ConfigurationError(f"--beside: {', '.join(sorted(unknown))}. Possible are {', '.join(KINDS)}.")
     sides = {kind: Side() for kind in kinds}
     loads = []
     for _, kills, kind in itertools.product(range(rounds), ((), _KILLS), kinds):
-        _measure(kind, kills, sides[kind], folders)
+        _measure(kind, kills, sides[kind])
         loads.append(round(os.getloadavg()[0], 1))
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,11 +89,13 @@ def compare(kinds: Sequence[str], rounds: int, path: Path | None, folders: Seque
     return sides
 
 
-def _measure(kind: str, kills: Sequence[int], side: Side, folders: Sequence[Path]) -> None:
+def _measure(kind: str, kills: Sequence[int], side: Side) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        code, said = _run(kind, kills, folder, folders)
-        outcome = Outcome(code, said, [read_notes(file) for file in sorted(folder.glob("rank-*.jsonl"))], [], 0)
+        code, said = _run(kind, kills, folder)
+        outcome = Outcome(
+            code, said, [read_notes(file) for file in sorted(folder.glob("rank-*.jsonl"))], [], 0
+        )
     if code != 0:
         side.failures.append(f"{kind} {'with' if kills else 'without'} kills: code {code}: {said[-300:]}")
         return
@@ -135,7 +136,7 @@ def _to_next_s(notes: Sequence[dict[str, Any]]) -> list[float]:
     return found
 
 
-def _run(kind: str, kills: Sequence[int], folder: Path, folders: Sequence[Path]) -> tuple[int | None, str]:
+def _run(kind: str, kills: Sequence[int], folder: Path) -> tuple[int | None, str]:
     """One training; its exit code (None: it had to be ended), and what was printed."""
     words = ["-m", _SCRIPT, kind, str(folder), "--ranks", str(_RANKS), "--epochs", str(_EPOCHS)]
     words += ["--steps", str(_STEPS), "--batch", str(_BATCH), *(w for k in kills for w in ("--kill", str(k)))]
@@ -144,9 +145,7 @@ def _run(kind: str, kills: Sequence[int], folder: Path, folders: Sequence[Path])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with ExitStack() as stack, (folder / "said.txt").open("w") as said:
         if kind == "torchft":
-            path = os.pathsep.join([*map(str, folders), environment.get("PYTHONPATH", "")])
-            environment |= {"PYTHONPATH": path}
-            environment |= {"TORCHFT_LIGHTHOUSE": stack.enter_context(_lighthouse(environment, said))}
+            environment |= {"TORCHFT_LIGHTHOUSE": stack.enter_context(_lighthouse(folder, environment, said))}
         if kind == "paceline":
             run = [sys.executable, "-m", "paceline", "run", "--min-ranks", "1"]
             commands = [[*run, "--nproc-per-node", str(_RANKS), *words]]
@@ -167,7 +166,9 @@ def _run(kind: str, kills: Sequence[int], folder: Path, folders: Sequence[Path])
 
 
 @contextmanager
-def _ended(command: Sequence[str], environment: dict[str, str], said: Any) -> Iterator[subprocess.Popen[bytes]]:
+def _ended(
+    command: Sequence[str], environment: dict[str, str], said: Any
+) -> Iterator[subprocess.Popen[bytes]]:
     """A process that is ended with what it has started."""
     process = subprocess.Popen(command, env=environment, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
     try:
@@ -182,17 +183,14 @@ def _ended(command: Sequence[str], environment: dict[str, str], said: Any) -> It
 
 
 @contextmanager
-def _lighthouse(environment: dict[str, str], said: Any) -> Iterator[str]:
-    """torchft's lighthouse; its address."""
+def _lighthouse(folder: Path, environment: dict[str, str], said: Any) -> Iterator[str]:
+    """The lighthouse of torchft; its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    command = "import sys; from torchft._torchft import lighthouse_main; sys.exit(lighthouse_main())"
-    # its arguments are read from sys.argv behind the program's name
-    script = f"import sys; sys.argv = ['lighthouse', *sys.argv[1:]]; {command}"
-    launcher = shutil.which("torchft_lighthouse")
-    start = [launcher] if launcher else [sys.executable, "-c", script]
+    start = folder / "lighthouse.py"  # it reads the process's arguments behind a file's name
+    start.write_text("from torchft._torchft import lighthouse_main\nlighthouse_main()\n")
     words = ["--min_replicas", "1", "--bind", f"127.0.0.1:{port}"]
-    with _ended([*start, *words], environment, said) as process:
+    with _ended([sys.executable, str(start), *words], environment, said) as process:
         until_s = time.monotonic() + 60
         while time.monotonic() < until_s and process.poll() is None:
             try:

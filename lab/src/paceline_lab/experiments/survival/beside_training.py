@@ -96,9 +96,7 @@ class Script:
 def with_paceline(script: Script) -> None:
     """Under `paceline run --min-ranks`."""
     dist.init_process_group("gloo")
-    shuffle = GlobalShuffle(
-        script.data, GlobalBatch.of(script.args.batch, dist.get_world_size()), seed=_SEED
-    )
+    shuffle = GlobalShuffle(script.data, GlobalBatch.of(script.args.batch, dist.get_world_size()), seed=_SEED)
     model = paceline.DistributedDataParallel(script.net, batch_sampler=shuffle)
     optimizer = script.adam()
     elastic = paceline.Elastic(model=model, optimizer=optimizer, sampler=shuffle)

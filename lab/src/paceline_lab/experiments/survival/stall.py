@@ -58,7 +58,15 @@ def measure_stalls(num_jobs: int, backend: str = "gloo") -> Stalls:
     found = Stalls()
     dice = random.Random(0)
     for _ in range(num_jobs):
-        options = ("--epochs", str((_KILLS + 1) * _APART // 9), "--pause-ms", "50", "--backend", backend, "--parts")
+        options = (
+            "--epochs",
+            str((_KILLS + 1) * _APART // 9),
+            "--pause-ms",
+            "50",
+            "--backend",
+            backend,
+            "--parts",
+        )
         faults = tuple(
             Fault(dice.randrange(_RANKS - 1), 10 + _APART * i, dice.choice(["forward", "within bucket 1"]))
             for i in range(_KILLS)
