@@ -10,7 +10,6 @@ import argparse
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +85,12 @@ class Script:
                 os.kill(os.getpid(), 9)
         nn.functional.mse_loss(out, x).backward()
 
+    def wait_for_all(self, rank: int) -> None:
+        """Wait until all ranks have been here once."""
+        (self.args.folder / f"here-{rank}").touch()
+        while len(list(self.args.folder.glob("here-*"))) < self.args.ranks:
+            time.sleep(0.05)
+
     def tries(self, step: int, under: int, epoch: int, indices: torch.Tensor | list[int]) -> None:
         self.notes.write(what="try", step=step, under=under, of=epoch, samples=[int(i) for i in indices])
 
@@ -160,14 +165,14 @@ def with_torchft(script: Script) -> None:
         inner.load_state_dict(state["optimizer"])
 
     manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=30)),
+        pg=torchft.ProcessGroupGloo(),
         min_replica_size=1,
         load_state_dict=load,
         state_dict=lambda: {"model": script.net.state_dict(), "optimizer": inner.state_dict()},
         replica_id=f"replica_{replica}",
-        timeout=timedelta(seconds=30),
     )
     model, optimizer = torchft.DistributedDataParallel(manager, script.net), torchft.Optimizer(manager, inner)
+    script.wait_for_all(replica)  # or those that start sooner train alone
     epoch = 0
     while manager.current_step() < script.num_steps:
         sampler.set_epoch(epoch)
