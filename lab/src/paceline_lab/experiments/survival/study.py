@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from paceline_lab.bench.provenance import collect
@@ -183,6 +184,7 @@ def main(
     report_folder: ReportFolder = REPORT_FOLDER,
 ) -> None:
     """Let ranks of small trainings die at random moments, and count what was lost."""
+    torch.set_num_threads(1)  # of the small model that is trained for comparison
     path = report_folder / ("survival-hosts.json" if hosts else "survival.json")
     if cost:
         for name, deterministic in (("elastic", False), ("deterministic", True)):
