@@ -101,6 +101,10 @@ class Found:
         with tempfile.TemporaryDirectory() as folder:
             if self.on_hosts:
                 on_hosts = random_hosts_job(seed)
+                if not any("stopped" in blow.kind for blow in on_hosts.blows):  # who asks is not who computes
+                    on_hosts = replace(
+                        on_hosts, job=replace(on_hosts.job, python=str(warm.folder() / "python"))
+                    )
                 job, found = on_hosts.job, run_on_hosts(on_hosts, Path(folder))
                 outcome, stills_s, events = (
                     found.outcome,
