@@ -122,8 +122,10 @@ def _measure(kind: str, kills: Sequence[str], side: Side) -> None:
 
 
 def _median_step_ms(outcome: Outcome) -> float:
-    """Of the process that has completed most steps."""
-    times = max(([n["at"] for n in notes if n["what"] == "done"] for notes in outcome.notes), key=len)
+    """Of a process that has completed all steps."""
+    times: list[float] = max(
+        ([n["at"] for n in notes if n["what"] == "done"] for notes in outcome.notes), key=len
+    )
     return statistics.median(b - a for a, b in itertools.pairwise(times[_WARM:])) * 1e3
 
 

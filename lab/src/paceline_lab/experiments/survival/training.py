@@ -315,7 +315,7 @@ def _save(parts: dict[str, Any], folder: Path, faults: Faults) -> None:
 
 def _fail_in_backward(faults: Faults, net: nn.Module) -> None:
     """Let faults happen as a layer's first gradient is there, its second, and behind the launch of its bucket."""
-    layers = [each for each in net if isinstance(each, nn.Linear)]  # type: ignore[union-attr]
+    layers = [each for each in net.children() if isinstance(each, nn.Linear)]
     assert len(layers) == NUM_BUCKETS
     for bucket, layer in enumerate(reversed(layers)):
         _fail_in_bucket(faults, bucket, layer)
@@ -373,7 +373,8 @@ def _note_parts(notes: Notes) -> None:
         goes_on(crew, *given)
         notes.write(what="moved", **times)
 
-    _Crew.next_seat, _Crew.open, _Crew.go_on = seated, opened, gone_on  # type: ignore[method-assign]
+    for name, method in (("next_seat", seated), ("open", opened), ("go_on", gone_on)):
+        setattr(_Crew, name, method)
 
 
 if __name__ == "__main__":
