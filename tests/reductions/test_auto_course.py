@@ -75,8 +75,7 @@ def compared(source, saved, noise, may_try_longer):
             periods.add(plan.codec, true_s * is_long * math.exp(noise * source.gauss(0, 1)))
         one.step()
         if plan.question is Question.PERIODS:
-            with_s, without_s = periods.medians(["x", None])
-            doubt = periods.doubt(["x", None])
+            with_s, without_s, doubt = periods.comparison("x", None)
             if not (may_try_longer and one.tries_longer(with_s, without_s, doubt)):
                 return one.tried_out(with_s, without_s)
 
