@@ -260,21 +260,24 @@ def reduced(num_steps: int = NUM_STEPS, **options: Any) -> Callable[[Here, str],
     return case
 
 
-def sparse_gradients(here: Here, side: str) -> list[Tensor]:
-    """Of an embedding. NCCL has no all-reduce of sparse tensors, so torch's wrapper cannot do it."""
+def sparse(**options: Any) -> Callable[[Here, str], list[Tensor]]:
+    """Gradients of an embedding. NCCL has no all-reduce of sparse tensors, so torch's wrapper cannot do it."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Embedding(20, 6, sparse=True), nn.Flatten(), nn.Linear(30, 3))
 
-    model = wrapped(made(build, here), here, side)
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False), []
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        tokens = torch.randint(20, (4, 5), generator=generator(step, here.rank))
-        squares(model(here.to_device(tokens))).backward()
-        found += [p.grad.coalesce().to_dense() if p.grad.is_sparse else p.grad for p in model.parameters()]
-        optimizer.step()
-    return [*found, *state(model)]
+    def case(here: Here, side: str) -> list[Tensor]:
+        model = wrapped(made(build, here), here, side, **options)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False), []
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            tokens = torch.randint(20, (4, 5), generator=generator(step, here.rank))
+            squares(model(here.to_device(tokens))).backward()
+            found += [p.grad.coalesce().to_dense() if p.grad.is_sparse else p.grad for p in model.parameters()]
+            optimizer.step()
+        return [*found, *state(model)]
+
+    return case
 
 
 def mixed_precision(here: Here, side: str) -> list[Tensor]:
@@ -346,22 +349,6 @@ def unequal_shares(here: Here, side: str) -> list[Tensor]:
     return [*found, *state(model)]
 
 
-def parameter_servers(here: Here, side: str) -> list[Tensor]:
-    """Gradients are summed by two servers, which are threads of rank 0."""
-    from harness.running_servers import in_threads
-    from paceline.reductions import ParameterServers
-
-    servers: Any = in_threads(2) if here.rank == 0 else contextlib.nullcontext([])
-    with servers as addresses:
-        told = [addresses]
-        dist.broadcast_object_list(told, 0)
-        model = wrapped(made(Mlp, here), here, side, reduction=ParameterServers(told[0]))
-        found = steps(here, model)
-        found = [tensor.cpu() for tensor in found]
-        dist.barrier()
-    return found
-
-
 def _bounded_loss() -> Any:
     from paceline.reductions import BoundedLoss
 
@@ -369,7 +356,7 @@ def _bounded_loss() -> Any:
 
 
 OURS: dict[str, Callable[[Here, str], list[Tensor]]] = {
-    "sparse": sparse_gradients,
+    "sparse": sparse(),
     "lars": clipped_by("LARS"),
     "lamb": clipped_by("LAMB"),
     **{
@@ -378,7 +365,6 @@ OURS: dict[str, Callable[[Here, str], list[Tensor]]] = {
     },
     "adasum": reduced(reduction="adasum"),
     "bounded loss": reduced(reduction=_bounded_loss),
-    "parameter servers": parameter_servers,
     "unequal shares": unequal_shares,
     "mixed precision": mixed_precision,
     "skipped blocks": skipped_blocks,
