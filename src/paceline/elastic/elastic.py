@@ -108,7 +108,7 @@ class Elastic:
         _in_use.append(self)
         carried = Carried(model.module, optimizers, others, sampler)
         carried.packed(self._place, sampler.batch)  # refuses what cannot be sent
-        self._rollback = Rollback(lambda: dict(model.module.named_buffers()), optimizers, others)
+        self._rollback = Rollback(model.module, optimizers, others)
         self._is_given_up = False  # the step under way, or the last one
         self._is_in_step = False
         self._agreed_at = _NOT_YET  # the step at which all ranks were seen to be
