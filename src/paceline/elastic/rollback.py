@@ -101,8 +101,8 @@ class Rollback:
         if now:
             torch._foreach_copy_(list(self._kept.values()), [each.detach() for each in now.values()])
         self._randomness = Randomness(self._randomness)
-        self._settings = [[_settings(group) for group in each.param_groups] for each in self._optimizers]
-        self._states = [_copied(each.state_dict()) for each in self._others]
+        self._settings = [[settings_of(group) for group in each.param_groups] for each in self._optimizers]
+        self._states = [copied(each.state_dict()) for each in self._others]
 
     def undo(self) -> None:
         """Be as the step began. Local."""
@@ -114,23 +114,23 @@ class Rollback:
                     buffer.copy_(self._kept[place])
         for each, settings in zip(self._optimizers, self._settings, strict=True):
             for group, kept in zip(each.param_groups, settings, strict=True):
-                group.update(_copied(kept))
+                group.update(copied(kept))
         for each, state in zip(self._others, self._states, strict=True):
-            each.load_state_dict(_copied(state))
+            each.load_state_dict(copied(state))
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """What an optimizer's group has besides parameters."""
-    return {name: _copied(value) for name, value in group.items() if name != "params"}
+    return {name: copied(value) for name, value in group.items() if name != "params"}
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """As `copy.deepcopy`, which takes ten times as long for settings. A learning rate may be a tensor."""
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind is dict:
-        return {name: _copied(each) for name, each in value.items()}
+        return {name: copied(each) for name, each in value.items()}
     if kind in (list, tuple):
-        return kind(map(_copied, value))
+        return kind(map(copied, value))
     return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
