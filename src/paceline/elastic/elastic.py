@@ -28,7 +28,18 @@ from paceline.ddp import DistributedDataParallel
 from paceline.ddp.membership import Change
 from paceline.elastic import conflicts, handover
 from paceline.elastic.handover import Carried, Place, Standings
-from paceline.elastic.line import LOST_AFTER, Following, InLoop, Line, Ready, Seat, Stopped, Trouble
+from paceline.elastic.line import (
+    LOST_AFTER,
+    CaughtUp,
+    Following,
+    InLoop,
+    Line,
+    Ready,
+    Seat,
+    Stopped,
+    Trouble,
+)
+from paceline.elastic.replay import Giver, Replayed, receive
 from paceline.elastic.rollback import Rollback
 from paceline.elastic.watcher import NO_EPOCH, OverError, Watcher
 from paceline.elastic.world import WorldKind, forget_world
@@ -108,7 +119,7 @@ class Elastic:
         _in_use.append(self)
         carried = Carried(model.module, optimizers, others, sampler)
         carried.packed(self._place, sampler.batch)  # refuses what cannot be sent
-        self._rollback = Rollback(lambda: dict(model.module.named_buffers()), optimizers, others)
+        self._rollback = Rollback(model.module, optimizers, others)
         self._is_given_up = False  # the step under way, or the last one
         self._is_in_step = False
         self._agreed_at = _NOT_YET  # the step at which all ranks were seen to be
@@ -153,6 +164,7 @@ class Elastic:
             while True:
                 self._meet()
                 self._rollback.note()
+                self._crew.give()
                 found = next(handed_out, None)
                 if found is None:
                     self._end_together()
@@ -234,12 +246,12 @@ class Elastic:
         if crew.is_new and seat.num_new < seat.size:
             self._place = Place(_NOT_YET, 0, 0)
         standings = crew.open(seat, self.step)
-        is_behind = self.step < max(standings.steps)
-        if self._is_given_up and not is_behind:
+        takes = standings.lacks_something(seat.rank)
+        if self._is_given_up and not takes:
             self._rollback.undo()
             self._is_given_up = False
         given = crew.rebuild(seat, standings, self._place)
-        if is_behind:
+        if takes:
             crew.carried.take(given, is_new=self.step == _NOT_YET)
             self._place, self._is_given_up = Place(*given["place"]), False
         crew.go_on(seat, self._place)
@@ -270,6 +282,9 @@ class _Crew:
         self._shares = model._setting.shares
         self._troubled_in = NO_EPOCH  # the last epoch whose failure was reported
         self._pauses_since_s: float | None = None
+        self._givers: list[Giver] = []
+        self._replayed: Replayed | None = None  # what this rank, which is new, has received until now
+        self._digest = 0  # of what others have received from this one
         assert self._shares is not None
         self._shares.pause_when(lambda: self._watcher.wants_pause)
 
@@ -316,7 +331,20 @@ class _Crew:
         progress.begin_again()
         if not self.is_new:
             self.line.tell(Stopped(self._watcher.epoch, step))
-        return self._watcher.next_seat()
+        self._digest = max((each.end(step) for each in self._givers), default=0)
+        self._givers.clear()
+        told = self._watcher.next_seat()
+        while not isinstance(told, Seat):
+            self._replayed = receive(told, self.carried, lambda: self.line.tell(CaughtUp()))
+            told = self._watcher.next_seat()
+        return told
+
+    def give(self) -> None:
+        """A step begins: let those that wait to come in have some of this rank's state. Local."""
+        while (end := self._watcher.to_give()) is not None:
+            self._givers.append(Giver(end, self.carried))
+        for each in self._givers:
+            each.go_on()
 
     # ---- the next one
 
@@ -330,16 +358,21 @@ class _Crew:
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._kind.timeout)
         os.environ.update(RANK=str(seat.rank), WORLD_SIZE=str(seat.size), LOCAL_WORLD_SIZE=str(seat.num_here))
         group = self._kind.open(dist.PrefixStore(f"epoch {seat.epoch}", store), seat.rank, seat.size)
-        return Standings.of(step, group)
+        got, self._replayed = self._replayed, None
+        if got is not None and step == _NOT_YET:
+            return Standings.of(got.step, False, got.digest, group)
+        return Standings.of(step, True, self._digest, group)
 
     def rebuild(self, seat: Seat, standings: Standings, place: Place) -> Any:
         """Let the model go on over the group; returns the furthest rank's state, if any is behind. Collective."""
         given, tensors = None, []
         group = dist.group.WORLD
         assert group is not None
-        if not standings.are_equal:
+        ranks = range(seat.size)
+        if any(map(standings.lacks_something, ranks)):
+            is_whole = any(map(standings.lacks_all, ranks))
             is_holder = seat.rank == standings.holder
-            packed = self.carried.packed(place, self._first_batch) if is_holder else None
+            packed = self.carried.packed(place, self._first_batch, is_whole=is_whole) if is_holder else None
             words = handover.send_words(packed.words if packed else None, standings.holder, group)
             tensors = handover.tensors_for(words, packed)
             given = handover.whole(words, tensors)

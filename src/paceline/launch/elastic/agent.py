@@ -14,17 +14,21 @@ from __future__ import annotations
 import contextlib
 import select
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
 from paceline.elastic.line import (
+    CaughtUp,
     Following,
+    Give,
     InLoop,
     Message,
     Pause,
     Ready,
+    Receive,
     Refused,
     Seat,
     Stop,
@@ -327,6 +331,9 @@ class Agent:
             rank.step = message.step
         elif isinstance(message, Following):
             self._failed_starts.pop(rank.local_rank, None)
+        elif isinstance(message, CaughtUp):
+            rank.is_replaying = False
+            self._let_in(rank)
 
     def _let_wait(self, rank: Rank, card: str) -> None:
         """A rank has made its model."""
@@ -340,11 +347,29 @@ class Agent:
             self._failed_starts[rank.local_rank] = _MOST_STARTS
             return
         rank.phase = Phase.WAITING
-        self._let_in(rank)
+        givers = self._seats.training
+        if givers and not self._is_stopping:
+            self._connect(givers[rank.local_rank % len(givers)], rank)
+        else:
+            self._let_in(rank)
+
+    def _connect(self, giver: Rank, rank: Rank) -> None:
+        """Let a rank that waits have another's state while that trains; it says when it has caught up."""
+        rank.is_replaying = True
+        ends = socket.socketpair()
+        with ends[0], ends[1]:
+            rank.process.tell(Receive(), handing=ends[0])
+            giver.process.tell(Give(self._epoch), handing=ends[1])
 
     def _let_in(self, rank: Rank) -> None:
-        """Have the membership pause for a rank that waits."""
-        if self._epoch != NOT_STARTED and not self._is_stopping:
+        """Have the membership pause for a rank that waits, once all that do have caught up."""
+        is_early = any(each.is_replaying for each in self._seats.in_phase(Phase.WAITING))
+        if (
+            self._epoch != NOT_STARTED
+            and not self._is_stopping
+            and not is_early
+            and rank.phase is Phase.WAITING
+        ):
             self._is_stopping = self._is_pausing = True
             self._since_s = time.monotonic()
             for member in self._seats.training:
