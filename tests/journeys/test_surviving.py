@@ -38,7 +38,7 @@ def test_ranks_die_within_steps_between_them_and_while_others_take_their_places(
 def test_the_last_ranks_wait_for_a_replacement_that_receives_their_state(tmp_path):
     """Two of two are needed: training goes on when the second is there again, over shared memory alone."""
     options = ("--epochs", "2", "--backend", "paceline")
-    outcome = survive(tmp_path, "1:4:within backward:exit", num_ranks=2, min_ranks=2, options=options)
+    outcome = survive(tmp_path, "1:4:within bucket 2:exit", num_ranks=2, min_ranks=2, options=options)
     assert "1 rank(s) are left of at least 2 (--min-ranks)" in outcome.said
     assert len(outcome.ends) == 2
     assert [change["num_new"] for change in outcome.ends[0]["history"]] == [1]
@@ -48,7 +48,7 @@ def test_the_last_ranks_wait_for_a_replacement_that_receives_their_state(tmp_pat
 def test_gradients_that_are_sent_in_16_bits_survive_a_loss(tmp_path):
     """They leave no residual, so a step may be computed again: what is rounded is all that differs."""
     options = ("--compression", "bf16", "--dtype", "float32")
-    survive(tmp_path, "1:4:within backward:SIGKILL", num_ranks=3, options=options, rounding=3e-3)
+    survive(tmp_path, "1:4:within bucket 2:SIGKILL", num_ranks=3, options=options, rounding=3e-3)
 
 
 @pytest.mark.processes
