@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -218,6 +217,28 @@ def saved_and_loaded(here: Here, side: str) -> list[Tensor]:
     return steps(here, again, continued, 2)
 
 
+class _Split(nn.Module):
+    """A layer on one device and one on the next: what travels between them is copied on the devices."""
+
+    def __init__(self, first: torch.device, second: torch.device) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8).to(first), nn.Linear(8, 4).to(second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        found: Tensor = self.second(hidden.to(self.second.weight.device))
+        return found
+
+
+def split_model(here: Here, side: str) -> list[Tensor]:
+    """A model on two devices of the process, of which neither is always the current one."""
+    other = (
+        here.device if here.device.type == "cpu" else torch.device(here.device.type, 1 - here.device.index)
+    )
+    torch.manual_seed(1 + here.rank)
+    return steps(here, wrapped(_Split(here.device, other), here, side))
+
+
 BOTH: dict[str, Callable[[Here, str], list[Tensor]]] = {
     **{name: workload(name) for name in WORKLOADS if name != "sparse"},
     "static graph": option(static_graph=True),
@@ -230,6 +251,7 @@ BOTH: dict[str, Callable[[Here, str], list[Tensor]]] = {
     "uneven inputs": uneven_inputs,
     "buffers": buffers,
     "saved and loaded": saved_and_loaded,
+    "split model": split_model,
     "synchronized batch norm": synchronized_batch_norm,
 }
 """What torch's wrapper does as well: it has to pass, too, or the device is wrong."""
@@ -273,7 +295,9 @@ def sparse(**options: Any) -> Callable[[Here, str], list[Tensor]]:
             optimizer.zero_grad()
             tokens = torch.randint(20, (4, 5), generator=generator(step, here.rank))
             squares(model(here.to_device(tokens))).backward()
-            found += [p.grad.coalesce().to_dense() if p.grad.is_sparse else p.grad for p in model.parameters()]
+            found += [
+                p.grad.coalesce().to_dense() if p.grad.is_sparse else p.grad for p in model.parameters()
+            ]
             optimizer.step()
         return [*found, *state(model)]
 

@@ -347,6 +347,15 @@ def local_steps(name: str, **options: Any) -> Callable[[Here, str], list[Tensor]
     return case
 
 
+def adasum_optimizer(here: Here, side: str) -> list[Tensor]:
+    """What optimizers did is combined, during backward."""
+    from paceline import optim
+
+    model = made(Mlp, here)
+    inner = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, foreach=False)
+    return steps(here, model, optim.AdasumOptimizer(inner, here.group, overlap=True))
+
+
 CASES: dict[str, Callable[[Here, str], list[Tensor]]] = {
     "overlapped": overlapped,
     "dropped overlap": dropped_overlap,
@@ -366,6 +375,7 @@ CASES: dict[str, Callable[[Here, str], list[Tensor]]] = {
     "parameter servers": parameter_servers,
     "servers that step": servers_that_step,
     "lossy servers": lossy_servers,
+    "adasum optimizer": adasum_optimizer,
     "local SGD": local_steps("LocalSGD"),
     "DiLoCo": local_steps("DiLoCo", compression="bf16"),
     "compressed beside sparse": sparse(compression="bf16"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from device import late, nccl
 from device.marks import device
+from device.nccl.group import Members
 from device.ranks import Here, differences, on_device, ranks
 
 pytestmark = device
@@ -275,15 +275,6 @@ def test_an_abort_ends_what_is_under_way():
     told, _ = ranks().run(aborted)
     assert len(told) == 1
     assert "abort" in told[0] or "came after the group's end" in told[0]
-
-
-@dataclass(frozen=True)
-class Members:
-    """As torch 2.14's `ReconfigureOptions`."""
-
-    uuid: int
-    handles: list[str] | set[str]
-    timeout: timedelta | None = None
 
 
 def reconfigured(rank, num_ranks):

@@ -243,6 +243,18 @@ def test_the_host_s_waits_are_counted_by_cause():
 
 
 @on_rank_0
+def test_copies_of_pageable_memory_are_done_when_the_call_returns():
+    """As the driver's: asked not to block, the one to the host does; what is to come from it has been taken."""
+    host, there = torch.ones(64), torch.empty(64)
+    with late.scheduled("latest"), late.counted() as causes:
+        x = host.to(late.DEVICE, non_blocking=True)
+        host.zero_()
+        there.copy_(x * 2, non_blocking=True)
+        assert there.sum() == 128
+    assert causes == {"copy to the host": 1}
+
+
+@on_rank_0
 def test_an_error_comes_when_the_host_waits():
     """As on other devices, it names the operator, and is told once."""
     with late.scheduled("latest"):
@@ -284,7 +296,9 @@ def test_the_host_cannot_touch_device_memory():
     """It is a fault, as on other devices, that says what was touched and where."""
     with Ranks(2, env={"LATE_DEVICES": "1"}) as two:
         outcomes = two.outcomes(touching)
-    for outcome, words in zip(outcomes, ("reads device memory, byte 8", "writes device memory, byte 0"), strict=True):
+    for outcome, words in zip(
+        outcomes, ("reads device memory, byte 8", "writes device memory, byte 0"), strict=True
+    ):
         assert outcome.exit_code == -signal.SIGSEGV
         assert f"late: the host {words} of a block of 512" in outcome.log
         assert "test_streams.py" in outcome.log.partition("late: the host")[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -20,6 +21,15 @@ from device.nccl.exchange import Exchange
 from paceline.process_group.reconfiguring import innermost
 
 BACKEND = "latenccl"
+
+
+@dataclass(frozen=True)
+class Members:
+    """What `reconfigure` is told, as torch 2.14's `ReconfigureOptions`."""
+
+    uuid: int
+    handles: list[str] | set[str]
+    timeout: timedelta | None = None
 
 
 class LateProcessGroup(ProcessGroup):
@@ -128,7 +138,7 @@ class LateProcessGroup(ProcessGroup):
         """What names this rank until the next change; ordered as ranks are."""
         return f"{BACKEND}/{self._rank:06}/{self._who}/{len(self._changes)}"
 
-    def reconfigure(self, opts: Any) -> dist.Work:
+    def reconfigure(self, opts: Members) -> dist.Work:
         """Go on with other members, in the order of a list of handles, or of old ranks in a set. Collective over them.
 
         What is under way is given up. The work is done when all have come.
