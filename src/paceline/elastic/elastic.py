@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +41,7 @@ from paceline.elastic.line import (
 )
 from paceline.elastic.replay import Giver, Replayed, receive
 from paceline.elastic.rollback import Rollback
-from paceline.elastic.watcher import NO_EPOCH, OverError, Watcher
+from paceline.elastic.watcher import NO_EPOCH, EndedError, OverError, Watcher
 from paceline.elastic.world import WorldKind, forget_world
 from paceline.errors import (
     ConfigurationError,
@@ -52,6 +52,7 @@ from paceline.errors import (
 )
 from paceline.observe import progress
 from paceline.reductions.logical_mean import LogicalMean
+from paceline.reductions.lossy import Lossy
 
 Batch = TypeVar("Batch")
 
@@ -78,6 +79,9 @@ class Elastic:
             is a logical one: its samples stay together, and gradients are summed in logical order. With fewer ranks,
             some compute several of them. What is drawn from torch's generator within a window depends on the
             step and the logical rank.
+        checkpoint: Called without arguments on one rank of a host before the launch ends because too few ranks are
+            left: to save what you save otherwise, without communication. Parameters, schedules and sampler are as the
+            last completed step left them.
 
     Attributes:
         step: Steps that have been completed since training began, on whichever ranks.
@@ -99,6 +103,7 @@ class Elastic:
         scheduler: Any = None,
         sampler: GlobalShuffle | None = None,
         deterministic: bool = False,
+        checkpoint: Callable[[], object] | None = None,
     ) -> None:
         optimizers: list[Any] = _listed(optimizer)
         others = _listed(scheduler)
@@ -106,7 +111,12 @@ class Elastic:
         assert sampler is not None
         if deterministic:
             model._setting.reduce_by(LogicalMean(sampler.batch.num_ranks))
-        self._model, self._sampler = model, sampler
+        if checkpoint is not None and not callable(checkpoint):
+            raise ConfigurationError(
+                f"Elastic(checkpoint={checkpoint!r:.60}): give a function without arguments that saves a checkpoint, "
+                'such as lambda: torch.save(net.state_dict(), "last.pt").'
+            )
+        self._model, self._sampler, self._checkpoint = model, sampler, checkpoint
         self._place = self._place_of_sampler(0)
         line = Line.of_this_process()
         if line is None:
@@ -126,7 +136,8 @@ class Elastic:
         self._crew = _Crew(line, model, carried, sampler)
         model._steps.survive(self)
         peers.ask_first(self._crew.witness)
-        line.tell(Ready(conflicts.card(model, optimizers, others, sampler)))
+        card = conflicts.card(model, optimizers, others, sampler)
+        line.tell(Ready(card, saves=checkpoint is not None))
         self._meet()
 
     @property
@@ -190,7 +201,11 @@ class Elastic:
                 self._place = behind
             raise
         self._is_in_step = False
-        if not self._is_given_up:
+        if self._is_given_up:
+            return
+        if self._sampler.is_repeated:  # a rank ran out of memory
+            self._rollback.undo()
+        else:
             self._place = behind
 
     def _end_together(self) -> None:
@@ -229,7 +244,11 @@ class Elastic:
         crew = self._crew
         assert crew is not None
         while crew.is_leaving:
-            seat = crew.next_seat(self.step)
+            try:
+                seat = crew.next_seat(self.step)
+            except EndedError:
+                self._save()
+                raise
             try:
                 self._follow(seat)
             except ReplicaMismatchError:
@@ -238,6 +257,15 @@ class Elastic:
                 if not crew.is_over_because_of(error):
                     raise
                 forget_frames(error)
+
+    def _save(self) -> None:
+        """Make the checkpoint of the last completed step. Local."""
+        if self._is_given_up:
+            self._rollback.undo()
+        sampler, place = self._sampler, self._place
+        sampler.move(sampler.batch, sampler.rank, place.epoch, place.position)
+        if self._checkpoint is not None:
+            self._checkpoint()
 
     def _follow(self, seat: Seat) -> None:
         """Take this seat (rules 1 and 3)."""
@@ -253,6 +281,8 @@ class Elastic:
         given = crew.rebuild(seat, standings, self._place)
         if takes:
             crew.carried.take(given, is_new=self.step == _NOT_YET)
+            if isinstance(reduction := self._model._setting.reduction, Lossy):
+                reduction.reset()  # what it had not sent before that step, it may have sent in it
             self._place, self._is_given_up = Place(*given["place"]), False
         crew.go_on(seat, self._place)
         self._agreed_at = self.step
@@ -390,7 +420,7 @@ class _Crew:
         """The seat is taken: train from there. Local."""
         first, mean = self._first_batch, self._model._steps.logical
         if mean is None:
-            batch = first.among(seat.size)
+            batch = self._sampler.batch  # as `rebuild` was told, or in other shares by `balance`
             self._sampler.move(batch, seat.rank, place.epoch, place.position)
             samples = batch.samples
         else:

@@ -34,6 +34,7 @@ class Ready:
     """It has made its model, and waits for a membership."""
 
     card: str  # what all ranks must have in common, a fact a line
+    saves: bool = False  # whether it makes a checkpoint, if training cannot go on
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,27 @@ class Refused:
     why: str
 
 
+@dataclass(frozen=True)
+class Ended:
+    """Nobody trains any more: make the checkpoint that was asked for, and end."""
+
+    why: str
+
+
 Message = (
-    Ready | Trouble | Stopped | Following | InLoop | CaughtUp | Give | Receive | Stop | Pause | Seat | Refused
+    Ready
+    | Trouble
+    | Stopped
+    | Following
+    | InLoop
+    | CaughtUp
+    | Give
+    | Receive
+    | Stop
+    | Pause
+    | Seat
+    | Refused
+    | Ended
 )
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Message)}
 

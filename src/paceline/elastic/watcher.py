@@ -20,7 +20,7 @@ from collections import deque
 
 from paceline.comm import connections
 from paceline.comm.opened_groups import abort_ours
-from paceline.elastic.line import Give, Line, Pause, Receive, Refused, Seat, Stop
+from paceline.elastic.line import Ended, Give, Line, Pause, Receive, Refused, Seat, Stop
 from paceline.errors import PeerLostError, ReplicaMismatchError
 
 _AGAIN_S = 0.005  # between two times that connections are shut
@@ -30,6 +30,10 @@ NO_EPOCH = -1
 
 class OverError(PeerLostError):
     """The membership is over: somebody was lost, or somebody comes in."""
+
+
+class EndedError(PeerLostError):
+    """Too few ranks are left, and this one is asked for a checkpoint."""
 
 
 class Watcher:
@@ -48,7 +52,7 @@ class Watcher:
         self._to_store: frozenset[int] = frozenset()
         self._is_alone = False  # the agent is gone
         self._to_give: deque[socket.socket] = deque()
-        self._seats: queue.SimpleQueue[Seat | Refused | socket.socket | None] = queue.SimpleQueue()
+        self._seats: queue.SimpleQueue[Seat | Refused | Ended | socket.socket | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         threading.Thread(target=self._watch, name="paceline-watcher", daemon=True).start()
 
@@ -113,6 +117,7 @@ class Watcher:
 
         Raises:
             ReplicaMismatchError: It cannot come in.
+            EndedError: Training does not go on.
             PeerLostError: The agent is gone.
         """
         told = self._seats.get()
@@ -120,6 +125,8 @@ class Watcher:
             told = self._seats.get()
         if isinstance(told, Refused):
             raise ReplicaMismatchError(told.why)
+        if isinstance(told, Ended):
+            raise EndedError(told.why)
         if told is None:
             raise PeerLostError(
                 "the launcher has ended, and with it the job: nobody says any more which ranks train together. "
@@ -163,7 +170,7 @@ class Watcher:
                     end.close()
             elif isinstance(message, Receive):
                 self._seats.put(self._line.handed.popleft())
-            elif isinstance(message, (Seat, Refused)):
+            elif isinstance(message, (Seat, Refused, Ended)):
                 self._seats.put(message)
             elif message is None:
                 self._is_alone = True

@@ -22,6 +22,7 @@ from types import FrameType
 
 from paceline.elastic.line import (
     CaughtUp,
+    Ended,
     Following,
     Give,
     InLoop,
@@ -82,9 +83,15 @@ def run(arguments: LaunchArguments, hangs: HangWatch, note: Callable[[str], None
 
         agent = Agent(arguments, decider, starter, start, note, resized)
         try:
-            while not agent.is_over:
-                agent.look()
-                check()
+            try:
+                while not agent.is_over:
+                    agent.look()
+                    check()
+            except InterruptedLaunchError:
+                raise
+            except LaunchError as error:
+                agent.save(str(error), check)
+                raise
             if arguments.num_machines > 1:
                 several.finish(check)
         finally:
@@ -177,6 +184,19 @@ class Agent:
             time.sleep(_LOOK_S)
         for rank in ranks:
             rank.process.bury()
+
+    def save(self, why: str, check: Callable[[], None]) -> None:
+        """Training does not go on: let the rank that is furthest make a checkpoint, if the script has asked for one."""
+        able = [rank for rank in self._seats.training if rank.saves and rank.step is not None]
+        if not able:
+            return
+        rank = max(able, key=lambda each: each.step or 0)
+        self._note(f"{rank.name} makes a checkpoint after step {rank.step}")
+        rank.process.tell(Ended(why))
+        until_s = time.monotonic() + _MISSING_RATIO * self._arguments.lost_after_s
+        while time.monotonic() < until_s and not rank.process.has_ended():
+            check()
+            time.sleep(_LOOK_S)
 
     # ---- the loop
 
@@ -322,6 +342,7 @@ class Agent:
 
     def _take(self, rank: Rank, message: Message) -> None:
         if isinstance(message, Ready):
+            rank.saves = message.saves
             self._let_wait(rank, message.card)
         elif isinstance(message, InLoop):
             rank.is_inside = message.inside
