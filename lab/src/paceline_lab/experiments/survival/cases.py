@@ -17,9 +17,9 @@ from paceline_lab.experiments.survival.training import (
 
 EPOCHS, STEPS_PER_EPOCH = 6, 9
 _STEPS = EPOCHS * STEPS_PER_EPOCH
-_AT_START = ("rendezvous", "constructing")
-_IN_RECOVERY = ("recovery", "following", "coming in", "receiving")
-_WITHIN = [moment for moment in MOMENTS if moment not in (*_AT_START, *_IN_RECOVERY, *BUCKET_MOMENTS)]
+AT_START = ("rendezvous", "constructing")
+IN_RECOVERY = ("recovery", "following", "coming in", "receiving")
+_WITHIN = [moment for moment in MOMENTS if moment not in (*AT_START, *IN_RECOVERY, *BUCKET_MOMENTS)]
 _HOW = ["SIGKILL"] * 5 + ["exit", "error", "memory"] * 2 + ["SIGSTOP", "pause"]
 _LONG_S, _SHORT_S = 20.0, 5.0
 _LIMIT_S = 300.0  # on a busy machine a case may take minutes
@@ -48,7 +48,7 @@ def random_job(seed: int) -> Job:
     faults = []
     if dice.random() < 0.15:
         how = dice.choice(["SIGKILL", "memory", "pause"])  # what exits there is a script that does not work
-        faults.append(Fault(dice.randrange(num_ranks), 0, dice.choice(_AT_START), how))
+        faults.append(Fault(dice.randrange(num_ranks), 0, dice.choice(AT_START), how))
     for begin in range(2, _STEPS - 8, dice.choice([8, 12, 16])):
         faults += _event(dice, begin + dice.randrange(5), num_ranks)
     return Job(num_ranks, 2, tuple(options), tuple(faults), seed=seed, limit_s=_LIMIT_S)
@@ -62,7 +62,7 @@ def _event(dice: random.Random, step: int, num_ranks: int) -> list[Fault]:
         other = (first.rank + dice.randrange(1, num_ranks)) % num_ranks
         return [first, Fault(other, first.step, first.moment, _how(dice))]
     if chance < 0.45:  # while the others recover
-        moment = dice.choice(_IN_RECOVERY)
+        moment = dice.choice(IN_RECOVERY)
         how = dice.choice(["SIGKILL", "SIGKILL", "exit", "error", "memory"])
         return [first, Fault(dice.randrange(num_ranks - 1), first.step, moment, how)]
     return [first]
@@ -78,7 +78,7 @@ def _fault(dice: random.Random, step: int, moment: str, num_ranks: int) -> Fault
 
 def _how(dice: random.Random) -> str:
     how = dice.choice(_HOW)
-    return "SIGKILL" if how == "memory" and not os.access(GROUPS, os.W_OK) else how
+    return "SIGKILL" if how == "memory" and not can_limit_memory() else how
 
 
 def random_hosts_job(seed: int) -> HostsJob:
@@ -117,3 +117,8 @@ def _blow(dice: random.Random, host: int) -> Blow:
     elif kind in ("agent stopped", "host stopped"):
         lasts_s = dice.choice([_SHORT_S, _LONG_S])
     return Blow(host, kind, lasts_s, after_steps=dice.randint(4, 40))
+
+
+def can_limit_memory() -> bool:
+    """Whether a rank can be given so little memory that the kernel kills it."""
+    return os.access(GROUPS, os.W_OK)

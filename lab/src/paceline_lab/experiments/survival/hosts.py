@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -21,12 +20,13 @@ import torch
 
 from paceline_lab.emulation import ClusterSpec, EmulatedCluster
 from paceline_lab.emulation.cluster import EmulatedHost
-from paceline_lab.experiments.survival.job import Job, Outcome, _read
+from paceline_lab.experiments.survival.job import Job, Outcome, read_notes
 
 _MARK = "PACELINE_SURVIVAL_HOST"
 _TRAINING = "paceline_lab.experiments.survival.training"
 _PORT = 29500
 _POLL_S = 0.05
+_ALMOST_ALL = "99.999%"  # as much as can be emulated
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class HostsJob:
     Attributes:
         num_hosts: Each with `ranks_per_host` ranks.
         ranks_per_host: Likewise.
-        job: Its ranks' options, and `lost_after_s`, `min_ranks` and `limit_s`; its other fields are not used.
+        job: Its ranks' options, and `lost_after_s`, `min_ranks`, `limit_s` and `python`; its other fields are not used.
         blows: What happens, one after the other.
         returns: Whether hosts that were switched off or whose agent was killed are started again, by the same command.
     """
@@ -110,7 +110,7 @@ class _Launch:
             "--min-ranks": job.min_ranks,
             "--lost-after": f"{job.lost_after_s:g}",
         }
-        command = [sys.executable, "-m", "paceline", "run"]
+        command = [job.python, "-m", "paceline", "run"]
         command += [text for name, value in options.items() for text in (name, str(value))]
         command += ["-m", _TRAINING, str(self._folder / f"host{host.index}"), *job.options]
         environment = {
@@ -132,8 +132,7 @@ class _Launch:
         needle = f"{_MARK}={self.mark}-{host}".encode()
         for each in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                words = (each / "cmdline").read_bytes().split(b"\0")
-                is_agent = words[1:4] == [b"-m", b"paceline", b"run"]
+                is_agent = b"\0-m\0paceline\0run\0" in (each / "cmdline").read_bytes()
                 if needle in (each / "environ").read_bytes().split(b"\0") and (is_agent or not only_agent):
                     found.append(int(each.name))
         return found
@@ -146,7 +145,7 @@ class _Launch:
     def notes_of(self, what: str) -> list[float]:
         """When ranks noted this."""
         files = self._folder.glob("host*/rank-*.jsonl")
-        return sorted(note["at"] for file in files for note in _read(file) if note["what"] == what)
+        return sorted(note["at"] for file in files for note in read_notes(file) if note["what"] == what)
 
 
 def run_on_hosts(hosts_job: HostsJob, folder: Path) -> HostsOutcome:
@@ -173,7 +172,7 @@ def run_on_hosts(hosts_job: HostsJob, folder: Path) -> HostsOutcome:
     outcome = Outcome(
         code=None if None in codes else next((code for code in spared if code != 0), 0),
         said="\n".join(file.read_text() for file in sorted(folder.glob("host*.txt"))),
-        notes=[_read(file) for file in sorted(folder.glob("host*/rank-*.jsonl"))],
+        notes=[read_notes(file) for file in sorted(folder.glob("host*/rank-*.jsonl"))],
         models=[torch.load(file, weights_only=True) for file in sorted(folder.glob("host*/model-*.pt"))],
         num_left=len(left),
     )
@@ -211,7 +210,7 @@ class _Blows:
         if blow.kind in ("cut", "switched off"):
             host.set_link(up=False)
         if blow.kind == "half-open":
-            host.set_loss("100%")
+            host.set_loss(_ALMOST_ALL)
         if blow.kind in ("agent killed", "switched off"):
             launch.signal(host.index, signal.SIGKILL, only_agent=blow.kind == "agent killed")
         if blow.kind in ("agent stopped", "host stopped"):

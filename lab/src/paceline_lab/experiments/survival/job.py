@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from paceline_lab.experiments.survival.training import (
 )
 
 _MARK = "PACELINE_SURVIVAL_JOB"
+_WITHOUT_EFFECT = ("folder", "backend", "pause_ms", "workers", "compression", "fault", "parts")
 _TRAINING = "paceline_lab.experiments.survival.training"
 
 
@@ -123,14 +125,14 @@ def run_job(job: Job, folder: Path) -> Outcome:
     return Outcome(
         code,
         (folder / "said.txt").read_text(),
-        [_read(file) for file in sorted(folder.glob("rank-*.jsonl"))],
+        [read_notes(file) for file in sorted(folder.glob("rank-*.jsonl"))],
         [torch.load(file, weights_only=True) for file in sorted(folder.glob("model-*.pt"))],
         num_left,
         kills,
     )
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
+def read_notes(file: Path) -> list[dict[str, Any]]:
     lines = file.read_text().splitlines()
     return [json.loads(line) for line in lines if line.endswith("}")]
 
@@ -210,10 +212,16 @@ def trained(outcome: Outcome, num_samples: int, num_epochs: int) -> Trained:
     return Trained(lost, doubled, len(tries), len(completed))
 
 
-@functools.cache
 def reference(options: tuple[str, ...], num_parts: int) -> Mapping[str, torch.Tensor]:
     """The parameters of the same training in one process, without any of this, of so many logical ranks."""
-    args = parser_of().parse_args(["/", *options])
+    given = vars(parser_of().parse_args(["/", *options]))
+    matter = {name: value for name, value in given.items() if name not in _WITHOUT_EFFECT}
+    return _reference(tuple(sorted(matter.items())), num_parts)
+
+
+@functools.cache
+def _reference(arguments: tuple[tuple[str, Any], ...], num_parts: int) -> Mapping[str, torch.Tensor]:
+    args = Namespace(**dict(arguments))
     data, net = Data(args), make_model(args)
     shuffle = GlobalShuffle(data, GlobalBatch.of(args.batch, num_parts), rank=0, seed=5)
     shuffle.move(shuffle.batch, 0, 0, 0, logical=range(num_parts))

@@ -4,6 +4,8 @@
     paceline study survival --cases 200 --first-seed 1000
     paceline study survival --case 17              # one, with what it printed
     paceline study survival --hosts --cases 50     # emulated hosts that are hit; as root
+    paceline study survival --stall --cases 10     # where the time of a recovery goes, on one host; jobs of five deaths
+    paceline study survival --beside torchrun,torchft --cases 3  # rounds; torchft has to be installed
     paceline study survival --cost                 # what a run without a loss costs, beside a plain loop
 
 Each case is a job (`cases`): 3 to 8 ranks on this host, of which some are lost at moments of steps, in recoveries, two
@@ -25,11 +27,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from paceline_lab.bench.provenance import collect
 from paceline_lab.checkout import in_repository
 from paceline_lab.experiments.options import REPORT_FOLDER, Quick, ReportFolder
+from paceline_lab.experiments.survival.beside import compare
 from paceline_lab.experiments.survival.cases import random_hosts_job, random_job
 from paceline_lab.experiments.survival.cost import measure
 from paceline_lab.experiments.survival.hosts import run_on_hosts
@@ -42,6 +46,7 @@ from paceline_lab.experiments.survival.job import (
     standstills_s,
     trained,
 )
+from paceline_lab.experiments.survival.stall import measure_stalls
 from paceline_lab.experiments.survival.training import parser_of
 from paceline_lab.report.terminal import progress_bar
 
@@ -96,6 +101,10 @@ class Found:
         with tempfile.TemporaryDirectory() as folder:
             if self.on_hosts:
                 on_hosts = random_hosts_job(seed)
+                if not any("stopped" in blow.kind for blow in on_hosts.blows):  # who asks is not who computes
+                    on_hosts = replace(
+                        on_hosts, job=replace(on_hosts.job, python=str(warm.folder() / "python"))
+                    )
                 job, found = on_hosts.job, run_on_hosts(on_hosts, Path(folder))
                 outcome, stills_s, events = (
                     found.outcome,
@@ -164,20 +173,35 @@ def _quantile(ordered: Sequence[float], part: float) -> float:
 
 
 def main(
-    cases: Annotated[int, typer.Option(min=1, help="Number of cases.")] = 200,
+    cases: Annotated[int, typer.Option(min=1, help="Number of cases, rounds or jobs.")] = 200,
     first_seed: Annotated[int, typer.Option(help="Random seed of the first case. The others follow.")] = 0,
     case: Annotated[int | None, typer.Option(help="A single case by its seed, with its output.")] = None,
     hosts: Annotated[bool, typer.Option("--hosts", help="On emulated hosts that are hit. As root.")] = False,
+    stall: Annotated[
+        bool, typer.Option("--stall", help="Instead: where the time of a recovery goes.")
+    ] = False,
+    beside: Annotated[
+        str, typer.Option(help="Instead: the same training and kills under others: torchrun,torchft.")
+    ] = "",
     cost: Annotated[bool, typer.Option(help="Instead: what a run without a loss costs.")] = False,
     quick: Quick = False,
     report_folder: ReportFolder = REPORT_FOLDER,
 ) -> None:
     """Let ranks of small trainings die at random moments, and count what was lost."""
+    torch.set_num_threads(1)  # of the small model that is trained for comparison
     path = report_folder / ("survival-hosts.json" if hosts else "survival.json")
     if cost:
         for name, deterministic in (("elastic", False), ("deterministic", True)):
             found_cost = measure(2, 3 if quick else 40, deterministic=deterministic)
             print(found_cost.words(name))
+        return
+    if stall:
+        print(measure_stalls(1 if quick else cases).words())
+        return
+    if beside:
+        path = None if quick else report_folder / "survival-beside.json"
+        sides = compare(["paceline", *beside.split(",")], 1 if quick else cases, path)
+        print("\n".join(side.words(name) for name, side in sides.items()))
         return
     if case is not None:
         found = Found(case, hosts)

@@ -193,6 +193,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--normalize", action="store_true", help="batch normalisation")
+    parser.add_argument("--parts", action="store_true", help="note when which part of a recovery was done")
     parser.add_argument("--fault", action="append", type=Fault.parse, default=[])
     return parser
 
@@ -249,6 +250,8 @@ def main() -> None:
     dist.init_process_group(args.backend)
     faults.at("constructing")
     _fail_in_recovery(faults)
+    if args.parts:
+        _note_parts(notes)
     data = Data(args)
     data.at = faults.at
     shuffle = GlobalShuffle(data, GlobalBatch.of(args.batch, dist.get_world_size()), seed=5)
@@ -275,7 +278,7 @@ def main() -> None:
     loss = nn.CrossEntropyLoss()
     for epoch in range(shuffle.epoch, args.epochs):
         for batches in elastic.steps(loader):
-            faults.step = elastic.step
+            faults.step, began_s = elastic.step, time.monotonic()
             indices = [int(i) for batch in batches for i in batch[0]]
             notes.write(
                 what="try", step=elastic.step, under=model.membership.epoch, of=epoch, samples=indices
@@ -293,7 +296,8 @@ def main() -> None:
             scheduler.step()
             optimizer.zero_grad()
             if not micro_batches.repeats:
-                notes.write(what="done", step=elastic.step, under=model.membership.epoch)
+                took_s = time.monotonic() - began_s
+                notes.write(what="done", step=elastic.step, under=model.membership.epoch, took_s=took_s)
             faults.at("between steps")
             if elastic.step % CHECKPOINT_EVERY == 0:
                 _save(saved, args.folder, faults)
@@ -350,6 +354,31 @@ def _fail_in_recovery(faults: Faults) -> None:
             faults.at("following")
 
     Membership.rebuild = failing  # type: ignore[method-assign]
+
+
+def _note_parts(notes: Notes) -> None:
+    """Note of each membership that is followed when the last one's end was heard of, and what came when."""
+    from paceline.elastic.elastic import _Crew
+
+    next_seat, opens, goes_on = _Crew.next_seat, _Crew.open, _Crew.go_on
+    times: dict[str, float] = {}
+
+    def seated(crew: _Crew, *given: Any) -> Any:
+        times.update(heard=crew._watcher.since_s, left=time.monotonic())
+        seat = next_seat(crew, *given)
+        times["seat"] = time.monotonic()
+        return seat
+
+    def opened(crew: _Crew, *given: Any) -> Any:
+        standings = opens(crew, *given)
+        times["open"] = time.monotonic()
+        return standings
+
+    def gone_on(crew: _Crew, *given: Any) -> None:
+        goes_on(crew, *given)
+        notes.write(what="moved", **times)
+
+    _Crew.next_seat, _Crew.open, _Crew.go_on = seated, opened, gone_on  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
