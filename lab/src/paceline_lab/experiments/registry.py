@@ -130,6 +130,8 @@ _ALL = (
         "What do large batches, compression and local steps cost in accuracy?", runs=()),
     Experiment("resnet-batches", "accuracy.resnet_batches", "2 h", "Goyal et al. 2017",
         "Up to which batch does a network with batch normalisation keep its accuracy, and with which n?", runs=()),
+    Experiment("adasum-steps", "accuracy.adasum_steps", "1 h", "Maleki et al. 2021",
+        "How many steps does Adasum take to a loss, and the mean, with Adam and LAMB, each at its best rate?", runs=()),
     Experiment("loss-bound", "accuracy.loss_bound", "hours", "",
         "What do gradients that are lost cost in accuracy?", runs=()),
     # Do unequal machines work all the time?
