@@ -237,16 +237,15 @@ class Plan:
             means.append(statistics.fmean(one.validation for one in found if one is not None))
         return next(rate for rate, mean in zip(GRID, means, strict=True) if mean >= max(means) - NEAR)
 
-    def cells(self) -> list[tuple[str, int, str]]:
-        """Row, factor and statistics of every mean, the most wanted first."""
+    def cells(self) -> list[list[tuple[str, int, str]]]:
+        """Row, factor and statistics of every mean: the most wanted, then the others."""
         rows = [row for row in RULES if row != BASELINE]
-        cells = [(BASELINE, 1, PLAIN), *[(row, 32, PLAIN) for row in rows]]
-        cells += [(GRADUAL, factor, PLAIN) for factor in (16, 8)]
-        cells += [(GRADUAL, BN_FACTOR, which) for which in ("all 256 (SyncBatchNorm)", "8 a worker")]
-        if self.whole:
-            cells += [(row, factor, PLAIN) for factor in (8, 16, 4, 2) for row in rows]
-            cells += [(GRADUAL, BN_FACTOR, which) for which in STATISTICS]
-        return list(dict.fromkeys(cells))
+        first = [(BASELINE, 1, PLAIN), *[(row, 32, PLAIN) for row in rows], (GRADUAL, 8, PLAIN)]
+        second = [(GRADUAL, BN_FACTOR, which) for which in ("all 256 (SyncBatchNorm)", "8 a worker")]
+        third = [(GRADUAL, 16, PLAIN)]
+        fourth = [(row, factor, PLAIN) for factor in (8, 16, 4, 2) for row in rows]
+        fourth += [(GRADUAL, BN_FACTOR, which) for which in STATISTICS]
+        return [first, second, third, fourth] if self.whole else [first, second, third]
 
     def missing(self) -> list[ResnetTrial]:
         """What can be computed now and is not there."""
@@ -258,10 +257,11 @@ class Plan:
         else:
             wanted = (
                 ResnetTrial(row, factor, rate, seed, which)
+                for cells in self.cells()
                 for seed in range(self.num_seeds)
-                for row, factor, which in self.cells()
+                for row, factor, which in cells
             )
-        return [trial for trial in wanted if self.store.get(trial) is None]
+        return [trial for trial in dict.fromkeys(wanted) if self.store.get(trial) is None]
 
     def outcomes(self, row: str, factor: int, which: str = PLAIN) -> list[ResnetOutcome]:
         """Those that are there, by seed."""
