@@ -52,6 +52,7 @@ from paceline_lab.report.summary import Summary, ratios, slowest_rank
 REGISTERED, FOLLOWED, TORCH = SIDES = ("registered", "ours", "torch")
 COLORS = {REGISTERED: PAPER, FOLLOWED: OURS, TORCH: BASELINE}
 ORDERS = ("as used", "reversed", "shuffled")
+TORCH_CAP_MB = 25.0  # its default
 WARM_UP_STEPS = 2  # after the first of them buckets are cut anew
 
 
@@ -98,7 +99,8 @@ class Trainee:
         network = Reordered(config, order)
         self.model: nn.Module
         if side == TORCH:
-            self.model = nn.parallel.DistributedDataParallel(network)
+            cap_mb = TORCH_CAP_MB / config.scale  # as many buckets as of whole gradients
+            self.model = nn.parallel.DistributedDataParallel(network, bucket_cap_mb=cap_mb)
         else:
             self.model = DistributedDataParallel(network)
             if side == REGISTERED:  # there is no option for this
