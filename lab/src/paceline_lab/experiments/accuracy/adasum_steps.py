@@ -209,13 +209,18 @@ class Ranks:
         parameters = list(self.model.parameters())
         with torch.no_grad():
             for each in self.copies:
-                torch._foreach_copy_(list(each.parameters()), parameters)
+                for own, start in zip(each.parameters(), parameters, strict=True):
+                    own.copy_(start)
         for each, optimizer, (x, y) in zip(self.copies, self.optimizers, slices, strict=True):
             loss_of(each, x, y).backward()
             optimizer.step()
         with torch.no_grad():
-            updates = [list(torch._foreach_sub(list(each.parameters()), parameters)) for each in self.copies]
-            torch._foreach_add_(parameters, combine(updates))
+            updates = [
+                [end - start for end, start in zip(each.parameters(), parameters, strict=True)]
+                for each in self.copies
+            ]
+            for parameter, update in zip(parameters, combine(updates), strict=True):
+                parameter.add_(update)
 
 
 @dataclass(frozen=True)

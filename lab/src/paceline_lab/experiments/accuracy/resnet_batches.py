@@ -169,7 +169,8 @@ def train(trial: ResnetTrial, data: Path | None) -> ResnetOutcome:
     group, one_by_one = STATISTICS[trial.statistics]
     batch = WORKER_BATCH * trial.factor
     num_passes = batch // group if one_by_one else 1
-    model: nn.Module = network().to(memory_format=torch.channels_last)
+    model: nn.Module = network()
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if group and not one_by_one and group < batch:
         model = convert_ghost_batchnorm(model, group)
     optimizer = torch.optim.SGD(
@@ -240,8 +241,9 @@ class Plan:
     def cells(self) -> list[list[tuple[str, int, str]]]:
         """Row, factor and statistics of every mean: the most wanted, then the others."""
         rows = [row for row in RULES if row != BASELINE]
-        first = [(BASELINE, 1, PLAIN), *[(row, 32, PLAIN) for row in rows], (GRADUAL, 8, PLAIN)]
-        second = [(GRADUAL, BN_FACTOR, which) for which in ("all 256 (SyncBatchNorm)", "8 a worker")]
+        first = [(BASELINE, 1, PLAIN), *[(row, 32, PLAIN) for row in rows]]
+        second = [(GRADUAL, 8, PLAIN)]
+        second += [(GRADUAL, BN_FACTOR, which) for which in ("all 256 (SyncBatchNorm)", "8 a worker")]
         third = [(GRADUAL, 16, PLAIN)]
         fourth = [(row, factor, PLAIN) for factor in (8, 16, 4, 2) for row in rows]
         fourth += [(GRADUAL, BN_FACTOR, which) for which in STATISTICS]

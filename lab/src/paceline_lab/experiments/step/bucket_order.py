@@ -102,9 +102,9 @@ class Trainee:
             cap_mb = TORCH_CAP_MB / config.scale  # as many buckets as of whole gradients
             self.model = nn.parallel.DistributedDataParallel(network, bucket_cap_mb=cap_mb)
         else:
-            self.model = DistributedDataParallel(network)
+            self.model = ours = DistributedDataParallel(network)
             if side == REGISTERED:  # there is no option for this
-                self.model.reducer.cuts.has_followed, self.model.reducer.cuts.may_change = True, False
+                ours.reducer.cuts.has_followed, ours.reducer.cuts.may_change = True, False
         self.lasted_s: list[float] = []
         self.x = torch.ones((), requires_grad=True)
 
