@@ -1,12 +1,15 @@
-"""Goyal et al. 2017 on a network with batch normalisation: batches 1 to 32 times as large, warm-ups, curves, and BN's n.
+"""Goyal et al. 2017 on a network with batch normalisation: batches up to 32 times as large, warm-ups, curves, BN's n.
 
 A ResNet-20-shaped network (three stages, one residual block each) on Fashion-MNIST of 14 x 14 pixels. As in the paper:
 32 samples a worker, whose statistics normalise them; Nesterov momentum; decay by ten at a third, two thirds and eight
-ninths; warm-up for 5/90 of the training; zero-gamma; one shuffle for all workers. The workers are in one process: `GhostBatchNorm` normalises each one's samples
-by themselves within the global batch, so gradients are those of workers; running statistics are the mean of theirs.
+ninths; warm-up for 5/90 of the training; zero-gamma; one shuffle for all workers. The workers are in one process:
+`GhostBatchNorm` normalises each one's samples by themselves within the global batch, so gradients are those of workers;
+running statistics are the mean of theirs.
 
 Rules
-1. The reference rate is chosen at the reference batch, by validation accuracy, from a grid of which it is no edge.
+1. The reference rate is chosen at the reference batch, by validation accuracy, from a grid of which it is no edge: the
+   smallest that is within half a point of the best. Rates over a factor of ten are as good as each other there, and
+   the smallest of them is the furthest from divergence.
 2. Larger batches take it by their row's rule; nothing is tuned there.
 3. BN's n varies at one global batch, from 4 samples to all of them, which is SyncBatchNorm. One row has workers that
    compute one after another, with rank 0's running statistics, as DistributedDataParallel hands them to everybody.
@@ -56,6 +59,7 @@ WORKER_BATCH = 32  # n, and the reference batch
 EPOCHS, NUM_TRAIN, NUM_VALIDATION = 20, 8_192, 2_000
 WARM_PART = 5 / 90
 GRID = (0.0125, 0.025, 0.05, 0.1, 0.2)
+NEAR = 0.005  # of the best accuracy
 NUM_SEEDS, NUM_CHOOSING_SEEDS = 5, 2
 BASELINE, GRADUAL = "small batch", "gradual warm-up"
 # Row: how the rate grows with the batch, and how it warms up.
@@ -67,8 +71,7 @@ RULES = {
     "sqrt": ("sqrt", "gradual"),
     "unscaled": ("none", "none"),
 }
-FACTORS = {GRADUAL: (2, 4, 8, 16, 32)}
-COMPARED = (8, 16, 32)  # by the other rows
+FACTORS = (2, 4, 8, 16, 32)
 BN_FACTOR = 8
 # Row of BN's n: samples that are normalised together (0: the whole batch), and whether workers compute one by one.
 PLAIN = "32 a worker"
@@ -166,7 +169,8 @@ def train(trial: ResnetTrial, data: Path | None) -> ResnetOutcome:
     group, one_by_one = STATISTICS[trial.statistics]
     batch = WORKER_BATCH * trial.factor
     num_passes = batch // group if one_by_one else 1
-    model: nn.Module = network().to(memory_format=torch.channels_last)
+    model: nn.Module = network()
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if group and not one_by_one and group < batch:
         model = convert_ghost_batchnorm(model, group)
     optimizer = torch.optim.SGD(
@@ -220,9 +224,10 @@ class Plan:
 
     store: TrialStore[ResnetTrial, ResnetOutcome]
     num_seeds: int = NUM_SEEDS
+    whole: bool = True  # or the most wanted cells only
 
     def reference_rate(self) -> float | None:
-        """The best of the grid at the reference batch; None while that is not known."""
+        """Of the grid, at the reference batch; None while that is not known."""
         means = []
         for rate in GRID:
             found = [
@@ -230,19 +235,19 @@ class Plan:
             ]
             if any(outcome is None for outcome in found):
                 return None
-            means.append((statistics.fmean(one.validation for one in found if one is not None), -rate))
-        return -max(means)[1]
+            means.append(statistics.fmean(one.validation for one in found if one is not None))
+        return next(rate for rate, mean in zip(GRID, means, strict=True) if mean >= max(means) - NEAR)
 
-    def cells(self) -> list[tuple[str, int, str]]:
-        """Row, factor and statistics of every mean, the most wanted first."""
-        cells = [(BASELINE, 1, PLAIN)]
-        order = [(GRADUAL, factor) for factor in reversed(FACTORS[GRADUAL])]
-        order += [
-            (row, factor) for factor in (32, 8, 16) for row in RULES if row not in (BASELINE, GRADUAL)
-        ]
-        cells += [(row, factor, PLAIN) for row, factor in order]
-        cells += [(GRADUAL, BN_FACTOR, which) for which in STATISTICS if which != PLAIN]
-        return cells
+    def cells(self) -> list[list[tuple[str, int, str]]]:
+        """Row, factor and statistics of every mean: the most wanted, then the others."""
+        rows = [row for row in RULES if row != BASELINE]
+        first = [(BASELINE, 1, PLAIN), *[(row, 32, PLAIN) for row in rows]]
+        second = [(GRADUAL, 8, PLAIN)]
+        second += [(GRADUAL, BN_FACTOR, which) for which in ("all 256 (SyncBatchNorm)", "8 a worker")]
+        third = [(GRADUAL, 16, PLAIN)]
+        fourth = [(row, factor, PLAIN) for factor in (8, 16, 4, 2) for row in rows]
+        fourth += [(GRADUAL, BN_FACTOR, which) for which in STATISTICS]
+        return [first, second, third, fourth] if self.whole else [first, second, third]
 
     def missing(self) -> list[ResnetTrial]:
         """What can be computed now and is not there."""
@@ -254,10 +259,11 @@ class Plan:
         else:
             wanted = (
                 ResnetTrial(row, factor, rate, seed, which)
+                for cells in self.cells()
                 for seed in range(self.num_seeds)
-                for row, factor, which in self.cells()
+                for row, factor, which in cells
             )
-        return [trial for trial in wanted if self.store.get(trial) is None]
+        return [trial for trial in dict.fromkeys(wanted) if self.store.get(trial) is None]
 
     def outcomes(self, row: str, factor: int, which: str = PLAIN) -> list[ResnetOutcome]:
         """Those that are there, by seed."""
@@ -293,7 +299,7 @@ class ResnetStudy(Study[Plan]):
         return Measured(options, {"trials": trials}, [missing] if num_missing else [])
 
     def find(self, outcomes: Plan, options: Plan) -> Findings:
-        factors = FACTORS[GRADUAL]
+        factors = FACTORS
         baseline = outcomes.spread(BASELINE, 1)
         rows = [
             (row, *[_text(outcomes.spread(row, factor)) for factor in factors])
@@ -321,8 +327,7 @@ class ResnetStudy(Study[Plan]):
                     if outcomes.spread(row, factor) is not None
                 },
                 "statistics": {
-                    which: _stored(spread, at_one_batch[PLAIN])
-                    for which, spread in at_one_batch.items()
+                    which: _stored(spread, at_one_batch[PLAIN]) for which, spread in at_one_batch.items()
                 },
                 "grid": {str(rate): _choosing(outcomes, rate) for rate in GRID},
                 "seconds": statistics.fmean(one.wall_s for one in first) if first else None,
@@ -369,7 +374,7 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     ]
     kept = [
         factor
-        for factor in FACTORS[GRADUAL]
+        for factor in FACTORS
         if (cell := record["summaries"]["cells"].get(f"{GRADUAL} x{factor}")) and cell["lost"] <= 1
     ]
     most = f"Up to {max(kept)} times" if kept else "At no multiple of"
@@ -407,7 +412,7 @@ def _curves(trials: list[dict[str, Any]], title: str, factor: int, key: str, lab
 def _batches(summaries: Mapping[str, Any]) -> Lines:
     lines = []
     for row, color in zip(RULES, (LIMIT, *ROW_COLORS), strict=False):
-        cells = {factor: summaries["cells"].get(f"{row} x{factor}") for factor in FACTORS[GRADUAL]}
+        cells = {factor: summaries["cells"].get(f"{row} x{factor}") for factor in FACTORS}
         points = [(float(factor), cell["mean"]) for factor, cell in cells.items() if cell]
         if points:
             lines.append(Line(row, points, color))
@@ -416,7 +421,7 @@ def _batches(summaries: Mapping[str, Any]) -> Lines:
         "global batch, samples",
         "test accuracy, %",
         lines,
-        {float(f): f"{f * WORKER_BATCH:,}" for f in FACTORS[GRADUAL]},
+        {float(f): f"{f * WORKER_BATCH:,}" for f in FACTORS},
         log_x=True,
         bottom=70.0,
         levels={BASELINE: summaries["baseline"]["mean"]},
@@ -426,17 +431,18 @@ def _batches(summaries: Mapping[str, Any]) -> Lines:
 def main(
     data: DataFolder = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of random seeds per mean.")] = NUM_SEEDS,
+    whole: Annotated[bool, typer.Option("--whole/--core", help="All cells, or the most wanted.")] = True,
     workers: Annotated[int, typer.Option(min=1, help="Trainings at once, each on one core.")] = 1,
     store: StoreFile = None,
     report_folder: ReportFolder = REPORT_FOLDER,
     only_show: OnlyShow = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a small ResNet with batches 1 to 32 times as large by every rule, and with every n of batch normalisation."""
+    """Train a small ResNet with batches up to 32 times as large by every rule, and with every n of normalisation."""
     file = store or report_folder / "resnet-batches.jsonl"
     if only_show and not file.exists():
         raise ConfigurationError(f"there are no trainings in {file} yet. Leave out --only-show.")
-    plan = Plan(TrialStore(file, ResnetTrial, ResnetOutcome), seeds)
+    plan = Plan(TrialStore(file, ResnetTrial, ResnetOutcome), seeds, whole)
     with keeping(file):
         found = run_study(ResnetStudy(data, workers, only_show), plan, report_folder, as_json)
     if as_json:
