@@ -237,7 +237,7 @@ def messages_before_their_peers_call(rank, num_ranks):
             dist.barrier(group=gloo)
             dist.recv(theirs, before, group=ours)
         work.wait()
-        found.append(theirs[::size - 1].tolist())
+        found.append(theirs[:: size - 1].tolist())
         both = {"in": torch.zeros(size), "out": torch.zeros(size)}
         crossing = [
             dist.P2POp(dist.irecv, both["in"], before, group=ours),

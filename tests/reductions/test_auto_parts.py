@@ -98,7 +98,9 @@ def test_doubt_is_how_far_the_ratio_of_two_medians_scatters(spread, number):
 def test_what_slows_neighbouring_steps_down_slows_both_sides_down():
     """A codec saves a tenth of each step while another program makes the steps of half the comparison twice as long."""
     periods = Periods()
-    for codec, seconds in zip([None, "x", "x", None] * 2, [1.0, 0.9, 0.9, 1.0, 2.0, 1.8, 1.8, 2.0], strict=True):
+    for codec, seconds in zip(
+        [None, "x", "x", None] * 2, [1.0, 0.9, 0.9, 1.0, 2.0, 1.8, 1.8, 2.0], strict=True
+    ):
         periods.add(codec, seconds)
     with_s, without_s, doubt = periods.comparison("x", None)
     assert with_s / without_s == pytest.approx(0.9)

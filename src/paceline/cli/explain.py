@@ -65,7 +65,9 @@ def explain(
         )
     # An error's name alone, with or without its "Error", does not tell its cases apart: all are printed.
     name = _words(asked).removesuffix("error")
-    shown = [each for each in found if _words(each.text).startswith((f"{name} ", f"{name}error "))] or found[:1]
+    shown = [each for each in found if _words(each.text).startswith((f"{name} ", f"{name}error "))] or found[
+        :1
+    ]
     print("\n\n".join(f"{each.heading}\n\n{each.text}" for each in shown))
     if others := [each.heading for each in found if each not in shown]:
         print(f"\nSee also: {'; '.join(others[:3])}")
