@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from paceline.observe.run_records import StepRecord
 
 _FEWEST_STEPS = 12
+_APART = 1.2  # sizes that say what of a bucket's time is fixed
+_RATE_BYTES = 2**20  # of buckets that are alike: from here on nothing is
 _WORTH = 0.03  # of a step: what is predicted to gain less is not named
 
 
@@ -36,13 +38,15 @@ class _Link:
     forward_s: float
 
     @property
-    def cost(self) -> AlphaBetaCost:
-        """Seconds for bytes, through the smaller and the larger half of the buckets."""
+    def cost(self) -> AlphaBetaCost | None:
+        """Seconds for bytes, through the smaller and the larger half of the buckets; None: alike, and small."""
         order = sorted(range(len(self.sizes)), key=self.sizes.__getitem__)
         halves = [order[: (len(order) + 1) // 2], order[len(order) // 2 :]]
         small, large = (
             (median(self.sizes[i] for i in x), median(self.lasts_s[i] for i in x)) for x in halves
         )
+        if large[0] < _APART * small[0] and large[0] < _RATE_BYTES:
+            return None
         return AlphaBetaCost.through(small, large)
 
     def end_s(self, ready_s: Sequence[float], lasts_s: Sequence[float]) -> float:
@@ -56,21 +60,25 @@ def hiding(run: Run, table: StepTable) -> tuple[tuple[str, Prediction], ...]:
     if link is None:
         return ()
     now_s = link.end_s(link.ready_s, link.lasts_s)
-    found = [
-        ("pass overlap_forward=True", _gained_by_overlap_s(link)),
-        ('pass compression="bf16"', now_s - link.end_s(link.ready_s, [x / 2 for x in link.lasts_s])),
-        _larger_buckets(link, now_s),
-    ]
+    found = [("pass overlap_forward=True", _gained_by_overlap_s(link))]
+    cost = link.cost
+    if cost is not None:
+        halved_s = [
+            max(0.0, x - cost.s_per_byte * size / 2) for x, size in zip(link.lasts_s, link.sizes, strict=True)
+        ]
+        found += [
+            ('pass compression="bf16"', now_s - link.end_s(link.ready_s, halved_s)),
+            _larger_buckets(link, cost, now_s),
+        ]
     worth = [(words, gain_s) for words, gain_s in found if gain_s > _WORTH * table.step_s]
     return tuple(
         (words, shorter_by(table, gain_s)) for words, gain_s in sorted(worth, key=lambda item: -item[1])
     )
 
 
-def _larger_buckets(link: _Link, now_s: float) -> tuple[str, float]:
+def _larger_buckets(link: _Link, cost: AlphaBetaCost, now_s: float) -> tuple[str, float]:
     """Of so many neighbours made one bucket each, the number with the shortest step, and what it gains."""
-    cost, best = link.cost, (0.0, 0.0)
-    together = 2
+    best, together = (0.0, 0.0), 2
     while together < 2 * len(link.sizes):
         starts = range(0, len(link.sizes), together)
         sizes = [sum(link.sizes[i : i + together]) for i in starts]
