@@ -111,6 +111,8 @@ _ALL = (
     Experiment("parameter-servers", "reduction.parameter_servers", "5 min a run", "knee within 1 server",
         "When do parameter servers win against an all-reduce, and how many does lemma 3.2 ask for?",
         needs=ROOT, runs=("--case lemma", "--case symmetric", "--case asymmetric")),
+    Experiment("shared-batch", "reduction.shared_batch", "3 min", "Zou et al. 2017",
+        "How many devices may share a batch at which efficiency, by lemma 3.1 and measured?", needs=ROOT, runs=()),
     # What do lost packets cost?
     Experiment("bounded-loss", "datagrams.bounded_loss", "2 min a run", "docs/notebook/benchmarks.md, by row",
         "How long does a sum take where packets are lost, over UDP with bounded loss, and over TCP?",
