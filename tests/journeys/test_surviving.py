@@ -39,7 +39,7 @@ def test_ranks_die_within_steps_between_them_and_while_others_take_their_places(
 def test_the_last_ranks_wait_for_a_replacement_that_receives_their_state(tmp_path):
     """Two of two are needed: training goes on when the second is there again, over shared memory alone."""
     options = ("--epochs", "2", "--backend", "paceline")
-    outcome = survive(tmp_path, "1:4:within backward:exit", num_ranks=2, min_ranks=2, options=options)
+    outcome = survive(tmp_path, "1:4:within bucket 2:exit", num_ranks=2, min_ranks=2, options=options)
     assert "1 rank(s) are left of at least 2 (--min-ranks)" in outcome.said
     assert len(outcome.ends) == 2
     assert [change["num_new"] for change in outcome.ends[0]["history"]] == [1]
@@ -67,10 +67,10 @@ def test_residuals_and_synchronized_batch_normalisation_survive_a_loss(tmp_path)
     ids=str,
 )
 def test_options_follow_a_loss_and_a_replacement(tmp_path, options, rounding):
-    """A rank is lost within backward, and another comes while the others train."""
+    """A rank is lost within bucket 2, and another comes while the others train."""
     options = ("--epochs", "6", "--pause-ms", "50", *options)
     outcome = survive(
-        tmp_path, "1:4:within backward:SIGKILL", num_ranks=3, options=options, rounding=rounding
+        tmp_path, "1:4:within bucket 2:SIGKILL", num_ranks=3, options=options, rounding=rounding
     )
     assert any(change["num_new"] for change in outcome.changes)
 

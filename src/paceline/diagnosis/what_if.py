@@ -17,7 +17,8 @@ from paceline.diagnosis.step_table import RankStep, StepTable
 
 _DRAWS = 20  # replays of a run
 _RESAMPLED = 200  # medians, for the range
-_GUILTY_RATIO = 0.1  # of the delay: phases with a larger excess are replaced
+# phases with a larger excess are replaced: of the delay, or of the step without it
+_GUILTY_RATIO, _GUILTY_STEP_RATIO = 0.1, 0.01
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Prediction:
 
 def without(table: StepTable, culprit: Culprit) -> Prediction:
     """The step if the culprit took for its guilty phases what others take."""
-    guilty = _guilty(culprit)
+    guilty = _guilty(table, culprit)
     affected = set(culprit.indices)
     chance = random.Random(0)  # noqa: S311  the same answer every time
     steps_s = []
@@ -76,17 +77,21 @@ def exposed_s(table: StepTable) -> float:
     return median(median(x.step_s for x in row) - max(x.work_s for x in row) for row in table.rows)
 
 
-def _guilty(culprit: Culprit) -> frozenset[str]:
-    """Whole phases: a delay that is spread over all layers of a backward is small in each."""
+def _guilty(table: StepTable, culprit: Culprit) -> frozenset[str]:
+    """Whole phases: a delay that is spread over all layers of a backward is small in each.
+
+    A rank without a core is slow in all that it does. If its delay is many steps long, a tenth of it is a step.
+    """
     by_phase: dict[str, float] = {}
     for (phase, _), seconds in culprit.excess_s.items():
         by_phase[phase] = by_phase.get(phase, 0.0) + seconds
-    return frozenset(phase for phase, x in by_phase.items() if x > _GUILTY_RATIO * culprit.delay_s)
+    without_s = max(0.0, table.step_s - culprit.delay_s)
+    least_s = min(_GUILTY_RATIO * culprit.delay_s, _GUILTY_STEP_RATIO * without_s)
+    return frozenset(phase for phase, x in by_phase.items() if x > least_s)
 
 
 def _replaced_s(guilty_one: RankStep, other: RankStep, guilty: frozenset[str]) -> float:
-    gained_s = _phases_s(guilty_one, guilty) - _phases_s(other, guilty)
-    return guilty_one.work_s - max(0.0, gained_s)
+    return guilty_one.work_s - _phases_s(guilty_one, guilty) + _phases_s(other, guilty)
 
 
 def _phases_s(rank: RankStep, phases: frozenset[str]) -> float:

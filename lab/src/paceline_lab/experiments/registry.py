@@ -128,6 +128,8 @@ _ALL = (
     # What does it cost in accuracy?
     Experiment("large-batch", "accuracy.large_batch", "hours", "the papers'",
         "What do large batches, compression and local steps cost in accuracy?", runs=()),
+    Experiment("resnet-batches", "accuracy.resnet_batches", "2 h", "Goyal et al. 2017",
+        "Up to which batch does a network with batch normalisation keep its accuracy, and with which n?", runs=()),
     Experiment("loss-bound", "accuracy.loss_bound", "hours", "",
         "What do gradients that are lost cost in accuracy?", runs=()),
     # Do unequal machines work all the time?
