@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from paceline.elastic.handover import Carried, bytes_of
 from paceline.elastic.rollback import copied, settings_of
 from paceline.elastic.state_tree import PackedState, empty_tensors, pack, unpack
-from paceline.errors import PacelineError
+from paceline.errors import ConfigurationError, PacelineError
 
 _LEAST_BYTES = 16 << 20  # of the snapshot, that are copied in a step
 _NUM_STEPS = 8  # in which all of it is copied, if it is large
@@ -42,7 +42,8 @@ class Giver:
     def __init__(self, end: socket.socket, carried: Carried) -> None:
         self._end, self._carried = end, carried
         self._parameters, self._num_sent = carried.parameters, 0
-        self._total = sum(sum(map(_size, pack(carried.of(each)).tensors)) for each in self._parameters)
+        states = (each for parameter in self._parameters for each in carried.of(parameter))
+        self._total = sum(_size(each) for state in states for each in _tensors_in(state))
         self._posted = self._sent = 0  # bytes; only the thread writes the second
         self._frames: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._hooks = [each.register_step_pre_hook(self._note_step) for each in carried.optimizers]
@@ -62,9 +63,11 @@ class Giver:
     def end(self, step: int) -> int:
         """No further step follows than `step`; returns the digest of all that was given, or 0. Local."""
         self._post({"end": step})
-        was_over, self.is_over = self.is_over, True
+        is_whole = not self.is_over and self._num_sent == len(self._parameters)
         self._leave()
-        return 0 if was_over or self._num_sent < len(self._parameters) else self._carried.digest()
+        with contextlib.suppress(ConfigurationError):
+            return self._carried.digest() if is_whole else 0
+        return 0
 
     def _note_step(self, optimizer: Optimizer, *_: object) -> None:
         own = {id(each) for group in optimizer.param_groups for each in group["params"]}
@@ -85,7 +88,11 @@ class Giver:
             )
 
     def _post(self, tree: Any) -> None:
-        packed = pack(tree)
+        try:
+            packed = pack(tree)
+        except ConfigurationError:  # nothing that can be sent
+            self._leave()
+            return
         self._posted += sum(map(_size, packed.tensors))
         if self._posted - self._sent > _MOST_STATES * self._total + _LEAST_BYTES:
             self._leave()
@@ -104,7 +111,7 @@ class Giver:
             while (packed := self._frames.get()) is not None:
                 self._end.sendall(len(packed.words).to_bytes(_LENGTH_BYTES, "big") + packed.words)
                 for tensor in packed.tensors:
-                    self._end.sendall(memoryview(bytes_of(tensor)))
+                    self._end.sendall(bytes_of(tensor).data)
                     self._sent += _size(tensor)
         self.is_over = True
 
@@ -117,7 +124,7 @@ class Replayed:
     digest: int
 
 
-def receive(end: socket.socket, carried: Carried, caught_up: Callable[[], None]) -> Replayed | None:
+def receive(end: socket.socket, carried: Carried, caught_up: Callable[[], object]) -> Replayed | None:
     """Follow a giver until it ends; None: it gave up, or is dead. Blocks.
 
     `caught_up` is called once: as soon as nothing is left to be read, or nothing comes any more.
@@ -166,7 +173,7 @@ def _read(end: socket.socket) -> Any:
         return None
     for tensor in empty_tensors(bytes(words)):
         tensors.append(tensor)
-        if not _fill(end, memoryview(bytes_of(tensor))):
+        if not _fill(end, bytes_of(tensor).data):
             return None
     return unpack(PackedState(bytes(words), tensors))
 
@@ -178,6 +185,13 @@ def _fill(end: socket.socket, room: memoryview) -> bool:
             return False
         room = room[count:]
     return True
+
+
+def _tensors_in(state: Any) -> list[Tensor]:
+    """Of a parameter, or of its state in an optimizer."""
+    if isinstance(state, dict):
+        return [each for each in state.values() if isinstance(each, Tensor)]
+    return [state] if isinstance(state, Tensor) else []
 
 
 def _size(tensor: Tensor) -> int:

@@ -15,10 +15,13 @@ import contextlib
 import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
+
+import torch.distributed as dist
 
 from paceline.elastic.line import (
     CaughtUp,
@@ -78,10 +81,13 @@ def run(arguments: LaunchArguments, hangs: HangWatch, note: Callable[[str], None
             several = stack.enter_context(connected(arguments, starter.new_store(), note))
             decider, start = several, several.meet(check)
 
-        def resized(num_ranks: int) -> None:
-            hangs.num_ranks = num_ranks if arguments.num_machines == 1 else 0
+        def followed(plan: Plan) -> None:
+            if arguments.num_machines == 1:
+                hangs.num_ranks = len(plan.members)
+            elif arguments.hang_after_s:
+                threading.Thread(target=_meet_to_watch, args=(hangs, plan), daemon=True).start()
 
-        agent = Agent(arguments, decider, starter, start, note, resized)
+        agent = Agent(arguments, decider, starter, start, note, followed)
         try:
             try:
                 while not agent.is_over:
@@ -96,6 +102,13 @@ def run(arguments: LaunchArguments, hangs: HangWatch, note: Callable[[str], None
                 several.finish(check)
         finally:
             agent.end(received[0] if received else signal.SIGTERM)
+
+
+def _meet_to_watch(hangs: HangWatch, plan: Plan) -> None:
+    """Let the launchers tell each other of hangs in the store of this plan. Blocks: its host may be gone already."""
+    with contextlib.suppress(RuntimeError):
+        store = dist.TCPStore(*plan.store, is_master=False, wait_for_workers=False)
+        hangs.meet(store, f"epoch {plan.epoch}", len(plan.members))
 
 
 @contextlib.contextmanager
@@ -127,7 +140,7 @@ class EarlyEnd:
 class Agent:
     """One host's; `start` says how its ranks begin, None: the job has begun without this host.
 
-    `resized` is called with the number of ranks that train from now on.
+    `followed` is called with each plan.
     """
 
     def __init__(
@@ -137,10 +150,10 @@ class Agent:
         starter: Starter,
         start: Start | None,
         note: Callable[[str], None],
-        resized: Callable[[int], None] = lambda _: None,
+        followed: Callable[[Plan], None] = lambda _: None,
     ) -> None:
         self._arguments, self._decider, self._note = arguments, decider, note
-        self._resized = resized
+        self._followed = followed
         self._starter, self._start = starter, start
         self._stores = EpochStores(starter.host)
         self._seats = Seats(arguments.num_local_ranks)
@@ -491,7 +504,7 @@ class Agent:
             come = f"with {plan.num_new} that came in" if plan.num_new else ""
             who = " and ".join(filter(None, (gone, come)))
             self._note(f"{len(plan.members)} ranks go on after step {plan.step}, {who}")
-        self._resized(len(plan.members))
+        self._followed(plan)
         self._epoch, self._members = plan.epoch, plan.members
         self._is_stopping = self._is_pausing = False
         self._because = []
