@@ -431,7 +431,7 @@ def _batches(summaries: Mapping[str, Any]) -> Lines:
 def main(
     data: DataFolder = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of random seeds per mean.")] = NUM_SEEDS,
-    whole: Annotated[bool, typer.Option("--whole/--core", help="All cells, or the most wanted.")] = True,
+    whole: Annotated[bool, typer.Option("--whole/--core", help="All cells, or the first ones only.")] = True,
     workers: Annotated[int, typer.Option(min=1, help="Trainings at once, each on one core.")] = 1,
     store: StoreFile = None,
     report_folder: ReportFolder = REPORT_FOLDER,
