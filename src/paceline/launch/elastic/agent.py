@@ -222,6 +222,7 @@ class Agent:
         why = self._decider.why_over(self._epoch)
         if why is not None and not self._is_stopping:
             self._stop(why)
+        self._let_in()
         self._decide()
         is_done = not self._seats.in_phase(Phase.TRAINING, Phase.LOST) and not self._dying
         if is_done and self._num_finished and (self._epoch != NOT_STARTED or not list(self._seats)):
@@ -257,9 +258,12 @@ class Agent:
             if vitals.cpu_ticks != rank.cpu_ticks:
                 rank.cpu_ticks, rank.moved_s = vitals.cpu_ticks, now_s
             still_s, limit_s = now_s - rank.moved_s, self._arguments.lost_after_s
+            stands_still = is_stopped(vitals.state) and still_s > limit_s * _STOPPED_RATIO
             if rank.phase is not Phase.TRAINING:
+                if rank.is_replaying and stands_still:  # others would wait for it
+                    rank.process.ask_to_end(signal.SIGKILL)
                 continue
-            if is_stopped(vitals.state) and still_s > limit_s * _STOPPED_RATIO:
+            if stands_still:
                 self._lose(rank, f"{rank.name} was stopped for {still_s:.1f} s")
             elif self._awaits(rank) and now_s - max(self._since_s, rank.moved_s) > limit_s:
                 self._lose(rank, f"{rank.name} did not answer for {limit_s:g} s, and did nothing")
@@ -367,7 +371,6 @@ class Agent:
             self._failed_starts.pop(rank.local_rank, None)
         elif isinstance(message, CaughtUp):
             rank.is_replaying = False
-            self._let_in(rank)
 
     def _let_wait(self, rank: Rank, card: str) -> None:
         """A rank has made its model."""
@@ -384,8 +387,6 @@ class Agent:
         givers = self._seats.training
         if givers and not self._is_stopping:
             self._connect(givers[rank.local_rank % len(givers)], rank)
-        else:
-            self._let_in(rank)
 
     def _connect(self, giver: Rank, rank: Rank) -> None:
         """Let a rank that waits have another's state while that trains; it says when it has caught up."""
@@ -395,19 +396,16 @@ class Agent:
             rank.process.tell(Receive(), handing=ends[0])
             giver.process.tell(Give(self._epoch), handing=ends[1])
 
-    def _let_in(self, rank: Rank) -> None:
-        """Have the membership pause for a rank that waits, once all that do have caught up."""
-        is_early = any(each.is_replaying for each in self._seats.in_phase(Phase.WAITING))
-        if (
-            self._epoch != NOT_STARTED
-            and not self._is_stopping
-            and not is_early
-            and rank.phase is Phase.WAITING
-        ):
-            self._is_stopping = self._is_pausing = True
-            self._since_s = time.monotonic()
-            for member in self._seats.training:
-                member.process.tell(Pause(self._epoch, f"a replacement (pid {rank.process.pid}) comes in"))
+    def _let_in(self) -> None:
+        """Have the membership pause for ranks that wait, once all of these have caught up."""
+        waiting = self._seats.in_phase(Phase.WAITING)
+        is_early = not waiting or any(rank.is_replaying for rank in waiting)
+        if is_early or self._epoch == NOT_STARTED or self._is_stopping or self._num_finished:
+            return
+        self._is_stopping = self._is_pausing = True
+        self._since_s = time.monotonic()
+        for member in self._seats.training:
+            member.process.tell(Pause(self._epoch, f"a replacement (pid {waiting[0].process.pid}) comes in"))
 
     # ---- from one membership to the next
 
@@ -511,9 +509,6 @@ class Agent:
         for rank in self._seats.training:
             if rank.member not in numbers:
                 self._fence(rank)
-        if not self._num_finished:
-            for rank in self._seats.in_phase(Phase.WAITING):  # it came too late for this plan
-                self._let_in(rank)
 
     def _fence(self, rank: Rank) -> None:
         """Others went on without it: what it holds is old. A replacement takes their state."""
