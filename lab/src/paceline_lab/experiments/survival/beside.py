@@ -35,7 +35,7 @@ from paceline_lab.experiments.survival.job import Outcome, read_notes, trained
 _SCRIPT = "paceline_lab.experiments.survival.beside_training"
 _LIMIT_S = 600.0  # on a busy machine
 _RANKS, _EPOCHS, _STEPS, _BATCH = 3, 2, 100, 48
-_KILLS = (40, 120)
+_KILLS = ("40:2", "120:1")  # in which step, which rank: one that is there, whether or not the first is back
 _WARM = 10
 _MOST_RESTARTS = 10
 
@@ -90,7 +90,7 @@ def compare(kinds: Sequence[str], rounds: int, path: Path | None) -> dict[str, S
     return sides
 
 
-def _measure(kind: str, kills: Sequence[int], side: Side) -> None:
+def _measure(kind: str, kills: Sequence[str], side: Side) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         code, said = _run(kind, kills, folder)
@@ -137,10 +137,10 @@ def _to_next_s(notes: Sequence[dict[str, Any]]) -> list[float]:
     return found
 
 
-def _run(kind: str, kills: Sequence[int], folder: Path) -> tuple[int | None, str]:
+def _run(kind: str, kills: Sequence[str], folder: Path) -> tuple[int | None, str]:
     """One training; its exit code (None: it had to be ended), and what was printed."""
     words = ["-m", _SCRIPT, kind, str(folder), "--ranks", str(_RANKS), "--epochs", str(_EPOCHS)]
-    words += ["--steps", str(_STEPS), "--batch", str(_BATCH), *(w for k in kills for w in ("--kill", str(k)))]
+    words += ["--steps", str(_STEPS), "--batch", str(_BATCH), *(w for k in kills for w in ("--kill", k))]
     restarts = ["--max-restarts", str(_MOST_RESTARTS if kills else 0)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", *restarts]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

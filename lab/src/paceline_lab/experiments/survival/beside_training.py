@@ -38,7 +38,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=100, help="an epoch")
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--kill", type=int, action="append", default=[], help="in this step, the last rank")
+    parser.add_argument("--kill", action="append", default=[], help="STEP:RANK")
     return parser
 
 
@@ -73,9 +73,9 @@ class Script:
         return torch.optim.AdamW(self.net.parameters(), lr=1e-3)
 
     def backward(self, model: Callable[[Any], Any], x: torch.Tensor, step: int, rank: int) -> None:
-        """Forward and backward of a micro-batch; the last rank may die in between."""
+        """Forward and backward of a micro-batch; the rank may die in between."""
         out = model(x)
-        if step in self.args.kill and rank == self.args.ranks - 1:
+        if f"{step}:{rank}" in self.args.kill:
             try:
                 (self.args.folder / f"killed-{step}").touch(exist_ok=False)
             except FileExistsError:

@@ -175,6 +175,7 @@ def run_on_hosts(hosts_job: HostsJob, folder: Path) -> HostsOutcome:
         notes=[read_notes(file) for file in sorted(folder.glob("host*/rank-*.jsonl"))],
         models=[torch.load(file, weights_only=True) for file in sorted(folder.glob("host*/model-*.pt"))],
         num_left=len(left),
+        num_blows=len(blows.began_s),
     )
     stalls = [min((at for at in done if at > when), default=float("inf")) - when for when in blows.began_s]
     said = [(folder / f"host{i}.txt").read_text() for i in range(hosts_job.num_hosts)]

@@ -76,6 +76,7 @@ class Outcome:
         models: The parameters that they left.
         num_left: Processes and launch folders of the job that were still there.
         kills: Times of kills from without.
+        num_blows: To hosts. Each may stop the others twice: as the host is lost, and as it comes back.
     """
 
     code: int | None
@@ -84,6 +85,7 @@ class Outcome:
     models: list[Mapping[str, torch.Tensor]]
     num_left: int
     kills: list[float] = field(default_factory=list)
+    num_blows: int = 0
 
     @property
     def ends(self) -> list[dict[str, Any]]:
@@ -265,7 +267,7 @@ def problems(job: Job, outcome: Outcome, *, rounding: float = 1e-9) -> list[str]
     counts = trained(outcome, args.samples, args.epochs)
     if counts.num_lost or counts.num_doubled:
         found.append(f"{counts.num_lost} samples were lost, {counts.num_doubled} doubled")
-    num_strokes = len(faults_of(outcome)) + len(outcome.kills)
+    num_strokes = len(faults_of(outcome)) + len(outcome.kills) + 2 * outcome.num_blows
     if counts.num_tries - counts.num_steps > num_strokes:
         found.append(
             f"{counts.num_tries - counts.num_steps} steps were computed again after {num_strokes} faults"
