@@ -23,11 +23,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import Work, all_reduce
+from paceline.comm.completion import Completion
 from paceline.comm.device import Mark, is_accelerator
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.dense_bucket import DenseBucket
-from paceline.ddp.flight import describe_bucket
+from paceline.ddp.flight import Flight, describe_bucket
 from paceline.observe import BucketTiming
 from paceline.observe.device_times import DeviceTimes
 from paceline.observe.timings import profiler_range
@@ -42,35 +43,21 @@ HALF_STEPPED = (
 )
 
 
-class _Progress:
+class _Progress(Completion):
     """One bucket's pieces on their way: a `Work`."""
 
     def __init__(self, num_pieces: int) -> None:
+        super().__init__()
         self.num_left = num_pieces
         self.works: list[Work] = []  # of an accelerator's pieces (rule 4)
         self.launched_s = self.done_s = self.waited_s = 0.0
-        self._has_ended = threading.Event()
-        self.error: Exception | None = None
-
-    def end(self, error: Exception | None = None) -> None:
-        self.error = self.error or error
-        self._has_ended.set()
-
-    @property
-    def has_ended(self) -> bool:
-        return self._has_ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        if not self._has_ended.wait(timeout_s):
+        if not super().wait(timeout_s):
             return False
-        if self.error is not None:
-            raise self.error
         for work in self.works:
             work.wait()
         return True
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        """Not known: nobody asks."""
 
 
 class TakeOver(Protocol):
@@ -82,15 +69,13 @@ class TakeOver(Protocol):
         """As `Flight.hand_over`."""
 
 
-class PieceFlight:
+class PieceFlight(Flight):
     """Sends buckets in pieces: a `Flight` whose end backward need not wait for; status words travel apart.
 
     Buckets are dense; pieces, in the same order on every rank, go over a group for them alone, Gloo's. `take_over` is
     asked when every rank's backward has ended well. `arrived` is, on an accelerator, behind the bucket that was waited
     for last. Collective: every rank launches every bucket, in any order.
     """
-
-    not_expected: frozenset[int] = frozenset()
 
     def __init__(
         self,
@@ -100,15 +85,14 @@ class PieceFlight:
         peers: Peers,
         take_over: TakeOver,
     ) -> None:
+        device = buckets[0].parameters[0].device
+        super().__init__(peers, DeviceTimes.begin(device) if is_accelerator(device) else None)
         self._take_over = take_over
         self.buckets = list(buckets)
         self._bodies: list[Tensor | None] = [None] * len(self.buckets)
-        device = self.buckets[0].parameters[0].device
-        self._times = DeviceTimes.begin(device) if is_accelerator(device) else None
         self.arrived: Mark | None = None
         self._pieces = pieces
         self._group = process_group
-        self._peers = peers
         counts = [0] * len(self.buckets)
         for piece in pieces:
             counts[piece.bucket] += 1
@@ -119,15 +103,8 @@ class PieceFlight:
         self._landed = threading.Condition(self._lock)
         self._is_sending = False
         self._error: Exception | None = None
-        self.num_launched = 0  # buckets
 
     # ---- sending
-
-    def may_launch(self) -> bool:
-        return True
-
-    def leaves(self, bucket: Bucket) -> bool:
-        return True
 
     def launch(self, bucket: Bucket) -> None:
         """Let a collected bucket's pieces go when it is their turn. Does not wait."""
@@ -177,7 +154,7 @@ class PieceFlight:
         progress.num_left -= 1
         progress.done_s = time.perf_counter()
         if progress.num_left == 0:
-            progress.end()
+            progress.complete()
 
     def _note_done(self, piece: Piece, future: Any) -> None:
         """On a thread of Gloo's, or on ours if the piece was done already."""
@@ -195,37 +172,22 @@ class PieceFlight:
             if error is not None:
                 self._fail(error)
             elif progress.num_left == 0:
-                progress.end()
+                progress.complete()
         self._send()
 
     def _fail(self, error: Exception) -> None:
         """Nothing is sent any more; whoever waits for what has not arrived is told."""
         self._error = self._error or error
         for progress in self.progress:
-            if not progress.has_ended:
-                progress.end(self._error)
+            progress.complete(self._error)
 
     def launch_late(self, bucket: Bucket, scale: float) -> Work:
         return bucket.launch_late(scale, self._group)
 
     # ---- waiting
 
-    def close(self) -> Exception | None:
-        if self._times is not None:
-            self._times.end()
-        return None
-
-    def wait_for_words(self) -> bool:
-        return False
-
-    def device_times(self) -> DeviceTimes | None:
-        return self._times
-
     def hand_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> bool:
         return self._take_over(self, attach, conclude)
-
-    def unexplained(self, unused: list[int]) -> list[int]:
-        return unused
 
     def wait_for(self, bucket: Bucket, consequence: str | None = None) -> None:
         """Wait until a bucket has arrived. Raises PeerLostError if a rank died or hangs."""
