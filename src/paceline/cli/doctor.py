@@ -51,6 +51,13 @@ def doctor(
             show_default="all",
         ),
     ] = None,
+    paused: Annotated[
+        bool,
+        typer.Option(
+            "--paused",
+            help="Begin unrecorded: removing the file `detached` of the --record folder begins it.",
+        ),
+    ] = False,
     machines: Annotated[
         str | None,
         typer.Option(
@@ -85,10 +92,15 @@ def doctor(
             )
         if was is not None:
             raise ConfigurationError("--was compares two run folders: record this run first, with --record.")
-        return _watch(command, record, steps, as_json=as_json)
-    if record is not None or steps is not None:
+        if paused and record is None:
+            raise ConfigurationError(
+                "--paused needs --record: recording begins when FOLDER/detached is removed."
+            )
+        return _watch(command, record, steps, is_paused=paused, as_json=as_json)
+    if record is not None or steps is not None or paused:
         raise ConfigurationError(
-            "--record and --steps are for a command. Pass one behind --, as in `paceline doctor -- torchrun train.py`."
+            "--record, --steps and --paused are for a command. Pass one behind --, as in `paceline doctor -- torchrun "
+            "train.py`."
         )
     if run is None:
         if was is not None:
@@ -122,10 +134,12 @@ def _check(machines: str | None, endpoint: str | None, *, as_json: bool) -> int:
     return 0
 
 
-def _watch(command: list[str], record: Path | None, steps: int | None, *, as_json: bool) -> int:
+def _watch(
+    command: list[str], record: Path | None, steps: int | None, *, is_paused: bool, as_json: bool
+) -> int:
     from paceline.launch.recorded_command import run_recorded
 
-    diagnosis, code = run_recorded(command, record, steps, _note, is_quiet=as_json)
+    diagnosis, code = run_recorded(command, record, steps, _note, is_paused=is_paused, is_quiet=as_json)
     if as_json:
         _show(diagnosis, as_json=True)
     else:

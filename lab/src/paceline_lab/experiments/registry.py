@@ -153,7 +153,9 @@ _ALL = (
         "Which option helps when? Pictures of many stored results; nothing is measured.", needs=CHECKOUT,
         reports=("five-models", "forward-overlap-cases", "option-map", "bounded-loss-tcp"), runs=()),
     # Is what the doctor says right?
-    Experiment("doctor", "slow_ranks.doctor", "2 h", "rank 99 %, cause 95 %, what-if 5 %, no alarm",
+    Experiment("doctor-cost", "slow_ranks.cost", "2 min", "0.5 % of a step",
+        "What does it cost a step that records of the last ones are always kept?", runs=()),
+    Experiment("doctor", "slow_ranks.doctor", "3 h", "rank 99 %, cause 95 %, what-if 5 %, no alarm",
         "Does the doctor name the right rank, the cause and the step after the repair, and is it quiet otherwise?",
         runs=()),
     # Is it right, whatever a script does?
