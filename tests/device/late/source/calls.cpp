@@ -10,6 +10,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <cstring>
+#include <set>
 #include <unordered_map>
 
 namespace late {
@@ -250,6 +251,13 @@ class Call {
     return alias && alias->isWrite();
   }
 
+  // As on other devices: an operator takes tensors of one device, and of the host numbers, and what it uses there.
+  void check_device(const at::Tensor& t, const std::string& argument) const {
+    static const std::set<std::string> of_the_host{"indices", "lengths", "batch_sizes", "input_lengths", "target_lengths"};
+    if (t.device() == device_ || (t.is_cpu() && (t.dim() == 0 || of_the_host.count(argument)))) return;
+    TORCH_CHECK(false, "late: ", name(), " got tensors on ", device_, " and on ", t.device(), " (", argument, ")");
+  }
+
   // The device of the first tensor that is on one of ours, or the one that is asked for.
   void find_place() {
     std::optional<c10::Device> device;
@@ -266,6 +274,8 @@ class Call {
       }
     }
     device_ = device.value_or(c10::Device(kLate, static_cast<c10::DeviceIndex>(current_device)));
+    for (size_t i = 0; i < num_args_; ++i)
+      each_tensor(args_[i], [&](const at::Tensor& t) { check_device(t, schema_.arguments()[i].name()); });
   }
 
   // What only writes to tensors that have their shape needs none. Its task checks that this was right.
