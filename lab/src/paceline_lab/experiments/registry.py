@@ -100,6 +100,8 @@ _ALL = (
     Experiment("adasum", "reduction.adasum", "2 min a run", "",
         "How long does a bucket take by Adasum, and by the mean, and how many bytes?",
         runs=("", "--ranks-per-host 4", *(["--hosts 2 --rate 1Gbit"] if IS_ROOT else []))),
+    Experiment("halving-doubling", "reduction.halving_doubling", "1 min", "Goyal et al. 2017",
+        "How many times as fast as the ring is halving-doubling, by rounds and bytes? (simulated)", runs=()),
     Experiment("collectives", "reduction.collectives", "2 min", "",
         "How long do torch's collectives of ordinary tensors take, and FSDP2's step, over our backend and Gloo?"),
     Experiment("compression", "reduction.compression", "3 min", "",
