@@ -2,6 +2,7 @@
 
 import torch
 
+from paceline.reductions.adasum import combine
 from paceline_lab.experiments.accuracy import adasum_steps, resnet_batches
 from paceline_lab.experiments.accuracy.adasum_steps import ADASUM, MEAN, StepsOutcome, StepsTrial
 from paceline_lab.experiments.accuracy.resnet_batches import (
@@ -88,10 +89,18 @@ def test_the_reference_rate_is_the_smallest_of_the_good_ones(tmp_path):
     assert ResnetTrial(BASELINE, 1, GRID[1], 0) not in plan.missing()
 
 
-def test_least_squares_have_their_optimum():
-    """With one optimum for all ranks both sides come nearer to it; without noise in common, the mean alone arrives."""
+def test_many_problems_are_combined_as_one_is():
+    gradients = torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    together = adasum_steps.adasum_of(gradients)
+    for at in range(3):
+        (alone,) = combine([[of_rank[at]] for of_rank in gradients])
+        torch.testing.assert_close(together[at], alone)
+
+
+def test_both_sides_come_to_an_optimum_that_all_ranks_share():
+    """In a hundred steps with a fit rate nearly all of the excess is gone."""
     for side in (MEAN, ADASUM):
-        assert adasum_steps.least_squares(0, side, 0.04, 0.0, 0.5) < 1e-3
+        assert min(adasum_steps.least_squares(0, side, 0.0, 0.5, 100)) < 1e-3
 
 
 def test_trials_are_run_until_none_is_missing(tmp_path):
