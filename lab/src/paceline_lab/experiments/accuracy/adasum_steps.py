@@ -343,7 +343,11 @@ class StepsStudy(Study[Plan]):
                 f"BERT-shaped, 2 layers of width 64, masked bytes; {RANK_BATCH} windows of {LENGTH} bytes a rank",
                 f"mean ± standard deviation over {plan.num_seeds} seeds; the rates' seed is not among them",
                 "p: exact permutation test, two-sided; no best rate is an edge of its grid",
-                *[f"least squares, {case}: {squares[case]}" for case in squares],
+                *[
+                    f"least squares, {case}: {sides[MEAN]['left']:.0e} of the excess is left by the mean, "
+                    f"{sides[ADASUM]['left']:.0e} by Adasum"
+                    for case, sides in squares.items()
+                ],
             ),
             {"steps": summaries, "least squares": squares},
         )
