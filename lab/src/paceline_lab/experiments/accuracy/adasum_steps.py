@@ -343,7 +343,11 @@ class StepsStudy(Study[Plan]):
                 f"BERT-shaped, 2 layers of width 64, masked bytes; {RANK_BATCH} windows of {LENGTH} bytes a rank",
                 f"mean ± standard deviation over {plan.num_seeds} seeds; the rates' seed is not among them",
                 "p: exact permutation test, two-sided; no best rate is an edge of its grid",
-                *[f"least squares, {case}: {squares[case]}" for case in squares],
+                *[
+                    f"least squares, {case}: {sides[MEAN]['left']:.0e} of the excess is left by the mean, "
+                    f"{sides[ADASUM]['left']:.0e} by Adasum"
+                    for case, sides in squares.items()
+                ],
             ),
             {"steps": summaries, "least squares": squares},
         )
@@ -357,10 +361,10 @@ class StepsStudy(Study[Plan]):
 
 # ---- least squares
 
-SQUARES_RANKS, SQUARES_DIMENSIONS, SQUARES_ROWS, SQUARES_STEPS = 8, 20, 40, 500
-SQUARES_RATES = tuple(0.01 * 4.0**power for power in range(5))
+SQUARES_RANKS, SQUARES_DIMENSIONS, SQUARES_ROWS, SQUARES_STEPS = 8, 20, 40, 2_000
+SQUARES_RATES = tuple(0.0025 * 2.0**power for power in range(10))
 # Case: noise of the observations, and how far each rank's inputs are from the others'.
-SQUARES_CASES = {"one optimum for all ranks": (0.0, 1.0), "alike": (1.0, 0.0), "unlike": (1.0, 1.0)}
+SQUARES_CASES = {"one optimum for all ranks": (0.0, 0.5), "alike": (1.0, 0.0), "unlike": (1.0, 0.5)}
 
 
 def least_squares_table(num_seeds: int) -> dict[str, Any]:
@@ -369,28 +373,28 @@ def least_squares_table(num_seeds: int) -> dict[str, Any]:
     for case, (noise, apart) in SQUARES_CASES.items():
         table[case] = {}
         for side in SIDES:
-            by_rate = {
-                rate: [least_squares(seed, side, rate, noise, apart) for seed in range(num_seeds)]
-                for rate in SQUARES_RATES
-            }
-            best = min(by_rate, key=lambda rate: statistics.median(by_rate[rate]))
+            # By seed, then rate
+            left = [least_squares(seed, side, noise, apart, SQUARES_STEPS) for seed in range(num_seeds)]
+            medians = [statistics.median(of_rate) for of_rate in zip(*left, strict=True)]
+            best = medians.index(min(medians))
             table[case][side] = {
-                "left": statistics.median(by_rate[best]),
-                "each": by_rate[best],
-                "rate": best,
+                "left": medians[best],
+                "each": [of_seed[best] for of_seed in left],
+                "rate": SQUARES_RATES[best],
+                "by rate": dict(zip(map(str, SQUARES_RATES), medians, strict=True)),
             }
     return table
 
 
-def least_squares(seed: int, side: str, rate: float, noise: float, apart: float) -> float:
-    """The excess of the mean loss over its least, after all steps, as a part of the excess at the start.
+def least_squares(seed: int, side: str, noise: float, apart: float, num_steps: int) -> list[float]:
+    """The excess of the mean loss over its least, after all steps, as a part of the excess at the start; by rate.
 
     Args:
         seed: Of the problem.
         side: How the ranks' whole gradients are combined.
-        rate: Of gradient descent, constant.
         noise: Standard deviation of what no parameters explain.
         apart: How unlike the ranks' inputs are: each scales dimensions by its own factors.
+        num_steps: Of gradient descent with a constant rate.
     """
     source = torch.Generator().manual_seed(seed)
 
@@ -402,18 +406,32 @@ def least_squares(seed: int, side: str, rate: float, noise: float, apart: float)
     x /= x.square().mean().sqrt() * SQUARES_DIMENSIONS**0.5
     y = x @ normal(SQUARES_DIMENSIONS) + noise * normal(SQUARES_RANKS, SQUARES_ROWS) / SQUARES_DIMENSIONS**0.5
     optimum = torch.linalg.lstsq(x.flatten(0, 1), y.flatten()).solution
+    # All rates at once: parameters (rates, dimensions), gradients (ranks, rates, dimensions)
+    rates = torch.tensor(SQUARES_RATES, dtype=torch.float64)[:, None]
+    products = x.transpose(1, 2) @ x / SQUARES_ROWS * SQUARES_DIMENSIONS
+    targets = (x.transpose(1, 2) @ y[:, :, None])[:, :, 0] / SQUARES_ROWS * SQUARES_DIMENSIONS
+    w = torch.zeros(len(rates), SQUARES_DIMENSIONS, dtype=torch.float64)
+    for _ in range(num_steps):
+        gradients = w @ products - targets[:, None, :]
+        w = w - rates * (adasum_of(gradients) if side == ADASUM else gradients.mean(0))
 
-    def excess(w: Tensor) -> float:
-        return float((x @ w - y).square().mean() - (x @ optimum - y).square().mean())
+    def excess(parameters: Tensor) -> float:
+        # The loss less its least: a quadratic form of the distance, exact where the difference would round to 0.
+        distance = parameters - optimum
+        return float(torch.einsum("i,rij,j->", distance, products, distance))
 
-    w = torch.zeros(SQUARES_DIMENSIONS, dtype=torch.float64)
-    start = excess(w)
-    for _ in range(SQUARES_STEPS):
-        gradients = torch.einsum("rnd,rn->rd", x, x @ w - y) / SQUARES_ROWS * SQUARES_DIMENSIONS
-        w = w - rate * (combine([[one] for one in gradients])[0] if side == ADASUM else gradients.mean(0))
-        if not float(w.abs().max()) < 1e6:
-            return math.inf
-    return max(0.0, excess(w)) / start
+    left = [excess(one) / excess(torch.zeros_like(optimum)) for one in w]
+    return [value if math.isfinite(value) else DIVERGED for value in left]
+
+
+def adasum_of(gradients: Tensor) -> Tensor:
+    """Combine (ranks, problems, dimensions) as `combine` does, each problem by itself; ranks: 2, 4, 8, ..."""
+    while len(gradients) > 1:
+        a, b = gradients[0::2], gradients[1::2]
+        dot = (a * b).sum(-1, keepdim=True) / 2
+        squares = [each.square().sum(-1, keepdim=True).clamp_min(1e-300) for each in (a, b)]
+        gradients = (1 - dot / squares[0]) * a + (1 - dot / squares[1]) * b
+    return gradients[0]
 
 
 def draw(record: Mapping[str, Any], path: Path) -> bool:
@@ -443,10 +461,35 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
                 title, "step", "validation loss, nats", lines, bottom=2.7, top=5.0, levels={"target": TARGET}
             )
         )
-    ratios = [found[ADASUM] / found[MEAN] for found in steps.values()]
-    title = f"Adasum takes {min(ratios):.2f} to {max(ratios):.2f} of the mean's steps to a loss, each at its best rate"
-    return bool(panels) and draw_figure(
-        path, title, panels, "Masked bytes of Shakespeare. Means, and bands of all seeds.", columns=2
+    panels.append(_squares(record["summaries"]["least squares"]))
+    title = "Adasum and the mean, each at its best rate"
+    if steps:
+        ratios = [found[ADASUM] / found[MEAN] for found in steps.values()]
+        title = f"Adasum takes {min(ratios):.2f} to {max(ratios):.2f} of the mean's steps to a loss"
+    note = "Masked bytes of Shakespeare: means, and bands of all seeds. Each side at its best rate."
+    return draw_figure(path, title, panels, note, columns=1 if len(panels) == 1 else 2)
+
+
+def _squares(table: Mapping[str, Any]) -> Lines:
+    """What is left of the excess loss, by case; nothing below 1e-9 can be told from none."""
+    cases = list(table)
+    lines = [
+        Line(
+            side,
+            [(float(at), max(1e-9, table[case][side]["left"])) for at, case in enumerate(cases)],
+            color,
+            "",
+        )
+        for side, color in ((MEAN, MEAN_COLOR), (ADASUM, OURS))
+    ]
+    words = ("one optimum\nfor all ranks", "alike", "unlike")
+    return Lines(
+        f"least squares after {SQUARES_STEPS} steps",
+        "shards",
+        "excess loss, of the start's",
+        lines,
+        dict(zip(map(float, range(len(cases))), words, strict=True)),
+        y_ticks={10.0**-n: f"1e-{n}" for n in (9, 7, 5, 3, 1)},
     )
 
 
