@@ -37,6 +37,12 @@ def doctor(
         Path | None,
         typer.Option(help="Keep what is recorded of the command in this new folder.", show_default=False),
     ] = None,
+    was: Annotated[
+        Path | None,
+        typer.Option(
+            help="An earlier run folder: say how good its predictions were for this one.", show_default=False
+        ),
+    ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
@@ -77,16 +83,24 @@ def doctor(
             raise ConfigurationError(
                 "Pass a command behind --, as in `paceline doctor -- torchrun train.py`, or a run folder; not both."
             )
+        if was is not None:
+            raise ConfigurationError("--was compares two run folders: record this run first, with --record.")
         return _watch(command, record, steps, as_json=as_json)
     if record is not None or steps is not None:
         raise ConfigurationError(
             "--record and --steps are for a command. Pass one behind --, as in `paceline doctor -- torchrun train.py`."
         )
     if run is None:
+        if was is not None:
+            raise ConfigurationError("--was compares two run folders: pass the later one, too.")
         return _check(machines, endpoint, as_json=as_json)
     from paceline.diagnosis.findings import diagnose_folder
+    from paceline.diagnosis.remedies import scored
 
-    _show(diagnose_folder(run), as_json=as_json)
+    now = diagnose_folder(run)
+    _show(now, as_json=as_json)
+    if was is not None and not as_json:
+        print("\n".join(scored(diagnose_folder(was), now)))
     return 0
 
 

@@ -26,7 +26,7 @@ c10::DispatchKeySet above_kernels() {
 at::Tensor host_alias(const at::Tensor& t) {
   OnlyKernels only;
   void* data = nullptr;
-  if (t.numel()) data = static_cast<char*>(t.storage().mutable_data()) + t.storage_offset() * t.element_size();
+  if (t.numel()) data = opened(t.storage().data()) + t.storage_offset() * t.element_size();
   auto options = at::TensorOptions().dtype(t.scalar_type()).device(c10::kCPU);
   auto alias = at::from_blob(data, t.sizes(), t.strides(), options);
   auto* impl = alias.unsafeGetTensorImpl();
@@ -69,7 +69,7 @@ void resize_bytes(const c10::Storage& storage, size_t num_bytes) {
     auto* to = static_cast<char*>(fresh.get());
     auto* from = static_cast<const char*>(storage.data());
     Runtime::get().push(
-        current_stream(storage.device()), "resize", [to, from, kept] { std::memcpy(to, from, kept); },
+        current_stream(storage.device()), "resize", [to, from, kept] { std::memcpy(opened(to), opened(from), kept); },
         {{from, from + kept, false, block_of(from)}, {to, to + kept, true, to}});
   }
   impl->set_data_ptr_noswap(std::move(fresh));
