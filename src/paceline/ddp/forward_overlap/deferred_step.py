@@ -145,7 +145,7 @@ class ForwardOverlap(Flights):
         self.is_idle = True
         assert self._piece_group is not None, "the wrapper is gone"
         self._flight = PieceFlight(
-            buckets, self._agreement.pieces, self._piece_group, self._peers, self._take_over
+            buckets, self._agreement.pieces, self._piece_group, self._peers, self._times(), self._take_over
         )
         return self._flight
 

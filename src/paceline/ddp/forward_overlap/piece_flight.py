@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import Work, all_reduce
-from paceline.comm.completion import Completion
-from paceline.comm.device import Mark, is_accelerator
+from paceline.comm.device import Mark
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.dense_bucket import DenseBucket
@@ -43,21 +42,35 @@ HALF_STEPPED = (
 )
 
 
-class _Progress(Completion):
+class _Progress:
     """One bucket's pieces on their way: a `Work`."""
 
     def __init__(self, num_pieces: int) -> None:
-        super().__init__()
         self.num_left = num_pieces
         self.works: list[Work] = []  # of an accelerator's pieces (rule 4)
         self.launched_s = self.done_s = self.waited_s = 0.0
+        self._has_ended = threading.Event()
+        self.error: Exception | None = None
+
+    def end(self, error: Exception | None = None) -> None:
+        self.error = self.error or error
+        self._has_ended.set()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._has_ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        if not super().wait(timeout_s):
+        if not self._has_ended.wait(timeout_s):
             return False
+        if self.error is not None:
+            raise self.error
         for work in self.works:
             work.wait()
         return True
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Not known: nobody asks."""
 
 
 class TakeOver(Protocol):
@@ -83,10 +96,10 @@ class PieceFlight(Flight):
         pieces: Sequence[Piece],
         process_group: ProcessGroup,
         peers: Peers,
+        times: DeviceTimes | None,
         take_over: TakeOver,
     ) -> None:
-        device = buckets[0].parameters[0].device
-        super().__init__(peers, DeviceTimes.begin(device) if is_accelerator(device) else None)
+        super().__init__(peers, times)
         self._take_over = take_over
         self.buckets = list(buckets)
         self._bodies: list[Tensor | None] = [None] * len(self.buckets)
@@ -154,7 +167,7 @@ class PieceFlight(Flight):
         progress.num_left -= 1
         progress.done_s = time.perf_counter()
         if progress.num_left == 0:
-            progress.complete()
+            progress.end()
 
     def _note_done(self, piece: Piece, future: Any) -> None:
         """On a thread of Gloo's, or on ours if the piece was done already."""
@@ -172,14 +185,15 @@ class PieceFlight(Flight):
             if error is not None:
                 self._fail(error)
             elif progress.num_left == 0:
-                progress.complete()
+                progress.end()
         self._send()
 
     def _fail(self, error: Exception) -> None:
         """Nothing is sent any more; whoever waits for what has not arrived is told."""
         self._error = self._error or error
         for progress in self.progress:
-            progress.complete(self._error)
+            if not progress.has_ended:
+                progress.end(self._error)
 
     def launch_late(self, bucket: Bucket, scale: float) -> Work:
         return bucket.launch_late(scale, self._group)
