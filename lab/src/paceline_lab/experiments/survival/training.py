@@ -186,6 +186,8 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--optimizer", default="sgd")
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--compression", default="none")
+    parser.add_argument("--wrapped", default="{}", help="further options of the wrapper, as JSON")
+    parser.add_argument("--sync-batch-norm", action="store_true")
     parser.add_argument("--pause-ms", type=float, default=0)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
@@ -254,8 +256,11 @@ def main() -> None:
     data.at = faults.at
     shuffle = GlobalShuffle(data, GlobalBatch.of(args.batch, dist.get_world_size()), seed=5)
     net = make_model(args)
+    if args.sync_batch_norm:
+        net = paceline.convert_sync_batchnorm(net)
+    options = {"bucket_cap_mb": _CAP_MB, **json.loads(args.wrapped)}
     model = paceline.DistributedDataParallel(
-        net, batch_sampler=shuffle, compression=args.compression, bucket_cap_mb=_CAP_MB
+        net, batch_sampler=shuffle, compression=args.compression, **options
     )
     optimizer = make_optimizer(args.optimizer, net)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
