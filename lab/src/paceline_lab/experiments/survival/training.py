@@ -366,8 +366,8 @@ def _fail_in_recovery(faults: Faults) -> None:
         give(giver)
 
     Membership.rebuild = failing  # type: ignore[method-assign]
-    replay._take = taking
-    replay.Giver.go_on = giving  # type: ignore[method-assign]
+    for owner, name, method in ((replay, "_take", taking), (replay.Giver, "go_on", giving)):
+        setattr(owner, name, method)
 
 
 def _note_parts(notes: Notes) -> None:
