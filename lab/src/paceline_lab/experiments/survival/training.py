@@ -95,7 +95,8 @@ class Faults:
     def __init__(self, faults: list[Fault], folder: Path, notes: Notes) -> None:
         self._faults, self._folder, self._notes = faults, folder, notes
         self.step = 0
-        self.is_replacement = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        # not one of a second beginning, if a rank has died in the first
+        self.is_replacement = any('"try"' in each.read_text() for each in folder.glob("rank-*.jsonl"))
 
     def at(self, moment: str) -> None:
         for number, fault in enumerate(self._faults):
