@@ -11,7 +11,7 @@ from harness.models import WORKLOADS, Mlp, digest, generator, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError, ReplicaMismatchError
-from paceline.optim import AdasumOptimizer
+from paceline.optim import LAMB, AdasumOptimizer
 from paceline.reductions.adasum import Adasum, combine
 
 pytestmark = pytest.mark.processes
@@ -21,6 +21,7 @@ OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+    "lamb": lambda parameters: LAMB(parameters, lr=0.01, weight_decay=0.01),
 }
 
 
@@ -79,6 +80,7 @@ def train_by_updates(rank, num_ranks, optimizer_name, workload_name):
         (2, "sgd", "sparse"),
         (3, "adam", "mlp"),
         (4, "adamw", "mlp"),
+        (2, "lamb", "mlp"),
     ],
 )
 def test_updates_are_combined(num_ranks, optimizer, workload):

@@ -88,6 +88,8 @@ _ALL = (
         "How much sooner does a training with forward overlap come down to a loss?", needs=ROOT),
     Experiment("bucket-caps", "step.bucket_caps", "5 min", "1.03 x the best of a grid, 1.01 x the default",
         'Does `bucket_cap_mb="auto"` find the caps with the shortest steps?', needs=ROOT),
+    Experiment("bucket-order", "step.bucket_order", "3 min", "",
+        "What is gained by buckets in the order in which gradients become ready?", needs=ROOT),
     Experiment("skipped-layers", "step.skipped_layers", "5 min a run", "no longer than torch's",
         "What does a step save that leaves layers out?", needs=ROOT, runs=("--case depth", "--case backbone")),
     Experiment("optimizers", "step.optimizers", "3 min", "1.3 x torch's",
@@ -132,6 +134,10 @@ _ALL = (
     # What does it cost in accuracy?
     Experiment("large-batch", "accuracy.large_batch", "hours", "the papers'",
         "What do large batches, compression and local steps cost in accuracy?", runs=()),
+    Experiment("resnet-batches", "accuracy.resnet_batches", "2 h", "Goyal et al. 2017",
+        "Up to which batch does a network with batch normalisation keep its accuracy, and with which n?", runs=()),
+    Experiment("adasum-steps", "accuracy.adasum_steps", "1 h", "Maleki et al. 2021",
+        "How many steps does Adasum take to a loss, and the mean, with Adam and LAMB, each at its best rate?", runs=()),
     Experiment("loss-bound", "accuracy.loss_bound", "hours", "",
         "What do gradients that are lost cost in accuracy?", runs=()),
     # Do unequal machines work all the time?
@@ -149,7 +155,9 @@ _ALL = (
         "Which option helps when? Pictures of many stored results; nothing is measured.", needs=CHECKOUT,
         reports=("five-models", "forward-overlap-cases", "option-map", "bounded-loss-tcp"), runs=()),
     # Is what the doctor says right?
-    Experiment("doctor", "slow_ranks.doctor", "2 h", "rank 99 %, cause 95 %, what-if 5 %, no alarm",
+    Experiment("doctor-cost", "slow_ranks.cost", "2 min", "0.5 % of a step",
+        "What does it cost a step that records of the last ones are always kept?", runs=()),
+    Experiment("doctor", "slow_ranks.doctor", "3 h", "rank 99 %, cause 95 %, what-if 5 %, no alarm",
         "Does the doctor name the right rank, the cause and the step after the repair, and is it quiet otherwise?",
         runs=()),
     # Is it right, whatever a script does?

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -138,3 +140,29 @@ class Store(TrialStore[Trial, Outcome]):
         store = cls(Path(os.devnull))
         store._outcomes = dict(outcomes)
         return store
+
+
+def complete(
+    store: TrialStore[AnyTrial, AnyOutcome],
+    missing: Callable[[], Sequence[AnyTrial]],
+    run: Callable[[AnyTrial], AnyOutcome],
+    num_workers: int,
+) -> None:
+    """Run trials in processes of their own until none is missing; each is stored as soon as it is finished.
+
+    Args:
+        store: Gets the outcomes.
+        missing: What can be run now; asked again when all of that is stored.
+        run: Can be pickled.
+        num_workers: Trials at once.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_workers, mp_context=context) as workers:
+        while trials := missing():
+            running = {workers.submit(run, trial): trial for trial in trials}
+            try:
+                for done in as_completed(running):
+                    store.add(running[done], done.result())
+            except BaseException:
+                workers.shutdown(wait=False, cancel_futures=True)
+                raise

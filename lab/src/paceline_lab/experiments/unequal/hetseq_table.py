@@ -5,6 +5,9 @@ published, so the speeds here are an assumption, the same for every node. Gradie
 exchange are real, over Gloo on loopback. So this shows what unequal GPUs cost and what shares by speed give back, and
 what our exchange costs at up to 32 ranks; HetSeq's network, of which nothing is published, it cannot show.
 
+With `--train translation` (or masked) nodes are hosts of an emulated cluster, and ranks train that task of
+`time-to-loss`: they compute real gradients and sleep for the rest of what their speed says.
+
     speed-up    samples per second over those of one node with equal shares
     expansion   speed-up over nodes, as HetSeq calls it
 """
@@ -16,16 +19,22 @@ from typing import Annotated, Any
 
 import typer
 
+from paceline.errors import ConfigurationError
+from paceline.planning import lower_bound_s
 from paceline_lab.bench.provenance import collect
-from paceline_lab.bench.ranks import LoopbackRanks
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import ClusterRanks, LoopbackRanks, Ranks
+from paceline_lab.emulation import ClusterSpec
 from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, Quick, ReportFolder
 from paceline_lab.experiments.runner import conclude
+from paceline_lab.experiments.unequal import time_to_loss
 from paceline_lab.experiments.unequal.shares import AUTO, EQUAL, LEARNING_STEPS, Case, Run, measure
+from paceline_lab.experiments.unequal.time_to_loss_outcome import TORCH, Job
 from paceline_lab.report.figures import draw_figure
 from paceline_lab.report.look import BASELINE, LIMIT, OURS
 from paceline_lab.report.panels import Line, Lines, linear_line
 from paceline_lab.report.publication import Report, Verdict
-from paceline_lab.report.summary import Summary
+from paceline_lab.report.summary import Summary, differences
 
 GPUS = 4
 MIXED = (1.0, 1.0, 1.5, 2.0)  # seconds per sample of a node's GPUs, relative; an assumption
@@ -36,11 +45,23 @@ PUBLISHED = {
     8: (3.126, 5.94),
 }  # s/step, speed-up (its README)
 TARGET_IDEAL = 1.05
+TRAINED_IDEAL_S = 1.6  # so long that 32 ranks can compute meanwhile on two cores
 
 
 def case_of(nodes: int, ideal_s: float) -> Case:
     """So many nodes, alike among themselves; a step takes as long with any number of them."""
     return Case(MIXED * nodes, ideal_s=ideal_s)
+
+
+def train(job: Job, tell: TellProgress) -> Run:
+    """Steps of a real training, with torch's equal shares and with `balance="auto"`. Collective."""
+    step_s = {}
+    for side, ours in ((EQUAL, TORCH), (AUTO, AUTO)):
+        steps = job.num_steps if side == AUTO else max(job.num_steps // 4, 3)
+        ends = time_to_loss.train(replace(job, num_steps=steps), ours)["end_s"]
+        step_s[side] = differences(ends, [0.0, *ends[:-1]])
+        tell(len(step_s) / 2)
+    return Run(job.case, step_s, [lower_bound_s(job.case.speeds(), job.case.size)], [], {})
 
 
 def settled_s(run: Run, side: str) -> float:
@@ -49,7 +70,7 @@ def settled_s(run: Run, side: str) -> float:
     return Summary.of(steps[LEARNING_STEPS:] if side == AUTO else steps[1:]).median
 
 
-def report(runs: dict[int, Run], quick: bool) -> Report:
+def report(runs: dict[int, Run], quick: bool, trained: str = "", place: Ranks | None = None) -> Report:
     """A row for each number of nodes."""
     fewest = min(runs)
     one_s = settled_s(runs[fewest], EQUAL)
@@ -74,7 +95,7 @@ def report(runs: dict[int, Run], quick: bool) -> Report:
         verdicts.append(Verdict(f"{nodes} node(s): auto / ideal", auto_s / ideal_s, TARGET_IDEAL, "x"))
     sides = ("equal", "auto", "ideal")
     return Report(
-        name="hetseq_table" + ("-quick" if quick else ""),
+        name="hetseq_table" + (f"-{trained}" if trained else "") + ("-quick" if quick else ""),
         question="What does HetSeq's table become with shares by speed?",
         columns=(
             "nodes",
@@ -89,13 +110,16 @@ def report(runs: dict[int, Run], quick: bool) -> Report:
         verdicts=tuple(verdicts),
         notes=(
             f"a node's GPUs take {MIXED} times as long per sample: an assumption, none is published",
-            "computation sleeps; the exchange of a small model's gradients is real; HetSeq's network is not",
+            f"{trained} is trained: ranks compute, and sleep for the rest of what their speed says"
+            if trained
+            else "computation sleeps; the exchange of a small model's gradients is real; HetSeq's network is not",
             "HetSeq's first row contradicts itself: its steps and seconds make 8.04 days, its column says 7.19",
         ),
         config=case_of(fewest, 0.0 + runs[fewest].case.ideal_s),
         summaries=summaries,
         samples={str(nodes): {"step_s": run.step_s, "ideal_s": run.ideal_s} for nodes, run in runs.items()},
         provenance=collect(GPUS * max(runs)),
+        place={} if place is None else place.describe(),
     )
 
 
@@ -120,22 +144,37 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
         f"{max(nodes)} nodes are {last['auto']:.1f} times as fast as one with shares by speed, and "
         f"{last['equal']:.1f} times with equal shares"
     )
-    note = "Ranks sleep for their computing: a node's GPUs take 1, 1, 1.5 and 2 times as long a sample (assumed)."
+    how = "train, and sleep for the rest of" if record["place"] else "sleep for"
+    note = (
+        f"Ranks {how} their computing: a node's GPUs take 1, 1, 1.5 and 2 times as long a sample (assumed)."
+    )
     return draw_figure(path, title, [panel], note)
 
 
 def main(
     most_nodes: Annotated[int, typer.Option(min=1, max=8, help="Largest number of nodes.")] = 8,
     steps: Annotated[int, typer.Option(min=24, help="Number of steps of each run.")] = 40,
+    train_task: Annotated[
+        str, typer.Option("--train", help="On emulated nodes: translation or masked.", show_default="none")
+    ] = "",
+    rate: Annotated[str, typer.Option(help="Rate of an emulated node's link.")] = "1Gbit",
     quick: Quick = False,
     as_json: AsJson = False,
     report_folder: ReportFolder = REPORT_FOLDER,
 ) -> None:
     """Measure every number of nodes."""
+    if train_task not in ("", "translation", "masked"):
+        raise ConfigurationError(f"--train {train_task} is neither translation nor masked.")
     runs = {}
+    place: ClusterRanks | None = None
     for nodes in [1] if quick else [nodes for nodes in PUBLISHED if nodes <= most_nodes]:
-        case = replace(case_of(nodes, 0.02), samples_per_rank=8) if quick else case_of(nodes, 0.4)
-        ranks = LoopbackRanks(len(case.slowness))
-        runs[nodes] = ranks.run(measure, (case, 24 if quick else steps), f"{nodes} node(s)")[0]
-    result = report(runs, quick)
-    conclude(result, report_folder, as_json, draw)
+        case = case_of(nodes, TRAINED_IDEAL_S if train_task else 0.4)
+        if quick:
+            case, steps = replace(case_of(nodes, 0.02), samples_per_rank=8), 24
+        if not train_task:
+            runs[nodes] = LoopbackRanks(len(case.slowness)).run(measure, (case, steps), f"{nodes} node(s)")[0]
+            continue
+        place = ClusterRanks(ClusterSpec.parse(hosts=nodes, ranks_per_host=GPUS, rate=rate))
+        with place:
+            runs[nodes] = place.run(train, Job(train_task, case, steps), f"{nodes} node(s)")[0]
+    conclude(report(runs, quick, train_task, place), report_folder, as_json, draw)

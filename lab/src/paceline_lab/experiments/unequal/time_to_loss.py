@@ -9,13 +9,17 @@ clock stands when the training loss, a mean of 8 steps, first falls to the targe
     --compute quota   hosts have CPU quotas, three fifths of this machine's cores together, and compute for real: needs
                       an otherwise idle machine
 
+`--workloads masked,translation --seeds 5` are HetSeq's two tasks, small: a BERT on bytes, and a transformer that puts
+numbers into words. Medians of the seeds are shown, each seed with its own parameters, samples and target.
+
 `--workloads bert` has the gradients of HetSeq's model, a part of them, and layers that only take time: the same
 steps, without a loss, of which seven eighths are the target. A case takes two minutes: with `--parts FOLDER` and
 `--only 1`, then 2, then neither, all can be measured one at a time.
 
     torch     torch.nn.parallel.DistributedDataParallel, equal shares
     HetSeq    the same with its step: six sums over the ranks, gradients times W / sum(sample_size), where its
-              sample_size is a constant of the model (1 for images), clipped to 25 (Ding et al. 2021 and its code)
+              sample_size is a constant of the model (1 for images, BERT's sequence length), clipped to 25 (Ding et al.
+              2021 and its code)
     fixed     shares by the speeds at the start, which a user would have to know
     auto      balance="auto", from equal shares
     ideal     arithmetic: samples could be divided, nothing is communicated. Under quotas: all processor time that
@@ -69,7 +73,7 @@ QUOTAS_SET_S = 1.0  # time for it to set all hosts' quotas
 
 def cases(workload: str) -> tuple[Case, ...]:
     """A mixed cluster, and an equal one of which a host is throttled."""
-    ideal_s = 0.4 if workload == "bert" else 0.2
+    ideal_s = {"bert": 0.4, "masked": 0.8, "translation": 0.8}.get(workload, 0.2)
     return (
         Case((1, 1, 2, 4), ideal_s=ideal_s, samples_per_rank=48),
         Case((1, 1, 1, 1), ideal_s=ideal_s, samples_per_rank=48, throttled=(2, 4.0)),
@@ -87,9 +91,9 @@ class Training:
         speed = case.speeds()[rank] if job.quotas is None else None
         width = 8 if job.quotas is None else QUOTA_WIDTH
         steps_an_epoch = min(job.num_steps, EPOCH_SAMPLES // case.size)
-        self.task = make_task(job.workload, case.size * steps_an_epoch, speed, width)
+        self.task = make_task(job.workload, case.size * steps_an_epoch, speed, width, job.seed)
         self.network, self.side = self.task.network, side
-        self.shuffle = GlobalShuffle(self.task.data, first_shares(job.case, side), seed=1)
+        self.shuffle = GlobalShuffle(self.task.data, first_shares(job.case, side), seed=1 + job.seed)
         self.model: nn.Module
         if side in (TORCH, HETSEQ):
             self.model = nn.parallel.DistributedDataParallel(self.network)
@@ -129,8 +133,7 @@ class Training:
         return float(loss.detach())
 
     def _weigh_as_hetseq(self, total: float, number: int) -> None:
-        sample_size = 1.0  # what HetSeq's code says of an image batch, whatever its size
-        sums = torch.tensor([sample_size, number, total, 0.0, number, 0.0], dtype=torch.float64)
+        sums = torch.tensor([self.task.sample_size, number, total, 0.0, number, 0.0], dtype=torch.float64)
         dist.all_reduce(sums)
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -207,9 +210,10 @@ def main(
         str, typer.Option(help="timed: layers sleep; quota: hosts get a part of a core.")
     ] = "timed",
     workloads: Annotated[
-        str, typer.Option(help="Workloads, comma-separated: images, text, bert.")
+        str, typer.Option(help="Workloads, comma-separated: images, text, masked, translation, bert.")
     ] = "images,text",
     steps: Annotated[int, typer.Option(min=16, help="Number of steps of each training.")] = 64,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of trainings of each workload.")] = 1,
     rate: Annotated[str, typer.Option(help="Rate of each host's link.")] = "1Gbit",
     quick: Quick = False,
     as_json: AsJson = False,
@@ -224,7 +228,12 @@ def main(
         raise ConfigurationError(f"--compute {compute} is neither timed nor quota.")
     names = workloads.split(",")
     chosen = slice(None) if only is None else slice(only - 1, only)
-    jobs = [Job(name, case, steps) for name in names for case in cases(name)[chosen]]
+    jobs = [
+        Job(name, case, steps, seed=seed)
+        for seed in range(seeds)
+        for name in names
+        for case in cases(name)[chosen]
+    ]
     if quick:
         jobs = [Job(names[-1], Case((1, 3), ideal_s=0.02, samples_per_rank=8), 16)]
     if compute == "quota":

@@ -1,6 +1,6 @@
 """A job of `time_to_loss`, and what came of it: when its sides reached the loss, as a report and a figure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from paceline_lab.report.figures import draw_figure
 from paceline_lab.report.look import BASELINE, CURVE_COLORS, LIMIT, OURS
 from paceline_lab.report.panels import Line, Lines, Panel
 from paceline_lab.report.publication import Report, Verdict
-from paceline_lab.report.summary import Summary
+from paceline_lab.report.summary import Summary, ratios
 
 TORCH, HETSEQ, FIXED, AUTO, IDEAL = "torch", "HetSeq", "fixed", "auto", "ideal"
 SIDES = (TORCH, HETSEQ, FIXED, AUTO)
@@ -33,21 +33,29 @@ class Job:
     """One training, on one kind of cluster.
 
     Attributes:
-        workload: `images` (a small CNN), `text` (a byte model whose sequences differ in length) or `bert` (gradients of
-            BERT's shape, layers that sleep: nothing is learnt).
+        workload: `images` (a small CNN), `text` (a byte model whose sequences differ in length), `masked` (a BERT on
+            bytes), `translation` (numbers to words) or `bert` (gradients of BERT's shape, layers that sleep: nothing is
+            learnt).
         case: How slow the hosts are, and whether one gets slower half-way.
         num_steps: That are trained; the target has to lie within.
         quotas: Cores of each host; None: ranks sleep.
+        seed: Of the parameters and the samples.
     """
 
     workload: str
     case: Case
     num_steps: int
     quotas: tuple[float, ...] | None = None
+    seed: int = 0
+
+    @property
+    def title(self) -> str:
+        """Of all seeds."""
+        return f"{self.workload} {self.case.name}"
 
     @property
     def name(self) -> str:
-        return f"{self.workload} {self.case.name}"
+        return self.title + (f", seed {self.seed}" if self.seed else "")
 
     @property
     def learns(self) -> bool:
@@ -134,30 +142,28 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 def report(outcomes: Sequence[Outcome], ranks: ClusterRanks, compute: str, quick: bool) -> Report:
     """A row for each job."""
-    rows, verdicts = [], []
-    for outcome in outcomes:
-        seconds = {side: outcome.seconds(side) for side in (*SIDES, IDEAL)}
+    rows, verdicts, summaries = [], [], {}
+    for title in dict.fromkeys(outcome.job.title for outcome in outcomes):
+        seeds = [outcome for outcome in outcomes if outcome.job.title == title]
+        summary = summaries[title] = _summary(seeds)
+        seconds = summary["seconds"]
         rows.append(
             (
-                outcome.job.name,
-                f"{outcome.target:.3f}",
+                title,
+                f"{summary['target']:.3f}",
                 *[f"{seconds[side]:.1f}" for side in seconds],
-                f"{seconds[TORCH] / seconds[AUTO]:.2f}",
-                " ".join(map(str, outcome.runs[AUTO]["samples"])),
+                f"{summary['gain']:.2f}",
+                " ".join(map(str, seeds[0].runs[AUTO]["samples"])),
             )
         )
-        verdicts.append(
-            Verdict(f"{outcome.job.name}: auto / ideal", seconds[AUTO] / seconds[IDEAL], TARGET_IDEAL, "x")
-        )
-        verdicts.append(
-            Verdict(f"{outcome.job.name}: auto / ideal, settled", outcome.settled(AUTO), TARGET_SETTLED, "x")
-        )
-        verdicts.append(
-            Verdict(f"{outcome.job.name}: auto / torch", seconds[AUTO] / seconds[TORCH], 1.0, "x")
-        )
+        verdicts.append(Verdict(f"{title}: auto / ideal", summary["auto_to_ideal"], TARGET_IDEAL, "x"))
+        settled = summary["settled"][AUTO]
+        verdicts.append(Verdict(f"{title}: auto / ideal, settled", settled, TARGET_SETTLED, "x"))
+        verdicts.append(Verdict(f"{title}: auto / torch", 1 / summary["gain"], 1.0, "x"))
     worst = max(outcome.largest_difference() for outcome in outcomes)
     workloads = dict.fromkeys(outcome.job.workload for outcome in outcomes)
-    which = "-throttled" if all(outcome.job.case.throttled is not None for outcome in outcomes) else ""
+    which = f"-{1 + max(outcome.job.seed for outcome in outcomes)}seeds" if outcomes[-1].job.seed else ""
+    which += "-throttled" if all(outcome.job.case.throttled is not None for outcome in outcomes) else ""
     how = {
         "timed": "ranks compute and sleep for the rest of what their speed says: they hardly compete for the cores",
         "quota": "hosts have CPU quotas; the ideal is processor time divided by the quota",
@@ -181,26 +187,35 @@ def report(outcomes: Sequence[Outcome], ranks: ClusterRanks, compute: str, quick
             "text counts tokens, torch's mean over ranks counts ranks; BERT's \"loss\" is the part of the steps left",
         ),
         config=[outcome.job for outcome in outcomes],
-        summaries={
-            outcome.job.name: {
-                "target": outcome.target,
-                "seconds": {side: outcome.seconds(side) for side in (*SIDES, IDEAL)},
-                "gain": outcome.seconds(TORCH) / outcome.seconds(AUTO),
-                "auto_to_ideal": outcome.seconds(AUTO) / outcome.seconds(IDEAL),
-                "settled": {side: outcome.settled(side) for side in SIDES},
-            }
-            for outcome in outcomes
-        },
+        summaries=summaries,
         samples={outcome.job.name: outcome.runs | {IDEAL: outcome.ideal_s} for outcome in outcomes},
         provenance=collect(ranks.num_ranks),
         place=ranks.describe(),
     )
 
 
+def _summary(seeds: Sequence[Outcome]) -> dict[str, Any]:
+    """Medians over the seeds of one job, and each seed's seconds."""
+
+    def median(values: Iterable[float]) -> float:
+        return Summary.of(list(values)).median
+
+    each = {side: [seed.seconds(side) for seed in seeds] for side in (*SIDES, IDEAL)}
+    return {
+        "target": median(seed.target for seed in seeds),
+        "seconds": {side: median(values) for side, values in each.items()},
+        "gain": median(ratios(each[TORCH], each[AUTO])),
+        "auto_to_ideal": median(ratios(each[AUTO], each[IDEAL])),
+        "settled": {side: median(seed.settled(side) for seed in seeds) for side in SIDES},
+        "each": each,
+    }
+
+
 def draw(record: Mapping[str, Any], path: Path) -> bool:
     """Draw loss over time from a stored report, a panel a job."""
     panels: list[Panel] = []
-    for job, runs in record["samples"].items():
+    for job in record["summaries"]:  # of several seeds the first is shown
+        runs = record["samples"][job]
         losses = {side: smoothed(runs[side]["loss"]) for side in SIDES}
         lines = [
             Line(side, list(zip(runs[side]["end_s"], losses[side], strict=True)), *look, "")
