@@ -74,8 +74,9 @@ def test_words_a_message_or_a_term_lead_to_their_passage(asked, heading):
     assert answers(asked, passages())[0].heading == heading
 
 
-def test_an_errors_name_alone_leads_to_all_its_cases(capsys):
-    explain(["ReplicaMismatchError"])
+@pytest.mark.parametrize("name", ["ReplicaMismatchError", "ReplicaMismatch"])
+def test_an_errors_name_alone_leads_to_all_its_cases(name, capsys):
+    explain([name])
     printed = capsys.readouterr().out
     assert all(f"{words}\n\n" in printed for words in ("cannot join the others", "appears not to match"))
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -218,6 +217,28 @@ def saved_and_loaded(here: Here, side: str) -> list[Tensor]:
     return steps(here, again, continued, 2)
 
 
+class _Split(nn.Module):
+    """A layer on one device and one on the next: what travels between them is copied on the devices."""
+
+    def __init__(self, first: torch.device, second: torch.device) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8).to(first), nn.Linear(8, 4).to(second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        found: Tensor = self.second(hidden.to(self.second.weight.device))
+        return found
+
+
+def split_model(here: Here, side: str) -> list[Tensor]:
+    """A model on two devices of the process, of which neither is always the current one."""
+    other = (
+        here.device if here.device.type == "cpu" else torch.device(here.device.type, 1 - here.device.index)
+    )
+    torch.manual_seed(1 + here.rank)
+    return steps(here, wrapped(_Split(here.device, other), here, side))
+
+
 BOTH: dict[str, Callable[[Here, str], list[Tensor]]] = {
     **{name: workload(name) for name in WORKLOADS if name != "sparse"},
     "static graph": option(static_graph=True),
@@ -230,6 +251,7 @@ BOTH: dict[str, Callable[[Here, str], list[Tensor]]] = {
     "uneven inputs": uneven_inputs,
     "buffers": buffers,
     "saved and loaded": saved_and_loaded,
+    "split model": split_model,
     "synchronized batch norm": synchronized_batch_norm,
 }
 """What torch's wrapper does as well: it has to pass, too, or the device is wrong."""
@@ -260,21 +282,26 @@ def reduced(num_steps: int = NUM_STEPS, **options: Any) -> Callable[[Here, str],
     return case
 
 
-def sparse_gradients(here: Here, side: str) -> list[Tensor]:
-    """Of an embedding. NCCL has no all-reduce of sparse tensors, so torch's wrapper cannot do it."""
+def sparse(**options: Any) -> Callable[[Here, str], list[Tensor]]:
+    """Gradients of an embedding. NCCL has no all-reduce of sparse tensors, so torch's wrapper cannot do it."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Embedding(20, 6, sparse=True), nn.Flatten(), nn.Linear(30, 3))
 
-    model = wrapped(made(build, here), here, side)
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False), []
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        tokens = torch.randint(20, (4, 5), generator=generator(step, here.rank))
-        squares(model(here.to_device(tokens))).backward()
-        found += [p.grad.coalesce().to_dense() if p.grad.is_sparse else p.grad for p in model.parameters()]
-        optimizer.step()
-    return [*found, *state(model)]
+    def case(here: Here, side: str) -> list[Tensor]:
+        model = wrapped(made(build, here), here, side, **options)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False), []
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            tokens = torch.randint(20, (4, 5), generator=generator(step, here.rank))
+            squares(model(here.to_device(tokens))).backward()
+            found += [
+                p.grad.coalesce().to_dense() if p.grad.is_sparse else p.grad for p in model.parameters()
+            ]
+            optimizer.step()
+        return [*found, *state(model)]
+
+    return case
 
 
 def mixed_precision(here: Here, side: str) -> list[Tensor]:
@@ -346,22 +373,6 @@ def unequal_shares(here: Here, side: str) -> list[Tensor]:
     return [*found, *state(model)]
 
 
-def parameter_servers(here: Here, side: str) -> list[Tensor]:
-    """Gradients are summed by two servers, which are threads of rank 0."""
-    from harness.running_servers import in_threads
-    from paceline.reductions import ParameterServers
-
-    servers: Any = in_threads(2) if here.rank == 0 else contextlib.nullcontext([])
-    with servers as addresses:
-        told = [addresses]
-        dist.broadcast_object_list(told, 0)
-        model = wrapped(made(Mlp, here), here, side, reduction=ParameterServers(told[0]))
-        found = steps(here, model)
-        found = [tensor.cpu() for tensor in found]
-        dist.barrier()
-    return found
-
-
 def _bounded_loss() -> Any:
     from paceline.reductions import BoundedLoss
 
@@ -369,7 +380,7 @@ def _bounded_loss() -> Any:
 
 
 OURS: dict[str, Callable[[Here, str], list[Tensor]]] = {
-    "sparse": sparse_gradients,
+    "sparse": sparse(),
     "lars": clipped_by("LARS"),
     "lamb": clipped_by("LAMB"),
     **{
@@ -378,7 +389,6 @@ OURS: dict[str, Callable[[Here, str], list[Tensor]]] = {
     },
     "adasum": reduced(reduction="adasum"),
     "bounded loss": reduced(reduction=_bounded_loss),
-    "parameter servers": parameter_servers,
     "unequal shares": unequal_shares,
     "mixed precision": mixed_precision,
     "skipped blocks": skipped_blocks,

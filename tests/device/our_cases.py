@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from device import nccl
-from device.cases import NUM_STEPS, gradients, made, state, steps, vectors, wrapped
+from device import late, nccl
+from device.cases import NUM_STEPS, gradients, made, sparse, state, steps, vectors, wrapped
 from device.ranks import Here
 from harness.models import Mlp, sgd, squares
+from harness.running_servers import in_threads
+from paceline.process_group.connections import store_of_job
+from paceline.transports import Bound, LossyTransport, Sum
+from paceline.transports.lossy_transport import Losses
 
 
 def overlapped(here: Here, side: str) -> list[Tensor]:
@@ -245,6 +252,110 @@ def low_rank(here: Here, side: str) -> list[Tensor]:
     return steps(here, wrapped(made(build, here), here, side, reduction=PowerSGD(rank=1), bucket_cap_mb=0.02))
 
 
+class _EveryThird(LossyTransport):
+    """A transport that always loses the same third of what a rank sends to the others."""
+
+    def __init__(self, name: str, group: Any) -> None:
+        super().__init__(group.rank(), group.size())
+        self._store = dist.PrefixStore(name, store_of_job("a test"))
+        self._count = 0
+
+    def launch(self, vector: Any, bound: Bound) -> Sum:
+        launched, self._count = Sum(vector, bound), self._count + 1
+        self._store.set(f"{self._count}/{self.rank}", vector.tobytes())
+        third, lost = len(vector) // 3, []
+        rows = []
+        for rank in range(self.num_ranks):
+            row = np.frombuffer(self._store.get(f"{self._count}/{rank}"), vector.dtype).copy()
+            row[:third] = 0
+            rows.append(row)
+            lost.append((rank, 0, third))
+        vector[:] = sum(rows)
+        counts = (1,) * self.num_ranks
+        launched.end(Losses(self._count, counts, counts, np.array(lost)))
+        return launched
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def close(self, timeout_s: float) -> bool:
+        return True
+
+
+def lost_and_sent_later(here: Here, side: str) -> list[Tensor]:
+    """What the network has lost is added to the next step's gradients, by residuals of the device."""
+    from paceline.reductions import BoundedLoss
+
+    name = [secrets.token_hex(8)]
+    dist.broadcast_object_list(name, 0)
+    reduction = BoundedLoss(0.5, compensation="feedback", connect=functools.partial(_EveryThird, name[0]))
+    return steps(here, wrapped(made(Mlp, here), here, side, reduction=reduction))
+
+
+@contextlib.contextmanager
+def _servers(here: Here) -> Iterator[Any]:
+    """`ParameterServers` of two servers, which are threads of rank 0."""
+    from paceline.reductions import ParameterServers
+
+    running: Any = in_threads(2) if here.rank == 0 else contextlib.nullcontext([])
+    with running as addresses:
+        told = [addresses]
+        dist.broadcast_object_list(told, 0)
+        yield ParameterServers(told[0])
+        late.drain()
+        dist.barrier()
+
+
+def parameter_servers(here: Here, side: str) -> list[Tensor]:
+    """Gradients are summed by servers."""
+    with _servers(here) as servers:
+        return steps(here, wrapped(made(Mlp, here), here, side, reduction=servers))
+
+
+def servers_that_step(here: Here, side: str) -> list[Tensor]:
+    """They step AdamW as well, and ranks get parameters; then its state is read."""
+    from paceline import optim
+
+    with _servers(here) as servers:
+        model = wrapped(made(Mlp, here), here, side, reduction=servers)
+        optimizer = optim.ServerOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05), model)
+        found = steps(here, model, optimizer)
+        return [*found, *(each["exp_avg"] for each in optimizer.state_dict()["state"].values())]
+
+
+def lossy_servers(here: Here, side: str) -> list[Tensor]:
+    """Gradients are pushed to servers by datagrams, of which none may be lost."""
+    from paceline.reductions import BoundedLoss
+
+    with _servers(here) as servers:
+        reduction = BoundedLoss(0.0, servers=servers)
+        return steps(here, wrapped(made(Mlp, here), here, side, reduction=reduction))
+
+
+def local_steps(name: str, **options: Any) -> Callable[[Here, str], list[Tensor]]:
+    """An optimizer that averages parameters every other step, and not gradients."""
+
+    def case(here: Here, side: str) -> list[Tensor]:
+        from paceline import optim
+
+        model = made(Mlp, here)
+        inner = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, foreach=False)
+        optimizer = getattr(optim, name)(inner, every=2, process_group=here.group, **options)
+        return steps(here, model, optimizer)
+
+    return case
+
+
+def adasum_optimizer(here: Here, side: str) -> list[Tensor]:
+    """What optimizers did is combined, during backward."""
+    from paceline import optim
+
+    model = made(Mlp, here)
+    inner = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, foreach=False)
+    return steps(here, model, optim.AdasumOptimizer(inner, here.group, overlap=True))
+
+
 CASES: dict[str, Callable[[Here, str], list[Tensor]]] = {
     "overlapped": overlapped,
     "dropped overlap": dropped_overlap,
@@ -260,5 +371,13 @@ CASES: dict[str, Callable[[Here, str], list[Tensor]]] = {
     "hooks on two streams, overlapped": _two_streams(overlaps=True, hooks_as_well=True),
     "dropped work": dropped_work,
     "low rank": low_rank,
+    "lost and sent later": lost_and_sent_later,
+    "parameter servers": parameter_servers,
+    "servers that step": servers_that_step,
+    "lossy servers": lossy_servers,
+    "adasum optimizer": adasum_optimizer,
+    "local SGD": local_steps("LocalSGD"),
+    "DiLoCo": local_steps("DiLoCo", compression="bf16"),
+    "compressed beside sparse": sparse(compression="bf16"),
     **{f"shortened {name}": shortened(name) for name in ("onebit", "randomk")},
 }

@@ -1,4 +1,4 @@
-"""Two ranks with the device, which all suites of this folder share, and what a case of theirs is.
+"""Ranks with the device, two as a rule, which all suites of this folder share, and what a case of theirs is.
 
 A case is a function `case(here)` that returns tensors. It is performed on the CPU over Gloo, and on the device over a
 backend, under a schedule and with the race check on. The bits have to be the same.
@@ -49,13 +49,13 @@ class Here:
 
 
 @functools.cache
-def ranks() -> Ranks:
-    """Two ranks that stay up between tests. Their store waits without polling.
+def ranks(number: int = 2) -> Ranks:
+    """Ranks that stay up between tests. Their store waits without polling.
 
     The device is built before: ranks have a deadline.
     """
     build.ensure()
-    return Ranks(2, store="tcp", group_timeout_s=20.0, env={"LATE_DEVICES": "2"})
+    return Ranks(number, store="tcp", group_timeout_s=20.0, env={"LATE_DEVICES": "2"})
 
 
 def on_cpu(rank: int) -> Here:

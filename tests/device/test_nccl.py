@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from device import late, nccl
 from device.marks import device
+from device.nccl.group import Members
 from device.ranks import Here, differences, on_device, ranks
 
 pytestmark = device
@@ -274,6 +275,47 @@ def test_an_abort_ends_what_is_under_way():
     told, _ = ranks().run(aborted)
     assert len(told) == 1
     assert "abort" in told[0] or "came after the group's end" in told[0]
+
+
+def reconfigured(rank, num_ranks):
+    """A group without members gets all, turns them round, is each rank's alone, fails, and is all ranks' again."""
+    late.start()
+    store, limit = dist.distributed_c10d._get_default_store(), timedelta(seconds=20)
+    group = nccl.LateProcessGroup(dist.PrefixStore("reconfigured", store), rank, num_ranks, limit, waits=True)
+    found, everybody = [], range(num_ranks)
+
+    def handles(uuid):
+        store.set(f"{uuid}/{rank}", group.get_reconfigure_handle())
+        return [store.get(f"{uuid}/{i}").decode() for i in everybody]
+
+    def change(uuid, members):
+        group.reconfigure(Members(uuid, members)).wait()
+        tensor = torch.full((3,), rank + 1.0, device=late.DEVICE)
+        group.allreduce([tensor]).wait()
+        found.append((group.rank(), group.size(), tensor[0].item()))
+
+    with late.scheduled("latest"):
+        with pytest.raises(RuntimeError, match="no members before reconfigure"):
+            group.allreduce([torch.ones(1, device=late.DEVICE)])
+        change(1, set(handles(1)))
+        old = handles(2)
+        change(2, old[::-1])
+        for uuid, members in ((2, handles(3)), (4, old)):
+            with pytest.raises(ValueError, match="used before"):
+                group.reconfigure(Members(uuid, members))
+        change(5, [group.get_reconfigure_handle()])
+        late.drain()
+        group.abort()
+        with pytest.raises(dist.DistBackendError, match="aborted"):
+            group.allreduce([torch.ones(1, device=late.DEVICE)])
+        change(6, handles(6))
+    return found
+
+
+def test_a_group_is_given_other_members():
+    """By the same object, as nccl2's: later members, other ranks, fewer, after an abort; handles are used once."""
+    for rank, found in enumerate(ranks().run(reconfigured)):
+        assert found == [(rank, 2, 3.0), (1 - rank, 2, 3.0), (0, 1, rank + 1.0), (rank, 2, 3.0)]
 
 
 def refused(rank, _num_ranks):

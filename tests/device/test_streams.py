@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
+import os
+import signal
 from dataclasses import dataclass
 
 import pytest
@@ -9,6 +13,7 @@ import torch
 
 from device import late
 from device.marks import device, on_rank_0
+from harness.ranks import Ranks
 
 pytestmark = device
 
@@ -239,6 +244,18 @@ def test_the_host_s_waits_are_counted_by_cause():
 
 
 @on_rank_0
+def test_copies_of_pageable_memory_are_done_when_the_call_returns():
+    """As the driver's: asked not to block, the one to the host does; what is to come from it has been taken."""
+    host, there = torch.ones(64), torch.empty(64)
+    with late.scheduled("latest"), late.counted() as causes:
+        x = host.to(late.DEVICE, non_blocking=True)
+        host.zero_()
+        there.copy_(x * 2, non_blocking=True)
+        assert there.sum() == 128
+    assert causes == {"copy to the host": 1}
+
+
+@on_rank_0
 def test_an_error_comes_when_the_host_waits():
     """As on other devices, it names the operator, and is told once."""
     with late.scheduled("latest"):
@@ -264,6 +281,41 @@ def test_memory_is_reused_at_once_on_its_stream():
         del again
         with s.side:
             assert torch.empty(64, device=late.DEVICE).data_ptr() != where
+
+
+def touching(rank, _num_ranks):
+    """Rank 0 reads device memory by its address, rank 1 writes it; both have waited for the device."""
+    faulthandler.disable()  # which says much more
+    late.start()
+    x = torch.zeros(64, device=late.DEVICE)
+    late.drain()
+    if rank == 0:
+        ctypes.string_at(x.data_ptr() + 8, 1)
+    ctypes.memset(x.data_ptr(), 1, 4)
+
+
+def test_the_host_cannot_touch_device_memory():
+    """It is a fault, as on other devices, that says what was touched and where."""
+    with Ranks(2, env={"LATE_DEVICES": "1"}) as two:
+        outcomes = two.outcomes(touching)
+    for outcome, words in zip(
+        outcomes, ("reads device memory, byte 8", "writes device memory, byte 0"), strict=True
+    ):
+        assert outcome.exit_code == -signal.SIGSEGV
+        assert f"late: the host {words} of a block of 512" in outcome.log
+        assert "test_streams.py" in outcome.log.partition("late: the host")[2]
+
+
+@on_rank_0
+def test_a_forked_process_drops_device_memory_in_peace():
+    """As a data loader's worker does with what its parent held; the parent's memory stays as it is."""
+    x = torch.ones(64, device=late.DEVICE)
+    with late.scheduled("eager"):
+        if not (child := os.fork()):
+            del x
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    assert host_sum(x) == 64
 
 
 @on_rank_0

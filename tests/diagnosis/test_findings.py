@@ -150,6 +150,17 @@ def test_the_connection_that_loses():
     assert "towards rank 0" in found.sentence
 
 
+def test_the_host_that_is_farther_than_the_others():
+    """5 ms of delay on the way to one host, both ways: a round trip of 10 ms, where others take half a millisecond."""
+
+    def samples(rank):
+        return link_samples(rank, 3, lambda *_: 15e6, rtt=lambda *ends: 0.0105 if 1 in ends else 0.0005)
+
+    found = diagnose(MadeRun(num_ranks=3, hosts=("a", "b", "c"), samples=samples).make()).finding
+    assert (found.kind, found.rank, found.cause) == ("link", 1, "slow link: delay")
+    assert "takes 10.5 ms for a round trip, others 0.5 ms" in found.sentence
+
+
 def test_of_two_hosts_nobody_can_say_whose_link_it_is():
     assert diagnose(meshed(2, lambda *_: 1e6).make()).finding is None
 

@@ -19,7 +19,7 @@ def test_what_a_given_up_step_has_changed_is_undone():
     model = torch.nn.BatchNorm1d(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    rollback = Rollback(lambda: dict(model.named_buffers()), [optimizer], [schedule])
+    rollback = Rollback(model, [optimizer], [schedule])
     rollback.note()
     before = {name: each.clone() for name, each in model.named_buffers()}
     numbers = drawn()
@@ -37,11 +37,26 @@ def test_a_learning_rate_that_is_a_tensor_is_undone_as_well():
     """A schedule writes it in place."""
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=torch.tensor(0.5))
-    rollback = Rollback(dict, [optimizer], [])
+    rollback = Rollback(torch.nn.Module(), [optimizer], [])
     rollback.note()
     optimizer.param_groups[0]["lr"].fill_(0.1)
     rollback.undo()
     assert float(optimizer.param_groups[0]["lr"]) == 0.5
+
+
+def test_a_normal_number_that_numpy_keeps_is_drawn_again():
+    """Two are made at once. A step that draws the second one changes no word of the generator."""
+    rollback = Rollback(torch.nn.Module(), [], [])
+    np.random.seed(4)  # noqa: NPY002
+    first, second = np.random.randn(2)  # noqa: NPY002
+    np.random.seed(4)  # noqa: NPY002
+    rollback.note()
+    assert np.random.randn() == first  # noqa: NPY002
+    for _ in range(2):
+        rollback.note()
+        assert np.random.randn() == second  # noqa: NPY002
+        rollback.undo()
+    assert np.random.randn() == second  # noqa: NPY002
 
 
 def test_random_numbers_go_on_on_another_rank():

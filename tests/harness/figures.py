@@ -7,7 +7,8 @@ A table of figures has the first column `#`: the name of its row in `lab/results
                    `summaries` (or below the file itself). In a list, a key is an index, or `name=value` for the
                    record that has it, or the first cell of a row. A summary stands for its median, a text for the
                    number it begins with, `*` for every key.
-    a calculation  `100 * (1 - of("study-skipped-sync > NCCL > ours > 1"))`: Python with `of` and `geomean` of paths.
+    a calculation  `100 * (1 - of("study-skipped-sync > NCCL > ours > 1"))`: Python with `of` and `geomean` of paths,
+                   and `best`, of a path to pairs: the first half of the pair whose second is the least.
 
 A value is right if it rounds to the printed figure.
 """
@@ -28,7 +29,7 @@ UNITS = {"ms": 1e3, "µs": 1e6, "%": 100.0, "MB": 1e-6, "million": 1e-6}
 PROSE_COLUMNS = frozenset(
     {"#", "measured", "setting", "unit", "better", "claim", "published", "how", "verdict", "command"}
 )
-_NUMBER = re.compile(r"(?<![\w.\u00d7])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)")
+NUMBER = re.compile(r"(?<![\w.\u00d7])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)")
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,13 @@ def figures_of(table: Table) -> dict[str, set[str]]:
     printed: dict[str, set[str]] = {}
     for row in table.rows:
         text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", " ; ".join(row[index] for index in columns))
-        printed.setdefault(row[0], set()).update(_NUMBER.findall(text))
+        printed.setdefault(row[0], set()).update(NUMBER.findall(text))
     return printed
 
 
 def numbers_in(text: str) -> set[str]:
     """The figures of a sentence: numbers outside of `code`."""
-    return set(_NUMBER.findall(re.sub(r"`[^`]*`", "", text)))
+    return set(NUMBER.findall(re.sub(r"`[^`]*`", "", text)))
 
 
 def rounds_to(value: float, figure: str) -> bool:
@@ -98,14 +99,18 @@ def rounds_to(value: float, figure: str) -> bool:
 
 def value_of(source: str) -> float:
     """The measured value that a path or a calculation stands for."""
-    if re.search(r'\b(of|geomean)\("', source):
-        return float(eval(source, {"__builtins__": {}}, {"of": _one, "geomean": _geomean}))
+    if re.search(r'\b(of|geomean|best)\("', source):
+        return float(eval(source, {"__builtins__": {}}, {"of": _one, "geomean": _geomean, "best": _best}))
     return _one(source)
 
 
 def _one(path: str) -> float:
     (value,) = _values(path)
     return value
+
+
+def _best(path: str) -> float:
+    return float(min(_found(path)[0], key=lambda pair: pair[1])[0])
 
 
 def _geomean(*paths: str) -> float:
@@ -115,12 +120,16 @@ def _geomean(*paths: str) -> float:
 
 def _values(path: str) -> list[float]:
     path, scale = _without_unit(path)
+    return [_number(value) * scale for value in _found(path)]
+
+
+def _found(path: str) -> list[Any]:
     file, *keys = path.split(" > ")
     result = _result(file)
     found = [result.get("summaries", result) if keys[0] not in result else result]
     for key in keys:
         found = [value for record in found for value in _step(record, key)]
-    return [_number(value) * scale for value in found]
+    return found
 
 
 def _without_unit(path: str) -> tuple[str, float]:

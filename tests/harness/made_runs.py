@@ -124,6 +124,7 @@ def link_samples(
     rate: Callable[[int, int], float],
     lost: Callable[[int, int], int] = lambda *_: 0,
     peak: Callable[[int, int], float] = lambda *_: 0.0,
+    rtt: Callable[[int, int], float] = lambda *_: 0.0005,
 ) -> list[Sample]:
     """Two samples of a full mesh: each direction was busy for one second at its rate, in bytes, at most at its peak."""
 
@@ -136,8 +137,8 @@ def link_samples(
                 int(at * rate(peer, rank)),
                 float(at),
                 at * lost(rank, peer),
-                0.001,
-                0.0005,
+                2 * rtt(rank, peer),
+                rtt(rank, peer),
                 peak_bytes_per_s=peak(peer, rank),
             )
             for peer in range(num_ranks)

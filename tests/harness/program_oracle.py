@@ -58,6 +58,9 @@ def perform(rank: int, num_ranks: int, programs: Sequence[str]) -> list[list[str
     return results
 
 
+NOT_REPEATED = "not repeated: "
+
+
 def find_failures(
     programs: Sequence[Program], ranks: Ranks, deadline_s: float = 120.0
 ) -> dict[Program, list[str]]:
@@ -79,7 +82,7 @@ def find_failures(
     }
     if found:
         return found
-    return {programs[0]: ["not repeated: " + "\n".join(o.story() for o in outcomes if not o.clean)]}
+    return {programs[0]: [NOT_REPEATED + "\n".join(o.story() for o in outcomes if not o.clean)]}
 
 
 def explain(

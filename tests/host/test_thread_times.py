@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.host import thread_times
-from paceline.host.core_neighbours import CoreNeighbours, threads_queued
+from paceline.host.core_neighbours import CoreNeighbours
+from paceline.host.processes import threads_queued
 from paceline.host.thread_times import ThreadClock
 
 

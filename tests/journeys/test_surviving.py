@@ -3,6 +3,7 @@
 The trainings and what is asked of them are the laboratory's (`paceline study survival`).
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -38,17 +39,40 @@ def test_ranks_die_within_steps_between_them_and_while_others_take_their_places(
 def test_the_last_ranks_wait_for_a_replacement_that_receives_their_state(tmp_path):
     """Two of two are needed: training goes on when the second is there again, over shared memory alone."""
     options = ("--epochs", "2", "--backend", "paceline")
-    outcome = survive(tmp_path, "1:4:within backward:exit", num_ranks=2, min_ranks=2, options=options)
+    outcome = survive(tmp_path, "1:4:within bucket 2:exit", num_ranks=2, min_ranks=2, options=options)
     assert "1 rank(s) are left of at least 2 (--min-ranks)" in outcome.said
     assert len(outcome.ends) == 2
     assert [change["num_new"] for change in outcome.ends[0]["history"]] == [1]
 
 
 @pytest.mark.processes
-def test_gradients_that_are_sent_in_16_bits_survive_a_loss(tmp_path):
-    """They leave no residual, so a step may be computed again: what is rounded is all that differs."""
-    options = ("--compression", "bf16", "--dtype", "float32")
-    survive(tmp_path, "1:4:within backward:SIGKILL", num_ranks=3, options=options, rounding=3e-3)
+def test_residuals_and_synchronized_batch_normalisation_survive_a_loss(tmp_path):
+    """Ranks stay equal in bits; a lost rank's residuals are lost, so parameters are not those of one process."""
+    options = ("--compression", "topk", "--normalize", "--sync-batch-norm")
+    survive(tmp_path, "1:4:forward:SIGKILL", num_ranks=3, options=options, rounding=math.inf)
+
+
+@pytest.mark.lab
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("options", "rounding"),
+    [
+        (("--compression", "bf16", "--dtype", "float32"), 3e-3),
+        (("--compression", "powersgd"), math.inf),
+        (("--compression", "auto"), math.inf),
+        (("--wrapped", '{"reduction": "adasum"}'), math.inf),
+        (("--wrapped", '{"balance": "auto"}'), 1e-9),
+        (("--wrapped", '{"skip_all_reduce_unused_params": true}'), 1e-9),
+    ],
+    ids=str,
+)
+def test_options_follow_a_loss_and_a_replacement(tmp_path, options, rounding):
+    """A rank is lost within bucket 2, and another comes while the others train."""
+    options = ("--epochs", "6", "--pause-ms", "50", *options)
+    outcome = survive(
+        tmp_path, "1:4:within bucket 2:SIGKILL", num_ranks=3, options=options, rounding=rounding
+    )
+    assert any(change["num_new"] for change in outcome.changes)
 
 
 @pytest.mark.processes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 
@@ -126,3 +127,53 @@ def test_two_launchers(tmp_path):
         assert "stuck (" in text
     assert sum("That is on another machine." in text for text in told) == 1
     assert all("Before that: hang: rank 1 is missing." in words for words in last)
+
+
+ELASTIC = """
+import sys, time
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+import paceline
+from paceline.data import GlobalBatch, GlobalShuffle
+dist.init_process_group("gloo")
+data = TensorDataset(torch.ones(64, 3), torch.ones(64, 1))
+shuffle = GlobalShuffle(data, GlobalBatch.of(4, dist.get_world_size()))
+loader, net = DataLoader(data, batch_sampler=shuffle), torch.nn.Linear(3, 1)
+model = paceline.DistributedDataParallel(net, batch_sampler=shuffle)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+elastic = paceline.Elastic(model=model, optimizer=optimizer, sampler=shuffle)
+for batches in elastic.steps(loader):
+    with model.accumulate(batches) as micro_batches:
+        for x, y in micro_batches:
+            if elastic.step == 5 and dist.get_rank() == 1:
+                time.sleep(600)
+            (model(x) - y).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.lab
+@pytest.mark.processes
+def test_two_elastic_agents(tmp_path):
+    """Without a store of the launch: they ask each other in that of the membership."""
+    (tmp_path / "trains.py").write_text(ELASTIC)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    words = ["paceline", "run", "--nnodes", "2", "--nproc-per-node", "1", "--min-ranks", "1"]
+    words += ["--master-addr", "127.0.0.1", "--master-port", port, "--hang-after", "2", "--lost-after", "600"]
+    token = {"PACELINE_TOKEN": "0123456789abcdef" * 2}
+    with (
+        started([*words, "--node-rank", "0", "trains.py"], tmp_path, token) as one,
+        started(
+            [*words, "--node-rank", "1", "--local-addr", "127.0.0.2", "trains.py"], tmp_path, token
+        ) as other,
+    ):
+        told = []
+        for process in (one, other):
+            read = ""
+            while "explain hang" not in read and (line := process.stderr.readline()):
+                read += line
+            told.append(read)
+    assert all("hang: rank 1 is missing." in text for text in told), told
+    assert sum("That is on another machine." in text for text in told) == 1

@@ -75,6 +75,9 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path, capsys):
     assert "behind --" in refused(capsys, str(tmp_path), "--", "true")
     assert "behind --" in refused(capsys, "--")
     assert "are for a command" in refused(capsys, "--steps", "20")
+    assert "--paused needs --record" in refused(capsys, "--paused", "--", "true")
+    assert "compares two run folders" in refused(capsys, "--was", str(tmp_path))
+    assert "compares two run folders" in refused(capsys, "--was", str(tmp_path), "--", "true")
     begin_run(tmp_path / "run", ["x"])
     taken = refused(capsys, "--record", str(tmp_path / "run"), "--", "true")
     assert "holds a run already" in taken
@@ -86,6 +89,23 @@ def test_a_run_is_read_without_torch(tmp_path, capsys):
         main(["doctor", str(tmp_path)])
     assert ended.value.code == 0
     assert "No rank left a record." in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_recording_begins_when_its_pause_ends(tmp_path):
+    """From within the command, as anybody may from outside: the file goes after ten steps."""
+    lines = SLOW.replace("torch.zeros(40, 8)", "torch.zeros(80, 8)").replace(
+        "    optimizer.zero_grad()",
+        "    count = globals().get('count', 0) + 1\n"
+        "    if count == 10 and dist.get_rank() == 0: __import__('os').unlink('run/detached')\n"
+        "    optimizer.zero_grad()",
+    )
+    (tmp_path / "train.py").write_text(lines)
+    paceline(
+        "doctor", "--record", "run", "--paused", "--", *TWO_RANKS, "train.py", cwd=tmp_path, env=ONE_THREAD
+    )
+    first = {rank.steps[0].step for rank in read_run(tmp_path / "run").ranks}
+    assert all(10 < step < 40 for step in first), first
 
 
 @pytest.mark.processes

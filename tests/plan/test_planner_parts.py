@@ -21,6 +21,7 @@ from paceline.plan import (
     scaling,
     simulate,
 )
+from paceline.plan.forecast import forecast
 from paceline.plan.lemmas import (
     compare_efficiency,
     compare_servers,
@@ -29,6 +30,7 @@ from paceline.plan.lemmas import (
     largest_overhead,
     most_devices,
 )
+from paceline.plan.request import PlanRequest
 from paceline.plan.scaling import (
     Question,
     Setup,
@@ -258,3 +260,17 @@ def test_traces_and_workloads(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigurationError, match="not text"):
         RecordedWorkload.load(path)
+
+
+def test_a_plan_counts_hosts_and_quotes_the_lemmas_of_servers_only_beside_servers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {}
+    for servers in (0, 2):
+        request = PlanRequest("tiny", to=4, ranks_per_host=2, rate="1Gbit", servers=servers)
+        forecast(request, tmp_path, as_json=False)
+        said[servers] = capsys.readouterr().out
+    rows = [line.split()[:2] for line in said[0].splitlines()]
+    assert rows.index(["devices", "hosts"]) < rows.index(["4", "2"])
+    assert "lemma 3." in said[2]
+    assert "lemma" not in said[0]

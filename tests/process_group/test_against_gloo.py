@@ -221,6 +221,45 @@ def test_all_to_all_of_lists_of_unequal_lengths():
         assert outputs == [[10.0 * r + rank] * (rank + 1) for r in range(3)]
 
 
+def messages_before_their_peers_call(rank, num_ranks):
+    """Receives and sends round a ring, launched before the other side of any has been; then pairs that cross."""
+    after, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+    size, found = 300_000, []
+    for first in ("irecv", "isend"):
+        ours, gloo = dist.new_group(backend="paceline"), dist.new_group(backend="gloo")
+        mine, theirs = torch.full((size,), float(rank)), torch.zeros(size)
+        if first == "irecv":
+            work = dist.irecv(theirs, before, group=ours)
+            dist.barrier(group=gloo)  # nobody comes here whose irecv waits for its sender
+            dist.send(mine, after, group=ours)
+        else:
+            work = dist.isend(mine, after, group=ours)
+            dist.barrier(group=gloo)
+            dist.recv(theirs, before, group=ours)
+        work.wait()
+        found.append(theirs[:: size - 1].tolist())
+        both = {"in": torch.zeros(size), "out": torch.zeros(size)}
+        crossing = [
+            dist.P2POp(dist.irecv, both["in"], before, group=ours),
+            dist.P2POp(dist.irecv, both["out"], after, group=ours),
+            dist.P2POp(dist.isend, mine, after, group=ours),
+            dist.P2POp(dist.isend, mine, before, group=ours),
+        ]
+        for sent in dist.batch_isend_irecv(crossing[:: 1 if first == "irecv" else -1]):
+            sent.wait()
+        found += [both["in"][0].item(), both["out"][-1].item()]
+        for made in (ours, gloo):
+            dist.destroy_process_group(made)
+    return found
+
+
+def test_messages_do_not_wait_for_their_peers_to_call():
+    """As over Gloo: `irecv` and `isend` return before the peer has begun to send or receive."""
+    for rank, found in enumerate(pool(3).run(messages_before_their_peers_call)):
+        before, after = float((rank - 1) % 3), float((rank + 1) % 3)
+        assert found == [[before] * 2, before, after] * 2
+
+
 def mixtures(rank, num_ranks):
     """Tensors in the arena on one rank and elsewhere on the others; several pieces; one collective after another."""
     ours, gloo = both_groups()

@@ -43,10 +43,10 @@ def tried(with_s=0.5):
 
 @pytest.mark.parametrize(
     ("with_s", "doubt", "num_rounds"),
-    [(0.5, 0.1, 1), (1.5, 0.1, 1), (0.97, 0.001, 1), (0.97, 0.02, 4), (1.02, 0.02, 4), (0.5, math.inf, 4)],
+    [(0.5, 0.1, 1), (1.5, 0.1, 1), (0.97, 0.001, 1), (0.97, 0.02, 6), (1.02, 0.02, 6), (0.5, math.inf, 6)],
 )
 def test_a_comparison_goes_on_while_steps_vary_too_much(with_s, doubt, num_rounds):
-    """In rounds of the same steps, at most four; what is saved, or lost, beyond doubt needs one."""
+    """In rounds of the same steps, at most six; what is saved, or lost, beyond doubt needs one."""
     one = course()
     steps(one, 4)
     one.decided("x", "y")
@@ -75,8 +75,7 @@ def compared(source, saved, noise, may_try_longer):
             periods.add(plan.codec, true_s * is_long * math.exp(noise * source.gauss(0, 1)))
         one.step()
         if plan.question is Question.PERIODS:
-            with_s, without_s = periods.medians(["x", None])
-            doubt = periods.doubt(["x", None])
+            with_s, without_s, doubt = periods.comparison("x", None)
             if not (may_try_longer and one.tries_longer(with_s, without_s, doubt)):
                 return one.tried_out(with_s, without_s)
 

@@ -86,13 +86,25 @@ def test_doubt_is_how_far_the_ratio_of_two_medians_scatters(spread, number):
             for _ in range(number):
                 periods.add(codec, 1.0 + spread * source.gauss(0.0, 1.0))
             periods.add(codec, 5.0)
-        with_s, without_s = periods.medians(["x", None])
-        return with_s / without_s, periods.doubt(["x", None])
+        with_s, without_s, doubt = periods.comparison("x", None)
+        return with_s / without_s, doubt
 
     ratios, doubts = zip(*(draw() for _ in range(1000)), strict=True)
     assert 0.7 < statistics.median(doubts) / statistics.stdev(ratios) < 1.4
     assert draw()[1] < spread
-    assert Periods().doubt(["x", None]) == math.inf
+    assert Periods().comparison("x", None)[2] == math.inf
+
+
+def test_what_slows_neighbouring_steps_down_slows_both_sides_down():
+    """A codec saves a tenth of each step while another program makes the steps of half the comparison twice as long."""
+    periods = Periods()
+    for codec, seconds in zip(
+        [None, "x", "x", None] * 2, [1.0, 0.9, 0.9, 1.0, 2.0, 1.8, 1.8, 2.0], strict=True
+    ):
+        periods.add(codec, seconds)
+    with_s, without_s, doubt = periods.comparison("x", None)
+    assert with_s / without_s == pytest.approx(0.9)
+    assert doubt < 0.01, "not the spread of each side's steps"
 
 
 def test_of_several_timings_the_shortest_counts():

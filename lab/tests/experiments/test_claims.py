@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 
 import pytest
 import typer
 
+from harness import refresh_figures
 from harness.figures import figures_of, numbers_in, rounds_to, stored_rows, tables, value_of
 from harness.terminal import REPOSITORY
 from paceline.cli.app import app
@@ -210,3 +212,20 @@ def _take(command, words):
         named = words[0] in EXPERIMENTS and hasattr(command, "loaded")
         command, words = command.loaded(words[0]) if named else command.commands[words[0]], words[1:]
     command.make_context(command.name, list(words))
+
+
+def test_figures_are_refreshed_where_a_page_prints_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(refresh_figures, "RESULTS", tmp_path)
+    monkeypatch.setattr(refresh_figures, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(refresh_figures, "PAGES", ("page.md",))
+    source = 'best("study-bucket-size > bert > ours")'
+    (tmp_path / "figures.json").write_text(json.dumps({"D5": {"figures": [["7", source]]}}))
+    page = tmp_path / "page.md"
+    page.write_text("| # | measured | here |\n|---|---|---|\n| D5 | 7 | `7` 7 |\n| D6 | | 7 |\n")
+    refresh_figures.main(["D5"])
+    assert page.read_text().splitlines()[2:] == ["| D5 | 7 | `7` 10 |", "| D6 | | 7 |"]
+    assert json.loads((tmp_path / "figures.json").read_text())["D5"]["figures"] == [["10", source]]
+    page.write_text(page.read_text().replace("`7` 10", "8"))
+    (tmp_path / "figures.json").write_text(json.dumps({"D5": {"figures": [["7", source]]}}))
+    with pytest.raises(SystemExit, match="D5: a page prints other figures"):
+        refresh_figures.main(["D5"])

@@ -37,6 +37,12 @@ def doctor(
         Path | None,
         typer.Option(help="Keep what is recorded of the command in this new folder.", show_default=False),
     ] = None,
+    was: Annotated[
+        Path | None,
+        typer.Option(
+            help="An earlier run folder: say how good its predictions were for this one.", show_default=False
+        ),
+    ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
@@ -45,6 +51,13 @@ def doctor(
             show_default="all",
         ),
     ] = None,
+    paused: Annotated[
+        bool,
+        typer.Option(
+            "--paused",
+            help="Begin unrecorded: removing the file `detached` of the --record folder begins it.",
+        ),
+    ] = False,
     machines: Annotated[
         str | None,
         typer.Option(
@@ -77,16 +90,29 @@ def doctor(
             raise ConfigurationError(
                 "Pass a command behind --, as in `paceline doctor -- torchrun train.py`, or a run folder; not both."
             )
-        return _watch(command, record, steps, as_json=as_json)
-    if record is not None or steps is not None:
+        if was is not None:
+            raise ConfigurationError("--was compares two run folders: record this run first, with --record.")
+        if paused and record is None:
+            raise ConfigurationError(
+                "--paused needs --record: recording begins when FOLDER/detached is removed."
+            )
+        return _watch(command, record, steps, is_paused=paused, as_json=as_json)
+    if record is not None or steps is not None or paused:
         raise ConfigurationError(
-            "--record and --steps are for a command. Pass one behind --, as in `paceline doctor -- torchrun train.py`."
+            "--record, --steps and --paused are for a command. Pass one behind --, as in `paceline doctor -- torchrun "
+            "train.py`."
         )
     if run is None:
+        if was is not None:
+            raise ConfigurationError("--was compares two run folders: pass the later one, too.")
         return _check(machines, endpoint, as_json=as_json)
     from paceline.diagnosis.findings import diagnose_folder
+    from paceline.diagnosis.remedies import scored
 
-    _show(diagnose_folder(run), as_json=as_json)
+    now = diagnose_folder(run)
+    _show(now, as_json=as_json)
+    if was is not None and not as_json:
+        print("\n".join(scored(diagnose_folder(was), now)))
     return 0
 
 
@@ -108,10 +134,12 @@ def _check(machines: str | None, endpoint: str | None, *, as_json: bool) -> int:
     return 0
 
 
-def _watch(command: list[str], record: Path | None, steps: int | None, *, as_json: bool) -> int:
+def _watch(
+    command: list[str], record: Path | None, steps: int | None, *, is_paused: bool, as_json: bool
+) -> int:
     from paceline.launch.recorded_command import run_recorded
 
-    diagnosis, code = run_recorded(command, record, steps, _note, is_quiet=as_json)
+    diagnosis, code = run_recorded(command, record, steps, _note, is_paused=is_paused, is_quiet=as_json)
     if as_json:
         _show(diagnosis, as_json=True)
     else:

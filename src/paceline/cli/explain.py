@@ -63,8 +63,11 @@ def explain(
             f"nothing explains {asked!r}. The nearest headings: {'; '.join(each.heading for each in near)}. "
             "`paceline explain` lists all; with the fixed words of a message it prints what to do."
         )
-    # An error's name alone does not tell its cases apart: all are printed.
-    shown = [each for each in found if _words(each.text).startswith(f"{_words(asked)} ")] or found[:1]
+    # An error's name alone, with or without its "Error", does not tell its cases apart: all are printed.
+    name = _words(asked).removesuffix("error")
+    shown = [each for each in found if _words(each.text).startswith((f"{name} ", f"{name}error "))] or found[
+        :1
+    ]
     print("\n\n".join(f"{each.heading}\n\n{each.text}" for each in shown))
     if others := [each.heading for each in found if each not in shown]:
         print(f"\nSee also: {'; '.join(others[:3])}")
@@ -88,6 +91,7 @@ def answers(asked: str, known: list[Passage]) -> list[Passage]:
     query = _words(asked)
     terms = [each for each in known if query in (_words(term) for term in each.heading.split(","))]
     within = [each for each in known if f" {query} " in f" {each.words} "]
+    within += [each for each in known if _words(each.text).startswith(f"{query}error ")]
     # The longest heading says the most about a whole message.
     around = [each for each in known if each.group != "Terms" and _fixed_words_are_in(query, each)]
     around.sort(key=lambda each: -len(each.words))

@@ -123,23 +123,21 @@ def shares_memory(group: ProcessGroup) -> bool:
 
 
 def carries(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether the group has a backend for tensors of this device; one written in Python is taken at its word."""
-    if type(group) is not ProcessGroup:
-        return True
-    try:
-        group._get_backend(device)
-    except RuntimeError:
-        return False
-    return True
+    """Whether the group has a backend for tensors of this device; one written in Python need not say for which."""
+    known = _device_types(group)
+    return not known or device.type in known
 
 
 def device_for_metadata(group: ProcessGroup, device: torch.device) -> torch.device:
     """Where counts, shapes and settings that ranks exchange should lie: on the host, if the group reaches it."""
+    return torch.device("cpu") if "cpu" in _device_types(group) else device
+
+
+def _device_types(group: ProcessGroup) -> list[str]:
     try:
-        on_host = torch.device("cpu") in group._device_types
+        return [device.type for device in group._device_types]
     except (AttributeError, RuntimeError):  # a process group written in Python
-        on_host = False
-    return torch.device("cpu") if on_host else device
+        return []
 
 
 def launch_session_name(process_group: ProcessGroup, device: torch.device) -> Callable[[], str]:

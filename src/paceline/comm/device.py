@@ -133,7 +133,9 @@ def keep_for_current_streams(tensors: Iterable[Tensor]) -> None:
     """
     for tensor in tensors:
         if not tensor.is_cpu:
-            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+            # torch records dense tensors alone
+            for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+                part.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 def empty_cache(device: torch.device) -> None:

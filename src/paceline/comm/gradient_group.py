@@ -69,11 +69,6 @@ def gradient_groups(
     return [group_beside(group, in_parts, peers) for group in process_groups]
 
 
-def in_turn(groups: Sequence[dist.ProcessGroup], number: int) -> dist.ProcessGroup:
-    """Return the group that carries collective number `number`, where several take turns; the same on every rank."""
-    return groups[number % len(groups)]
-
-
 def group_beside(
     group: dist.ProcessGroup, in_parts: bool = False, peers: Peers | None = None
 ) -> dist.ProcessGroup:

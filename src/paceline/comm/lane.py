@@ -26,6 +26,7 @@ from torch.autograd.profiler import record_function
 from torch.futures import Future
 
 from paceline.comm import BACKEND_NAME
+from paceline.comm.collectives import C10dWork, Work
 from paceline.comm.device import Mark, SideStreams, devices_of, keep_for_current_streams
 from paceline.host.exit import end_before_exit
 
@@ -286,3 +287,49 @@ class Lane:
         if is_idle:
             self._turn.release()
         return is_idle
+
+
+class HandedOn:
+    """The handle of what a lane begins and others go on with: a `Work`.
+
+    `begin` runs on the lane, and may block; it returns the handle of the rest. `finish` is called once, by the first
+    `wait` that sees the end of that.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        begin: Callable[[], Work],
+        outputs: list[Tensor],
+        what: str,
+        finish: Callable[[], None],
+    ) -> None:
+        self._rest: Work | None = None
+        self._finish: Callable[[], None] | None = finish
+        self._lock = threading.Lock()
+
+        def perform() -> None:
+            self._rest = begin()
+
+        self._begun = C10dWork(lane.launch(LaneWork(perform, outputs, what), at_once=False))
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        until_s = None if timeout_s is None else time.perf_counter() + timeout_s
+        if not self._begun.wait(timeout_s):
+            return False
+        assert self._rest is not None, "the lane's work is done"
+        left_s = None if until_s is None else max(1e-3, until_s - time.perf_counter())
+        if not self._rest.wait(left_s):
+            return False
+        with self._lock:
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
+        return True
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        def when_begun() -> None:
+            if self._rest is not None:  # else it has failed
+                self._rest.on_done(callback)
+
+        self._begun.on_done(when_begun)

@@ -19,11 +19,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline.comm import connections
-from paceline.comm.collectives import Work, timeout_of
+from paceline.comm.collectives import Work, all_gather, timeout_of
 from paceline.comm.forked import keep_when_forked
 from paceline.comm.rendezvous import announce
 from paceline.comm.sealed_store import SealedStore
@@ -106,6 +108,12 @@ class Peers:
     def note_step(self, number: int) -> None:
         """Remember how far this rank has got, to tell those who wait when it leaves. Local."""
         self._failure_detection.progress.num_steps = number
+
+    def gather(self, row: Tensor, process_group: ProcessGroup, doing: str) -> list[Tensor]:
+        """Every rank's `row`, which all have in the same shape. Collective; blocks, and raises, as `wait`."""
+        rows = [torch.empty_like(row) for _ in range(process_group.size())]
+        self.wait(all_gather(rows, row, process_group), doing)
+        return rows
 
     def wait(self, pending: Work, doing: str, consequence: str | None = None, on_host: bool = False) -> None:
         """Wait for a collective, at most for the group's timeout, `GRACE_S` and failure detection, whatever it is.

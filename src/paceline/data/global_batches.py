@@ -145,6 +145,11 @@ class GlobalBatches(ABC):
         self.batch = batch
         self._plan.change(at, batch)
 
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the step under way is handed out once more."""
+        return self.step is not None and self._goes_to == self.step.position
+
     def repeat(self, batch: GlobalBatch) -> None:
         """Hand out the samples of the step under way once more, now and from now on in the shares of `batch`.
 

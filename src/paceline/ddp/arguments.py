@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from paceline import reductions
 from paceline.comm.collectives import backend_of, carries
-from paceline.comm.device import is_accelerator, why_without_streams
+from paceline.comm.device import accelerator_type, is_accelerator, why_without_streams
 from paceline.compression import Compressor
 from paceline.data import Balance, GlobalBatches
 from paceline.ddp.step_shares import StepShares
@@ -186,9 +186,9 @@ def choose_devices(
 
 
 def check_device(parameters: Sequence[Parameter], process_groups: Sequence[ProcessGroup]) -> None:
-    """Refuse a module on an accelerator that has no streams here, or for which a group has no backend."""
-    for device in dict.fromkeys(p.device for p in parameters if is_accelerator(p.device)):
-        if (why := why_without_streams(device)) is not None:
+    """Refuse a module on an accelerator that has no streams here, or on a device for which a group has no backend."""
+    for device in dict.fromkeys(p.device for p in parameters if p.device.type != "meta"):
+        if is_accelerator(device) and (why := why_without_streams(device)) is not None:
             raise ConfigurationError(
                 f"the module is on {device}, but {why}. Paceline orders gradients and their exchange by streams: move "
                 "the module to the CPU or to this process's accelerator."
@@ -197,9 +197,9 @@ def check_device(parameters: Sequence[Parameter], process_groups: Sequence[Proce
             if not carries(group, device):
                 raise ConfigurationError(
                     f"the module is on {device}, and the process group's backend {backend_of(group)!r} does not "
-                    f"support it. Open the group with one that does, such as "
-                    f'dist.init_process_group("cpu:gloo,{device.type}:..."), or with "paceline", which takes them '
-                    "through the host's memory."
+                    f"support it. Move the module to the backend's device, or open the group with a backend for "
+                    f'both: dist.init_process_group("cpu:gloo,{accelerator_type() or "cuda"}:..."), or "paceline", '
+                    "which takes an accelerator's tensors through the host's memory."
                 )
 
 

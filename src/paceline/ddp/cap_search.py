@@ -25,7 +25,6 @@ from statistics import median
 import torch
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import all_gather
 from paceline.comm.peers import Peers
 from paceline.observe import StepTimings
 from paceline.planning.bucket_assignment import (
@@ -146,6 +145,5 @@ def _median_step_s(timings: StepTimings) -> float:
 
 def _slowest_rank_s(mine_s: float, device: torch.device, group: ProcessGroup, peers: Peers) -> float:
     row = torch.tensor([mine_s], dtype=torch.float64, device=device)
-    rows = [torch.empty_like(row) for _ in range(group.size())]
-    peers.wait(all_gather(rows, row, group), "comparing bucket caps")
+    rows = peers.gather(row, group, "comparing bucket caps")
     return max(float(each) for each in rows)

@@ -1,6 +1,6 @@
 """What a wrapped module does around its steps: before a forward, in a window of micro-batches, beside joined ranks.
 
-The wrapper, its windows (`accumulation`) and the shadows of joined ranks (`joining`) meet here: each backward's `Terms`
+The wrapper, its windows (`accumulation`) and the shadows of joined ranks (`shadow`) meet here: each backward's `Terms`
 are returned from here to the reducer. The wrapper is held weakly. The parameters' hooks keep the reducer, and the
 reducer keeps this: a strong reference would keep a dropped wrapper alive, and wrapping its module again would reduce
 twice.
@@ -25,9 +25,9 @@ from paceline.comm.peers import Peers
 from paceline.data import GlobalBatch
 from paceline.ddp import conflicts, inputs_outputs, sync_batch_norm
 from paceline.ddp.buffers import Broadcast, Buffers
-from paceline.ddp.flight import Flights, PlainFlights, Terms
+from paceline.ddp.flight import Flights, Terms
 from paceline.ddp.forward_overlap import ForwardOverlap
-from paceline.ddp.joining import Joining, NextStep, Shadow
+from paceline.ddp.joining import Joining, NextStep
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Groups, Membership, Met
 from paceline.ddp.recovery import Recovery
@@ -199,7 +199,7 @@ class StepCoordinator:
         """Reduce the gradients of these parameters from now on. Local."""
         wrapped, setting, members = self.wrapped, self.setting, self.membership
         setting.expect(wrapped.find_unused_parameters, wrapped.static_graph)
-        flights: Flights = self.forward_overlap or self.skipping or PlainFlights()
+        flights: Flights = self.forward_overlap or self.skipping or Flights()
         self.reducer = wrapped._reducer_class(
             managed,
             setting,
@@ -454,7 +454,7 @@ class StepCoordinator:
         """Match the other ranks' last backward, contributing nothing; none if nothing counts. Collective."""
         weights.raise_if_refused(self.membership.rank)
         if weights.total > 0:
-            self._run_without_autograd(share=0.0)
+            self.run_without_autograd(share=0.0)
 
     def will_drop_gradient(self, parameter: Tensor) -> bool:
         """Whether the parameter's gradient is under way, and is dropped when it arrives. Local; does not wait."""
@@ -487,38 +487,13 @@ class StepCoordinator:
         """Reduce what earlier backwards have left in `.grad`. Collective; blocks."""
         self.reducer.prepare()
         with self.buffers.staying():
-            self._run_without_autograd()
+            self.run_without_autograd()
 
-    def _run_without_autograd(self, share: float | None = None) -> None:
+    def run_without_autograd(self, share: float | None = None) -> None:
+        """A synchronized backward of what is in `.grad` already. Collective; blocks."""
         self.reducer.run_without_autograd(Terms(share=share, num_averaged=self.joining.num_averaged))
 
     # ---- ranks without batches
-
-    def shadow(self, joinable: Any, divides_by_all: bool) -> Shadow:
-        """What this rank does once it has no more batches. Local."""
-        self.joining.begin(divides_by_all)
-        return Shadow(joinable, self._match_step, self.take_final_model)
-
-    def _match_step(self) -> None:
-        """Match one forward and, if the others will synchronize, one backward, contributing zeros. Collective."""
-        others = self.joining.announce(is_active=False)
-        if not (others.synchronizes or others.opens_window):
-            return
-        is_window = others.opens_window and not others.synchronizes
-        exchange = self.weighing.exchange() if is_window else None  # before the first forward
-        if self.wrapped.training and self.has_synchronized_buffers():
-            self.buffers.synchronize(self.joining.agree_on_source(is_candidate=False))
-        self.reducer.prepare()
-        self.buffers.come_at_end(False)
-        self.recovery.drop_gradients()
-        if exchange is not None:
-            self.match_window(exchange.finish())
-        elif others.opens_window:
-            self.weighing.exchange().finish().raise_if_refused(self.membership.rank)  # as backward begins
-            self._run_without_autograd(share=0.0)
-        else:
-            self._run_without_autograd()
-        self.recovery.drop_gradients()
 
     def take_final_model(self, is_last_joiner: bool) -> None:
         """After `join`: all ranks take the model of a rank that trained to the end. Collective; blocks."""

@@ -7,7 +7,7 @@ import time
 import torch
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import all_gather, device_for_metadata
+from paceline.comm.collectives import device_for_metadata
 from paceline.comm.peers import Peers
 from paceline.diagnosis import Diagnosis, diagnose
 from paceline.observe.run_reading import run_of
@@ -24,12 +24,9 @@ def diagnose_together(
     """What delays the last steps; the same on every rank. Collective; blocks for two all-gathers, of text."""
     place = device_for_metadata(group, device)
     own = recorder.lines()
-    sizes = [torch.zeros(1, dtype=torch.int64, device=place) for _ in range(group.size())]
-    peers.wait(all_gather(sizes, torch.tensor([len(own)], device=place), group), _DOING)
-    longest = max(int(size) for size in sizes)
+    longest = max(map(int, peers.gather(torch.tensor([len(own)], device=place), group, _DOING)))
     padded = torch.frombuffer(bytearray(own.ljust(longest, b"\n")), dtype=torch.uint8).to(place)
-    rows = [torch.empty_like(padded) for _ in sizes]
-    peers.wait(all_gather(rows, padded, group), _DOING)
+    rows = peers.gather(padded, group, _DOING)
     run_id = recorder.header.run_id
     files = {f"rank {rank}": bytes(row.cpu().numpy().tobytes()) for rank, row in enumerate(rows)}
     return diagnose(run_of(RunHeader(run_id, (), time.time(), __version__), files))

@@ -2,16 +2,16 @@
 
 `Terms` are returned by whoever knows them: a plain step, a window of micro-batches, a rank that shadows others.
 `Flights` make the `Flight` of each backward. The reducer calls it and never asks which one it is. Here is the plain
-flight; others wrap it or stand in its place. The order of calls is the order of collectives, the same on every rank.
+one; subclasses change what differs. The order of calls is the order of collectives, the same on every rank.
 """
 
 from __future__ import annotations
 
 import functools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.distributed import ProcessGroup
@@ -55,23 +55,26 @@ class Step:
     reached: Callable[[], list[bool] | None]  # which parameters it touches; None: not known before it ends
 
 
-class Flight(Protocol):
+class Flight(ABC):
     """The buckets of one backward on their way. The methods stand in the order in which they are called."""
 
-    @property
-    def num_launched(self) -> int:
-        """Buckets that have had their turn."""
+    not_expected: frozenset[int] = frozenset()
+    """Indices of parameters that the caller has declared not to be used."""
 
-    @property
-    def not_expected(self) -> frozenset[int]:
-        """Indices of parameters that the caller has declared not to be used."""
+    def __init__(self, peers: Peers, times: DeviceTimes | None) -> None:
+        """Wait for `peers`; `times` are taken where gradients are on an accelerator."""
+        self._peers, self._times = peers, times
+        self.num_launched = 0  # buckets that have had their turn
 
     def may_launch(self) -> bool:
         """A bucket is full: whether the first ones may leave before backward has ended. Local."""
+        return True
 
     def leaves(self, bucket: Bucket) -> bool:
         """Whether any rank needs the bucket. Local."""
+        return True
 
+    @abstractmethod
     def launch(self, bucket: Bucket) -> None:
         """It is the bucket's turn: send it, once it is collected. Collective; does not wait."""
 
@@ -81,9 +84,13 @@ class Flight(Protocol):
         Returns what this rank has to raise once it has completed the step's collectives. Raises StepDroppedError, on
         every rank, if the ranks do not agree; nothing was launched.
         """
+        if self._times is not None:
+            self._times.end()
+        return None
 
     def wait_for_words(self) -> bool:
         """Wait for what brings the ranks' status words; False: they are summed apart. Raises PeerLostError."""
+        return False
 
     def hand_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> bool:
         """Every rank's backward has ended well: whether somebody else completes each bucket when it is needed.
@@ -91,38 +98,27 @@ class Flight(Protocol):
         Then `attach` gives a bucket's parameters their gradients, and `conclude` is told, after the last bucket, the
         seconds spent waiting.
         """
+        return False
 
+    @abstractmethod
     def wait(self) -> None:
         """Wait for every bucket that has not been waited for, in order. Raises as `wait_for_words`."""
 
+    @abstractmethod
     def launch_late(self, bucket: Bucket, scale: float) -> Work:
         """Start summing what arrived after the bucket had left, or though it was left out. Collective."""
 
     def unexplained(self, unused: list[int]) -> list[int]:
         """Of these indices of unused parameters those that nobody has declared."""
+        return unused
 
+    @abstractmethod
     def timings(self) -> tuple[BucketTiming, ...]:
         """One record a bucket, by index."""
 
     def device_times(self) -> DeviceTimes | None:
         """When a device comes to the same; None on the CPU."""
-
-
-class Flights(Protocol):
-    """Makes the flights of one reducer's backwards."""
-
-    def follow(
-        self,
-        managed: ManagedParameters,
-        groups: Groups,
-        peers: Peers,
-        open_forwards: OpenForwards,
-        timings: StepTimings,
-    ) -> None:
-        """These parameters are reduced from now on, over these groups. Local."""
-
-    def begin(self, step: Step, buckets: Sequence[Bucket]) -> Flight:
-        """A backward begins. Collective where ranks have to agree on something first, local otherwise."""
+        return self._times
 
 
 class _Launched:
@@ -145,10 +141,8 @@ class _Launched:
         )
 
 
-class PlainFlight:
+class PlainFlight(Flight):
     """Every bucket leaves as a whole, bucket i over group i mod k, and backward waits for all."""
-
-    not_expected: frozenset[int] = frozenset()
 
     def __init__(
         self,
@@ -156,33 +150,21 @@ class PlainFlight:
         groups: Sequence[ProcessGroup],
         peers: Peers,
         buckets: Sequence[Bucket],
-        times: DeviceTimes | None = None,  # where gradients are on an accelerator
+        times: DeviceTimes | None,
     ) -> None:
+        super().__init__(peers, times)
         self._reduction = reduction
         self._groups = groups
-        self._peers = peers
-        self._last = buckets[-1]
+        self._last: Bucket | None = buckets[-1]  # behind which nothing leaves
         self._launched: list[_Launched] = []
         self._num_awaited = 0
-        self.num_launched = 0
-        self._times = times
-
-    def may_launch(self) -> bool:
-        return True
-
-    def leaves(self, bucket: Bucket) -> bool:
-        return True
 
     def launch(self, bucket: Bucket) -> None:
-        self.launch_whole(bucket, bucket is self._last)
-
-    def launch_whole(self, bucket: Bucket, is_last: bool) -> None:
-        """Launch it; `is_last`: nothing is launched after it in this step."""
         launched = _Launched(bucket, bucket.size_bytes)
         if self._times is not None:
             self._times.launch(bucket.index)
         try:
-            pending = bucket.launch(self._reduction, self.group_of(bucket), is_last)
+            pending = bucket.launch(self._reduction, self.group_of(bucket), bucket is self._last)
         except RuntimeError as error:
             if not self._reduction.is_ours:
                 raise  # a user's hook said so
@@ -203,14 +185,10 @@ class PlainFlight:
     def group_of(self, bucket: Bucket) -> ProcessGroup:
         return self._groups[bucket.index % len(self._groups)]
 
-    def close(self) -> Exception | None:
-        if self._times is not None:
-            self._times.end()
-        return None
-
     def wait_for_words(self) -> bool:
         self.wait()
-        return self._reduction.carries_words and self._last.words is not None
+        has_words = self._last is not None and self._last.words is not None
+        return self._reduction.carries_words and has_words
 
     def wait(self) -> None:
         for launched in self._launched[self._num_awaited :]:
@@ -225,24 +203,15 @@ class PlainFlight:
                 self._times.arrive(launched.bucket.index)
         self._num_awaited = len(self._launched)
 
-    def hand_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> bool:
-        return False
-
     def launch_late(self, bucket: Bucket, scale: float) -> Work:
         return bucket.launch_late(scale, self.group_of(bucket))
-
-    def unexplained(self, unused: list[int]) -> list[int]:
-        return unused
 
     def timings(self) -> tuple[BucketTiming, ...]:
         return tuple(launched.timing() for launched in self._launched)
 
-    def device_times(self) -> DeviceTimes | None:
-        return self._times
 
-
-class PlainFlights:
-    """Makes plain flights."""
+class Flights:
+    """Makes the flights of one reducer's backwards: plain ones."""
 
     def __init__(self) -> None:
         self._groups: Sequence[ProcessGroup] = ()
@@ -257,13 +226,16 @@ class PlainFlights:
         open_forwards: OpenForwards,
         timings: StepTimings,
     ) -> None:
-        """As `Flights.follow`."""
+        """These parameters are reduced from now on, over these groups. Local."""
         self._groups, self._peers = groups.for_gradients, peers
         self._devices = devices_of(managed.parameters)[:1]
 
-    def begin(self, step: Step, buckets: Sequence[Bucket]) -> PlainFlight:
-        times = DeviceTimes.begin(self._devices[0]) if self._devices else None
-        return PlainFlight(step.reduction, self._groups, self._peers, buckets, times)
+    def begin(self, step: Step, buckets: Sequence[Bucket]) -> Flight:
+        """A backward begins. Collective where ranks have to agree on something first, local otherwise."""
+        return PlainFlight(step.reduction, self._groups, self._peers, buckets, self._times())
+
+    def _times(self) -> DeviceTimes | None:
+        return DeviceTimes.begin(self._devices[0]) if self._devices else None
 
 
 def describe_bucket(bucket: Bucket) -> str:

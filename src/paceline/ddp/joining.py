@@ -1,13 +1,12 @@
-"""Uneven inputs: a rank that has run out of batches shadows the others' collectives (torch's `Join`)."""
+"""Uneven inputs: what ranks tell each other within `join` (torch's), before each step; see `shadow`, too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join
 
 from paceline.comm.collectives import all_reduce, all_reduce_max, device_for_metadata
 from paceline.ddp.membership import Membership
@@ -84,22 +83,3 @@ class Joining:
         self.authoritative_rank = self.agree_on_source(is_last_joiner)
         self.num_averaged = None
         return self.authoritative_rank
-
-
-class Shadow(JoinHook):
-    """What a joined rank does for each forward and backward of the ranks that still have inputs."""
-
-    def __init__(
-        self, joinable: Joinable, match_step: Callable[[], None], take_final_model: Callable[[bool], None]
-    ) -> None:
-        self._joinable = joinable
-        self._match_step = match_step
-        self._take_final_model = take_final_model
-        super().__init__()
-
-    def main_hook(self) -> None:
-        self._match_step()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self._take_final_model(is_last_joiner)
-        self._joinable._join_config = _JoinConfig.construct_disabled_join_config()  # torch leaves it enabled

@@ -46,7 +46,7 @@ from paceline.ddp.setting import Setting
 from paceline.ddp.verdict import Status, Verdict
 from paceline.errors import ConfigurationError, ProtocolError, StepDroppedError
 from paceline.observe import StepTiming, StepTimings
-from paceline.observe.timings import BeforeBackward, profiler_range
+from paceline.observe.timings import profiler_range
 
 
 class Reducer:
@@ -316,8 +316,8 @@ class Reducer:
         self.num_steps += 1
         self._peers.note_step(self.num_steps)
         self._used_before.clear()
-        before = self.timings.before(backward.started_s)
-        record = functools.partial(self._record, flight, self.num_steps, before, backward.started_s, ended_s)
+        make = self.timings.begin_record(self.num_steps, backward.started_s, ended_s)
+        record = functools.partial(self._record, flight, make)
         # Gradients that are not finite are looked at before the next forward.
         is_plain = not has_late and not self.verdict.status.ranks_not_finite()
         is_whole = backward.by_autograd and self._on_reduced is None and is_plain
@@ -331,31 +331,10 @@ class Reducer:
         self.verdict.suspect_first_not_finite(self.num_steps, self.cuts.order)
         record(waited_s)
 
-    def _record(
-        self,
-        flight: Flight,
-        step: int,
-        before: BeforeBackward,
-        started_s: float,
-        ended_s: float,
-        waited_s: float,
-    ) -> None:
-        """All gradients of a step have arrived, and it has waited so long for them."""
+    def _record(self, flight: Flight, make: Callable[..., StepTiming], waited_s: float) -> None:
+        """All gradients of a step have arrived, and it has waited so long for them; `make` knows the rest."""
         buckets = flight.timings()
-        exposed_s = min(waited_s, sum(bucket.waited_s for bucket in buckets))
-        timing = StepTiming(
-            step,
-            before.forward_s,
-            started_s,
-            ended_s - started_s,
-            exposed_s,
-            buckets,
-            before.num_micro_steps,
-            before.last_forward_s,
-            before.earlier_backward_s,
-            before.optimizer_s,
-            before.other_s,
-        )
+        timing = make(exposed_s=min(waited_s, sum(bucket.waited_s for bucket in buckets)), buckets=buckets)
         self.timings.add(timing, flight.device_times())
         if self.setting.reduction.times_steps:
             self.timings.settle()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline import version
-from paceline.comm.collectives import all_gather, device_for_metadata
+from paceline.comm.collectives import device_for_metadata
 from paceline.comm.peers import Peers, next_name
 from paceline.ddp.layout import ManagedParameters
 from paceline.errors import ReplicaMismatchError
@@ -96,9 +96,8 @@ def verify(
     encoded = description.encode()
     digest = hashlib.sha256(encoded).digest()
     words = [len(encoded)] + [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 32, 8)]
-    gathered = _gather(
-        torch.tensor([*words, on_cpu, knows_beside, number], device=device), process_group, peers
-    )
+    mine = torch.tensor([*words, on_cpu, knows_beside, number], device=device)
+    gathered = [row.tolist() for row in peers.gather(mine, process_group, _COMPARING)]
     numbers = [row.pop() for row in gathered]
     knowing = [row.pop() for row in gathered]
     are_on_cpu = [bool(row.pop()) for row in gathered]
@@ -106,8 +105,8 @@ def verify(
         return Verified(are_on_cpu, numbers[0], all(knowing))
     longest = max(row[0] for row in gathered)
     padded = torch.tensor(list(encoded.ljust(longest)), dtype=torch.uint8, device=device)
-    texts = _gather(padded, process_group, peers)
-    described = [Description.decode(bytes(text)) for text in texts]
+    texts = peers.gather(padded, process_group, _COMPARING)
+    described = [Description.decode(bytes(text.tolist())) for text in texts]
     raise ReplicaMismatchError(_difference(described))
 
 
@@ -119,12 +118,6 @@ def tell_of_refusal(error: Exception, process_group: ProcessGroup, device: torch
     peers = Peers(process_group, next_name(process_group, is_collective=True), in_slices=where.type == "cpu")
     with suppress(ReplicaMismatchError):  # what the others raise
         verify(Description.of_refusal(error), process_group, peers, where, device.type == "cpu")
-
-
-def _gather(row: Tensor, process_group: ProcessGroup, peers: Peers) -> list[list[int]]:
-    rows = [torch.empty_like(row) for _ in range(process_group.size())]
-    peers.wait(all_gather(rows, row, process_group), "comparing models with the other ranks")
-    return [other.tolist() for other in rows]
 
 
 def _difference(described: Sequence[Description]) -> str:
@@ -154,6 +147,7 @@ def _difference(described: Sequence[Description]) -> str:
     return f"the ranks describe their models in different orders. {REMEDY}"
 
 
+_COMPARING = "comparing models with the other ranks"
 VERSION = "version of Paceline"
 REFUSAL = "refusal"
 REMEDY = (

@@ -20,7 +20,7 @@ Rules
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,14 +34,16 @@ from paceline.comm.gradient_group import is_beside
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.droppable import Parts, Unit, flat
-from paceline.ddp.flight import Flight, PlainFlight, PlainFlights, Step
+from paceline.ddp.flight import Flight, Flights, PlainFlight, Step
 from paceline.ddp.late_gradients import collect_left_out
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Groups
 from paceline.ddp.open_forwards import OpenForwards, out_of_step
+from paceline.ddp.verdict import describe_ranks
 from paceline.errors import ConfigurationError, SkipError
-from paceline.observe import BucketTiming, StepTimings
+from paceline.observe import StepTimings
 from paceline.observe.device_times import DeviceTimes
+from paceline.reductions import Reduction
 
 _BITS = 48  # of one word, which float64 sums exactly
 _UNITS = 5  # the units' bits begin here; before them: whether a rank has a say, and in four its open forwards
@@ -49,15 +51,15 @@ _MOST_NAMED = 5
 PATIENCE_S = 0.002
 
 
-class Skipping:
+class Skipping(Flights):
     """What one module's steps skip, on one rank: makes flights that leave that out."""
 
     def __init__(self, module: Module, units: Sequence[Unit], looks: bool) -> None:
+        super().__init__()
         self._looks = looks
         self._parts, self._units = Parts(module), units
         self._owners = {id(p): number for number, unit in enumerate(units) for p in unit.parameters}
         self._contexts: list[frozenset[int]] = []  # numbers of units, of each `with` that is open
-        self._plain = PlainFlights()
         self._ranks: _Ranks
 
     def follow(
@@ -69,7 +71,7 @@ class Skipping:
         timings: StepTimings,
     ) -> None:
         """As `Flights.follow`; the ranks agree over the group for numbers."""
-        self._plain.follow(managed, groups, peers, open_forwards, timings)
+        super().follow(managed, groups, peers, open_forwards, timings)
         indices = {id(parameter): index for index, parameter in enumerate(managed.parameters)}
         members = [
             frozenset(indices[id(p)] for p in unit.parameters if id(p) in indices) for unit in self._units
@@ -81,7 +83,8 @@ class Skipping:
         """As `Flights.begin`: take down what is declared, and ask the other ranks if this one may launch now."""
         backward = step.backward
         declared = frozenset[int]().union(*self._contexts) if backward.by_autograd else frozenset[int]()
-        flight = SkippingFlight(self._ranks, self._plain.begin(step, buckets), buckets, declared, self._looks)
+        plain = step.reduction, self._groups, self._peers, buckets, self._times()
+        flight = SkippingFlight(self._ranks, declared, self._looks, *plain)
         if backward.synchronizes:
             flight.propose(backward.by_autograd, step.reached() if self._looks else None, step.used_before)
             if step.goes_first:
@@ -133,18 +136,22 @@ class _Ranks:
         return (_UNITS + len(self.units) - 1) // _BITS + 1
 
 
-class SkippingFlight:
+class SkippingFlight(PlainFlight):
     """A plain flight without the buckets that no rank needs."""
 
     def __init__(
         self,
         ranks: _Ranks,  # who agrees
-        plain: PlainFlight,  # what sends the others
-        buckets: Sequence[Bucket],  # of the step
         declared: frozenset[int],  # numbers of the units that this rank has declared to be skipped
         looks: bool,
+        reduction: Reduction,
+        groups: Sequence[ProcessGroup],
+        peers: Peers,
+        buckets: Sequence[Bucket],
+        times: DeviceTimes | None,
     ) -> None:
-        self._ranks, self._plain, self._buckets, self._looks = ranks, plain, buckets, looks
+        super().__init__(reduction, groups, peers, buckets, times)
+        self._ranks, self._buckets, self._looks = ranks, buckets, looks
         self._declared = declared
         # Indices of their parameters
         self.not_expected: frozenset[int] = frozenset().union(*(ranks.members[number] for number in declared))
@@ -153,12 +160,7 @@ class SkippingFlight:
         self._has_arrived = threading.Event()
         self._patience_s = PATIENCE_S
         self._is_agreed = False
-        self._last: Bucket | None = None  # of those that leave, once agreed on
         self._disagreement = ""
-
-    @property
-    def num_launched(self) -> int:
-        return self._plain.num_launched
 
     # ---- agreeing
 
@@ -198,6 +200,7 @@ class SkippingFlight:
         ranks.peers.wait(pending, "agreeing on what this step skips", on_host=self._words.is_cpu)
         num_parameters, width = len(ranks.managed), ranks.num_words
         counts = [round(word) for word in self._words.tolist()]
+        self._last = None
         for bucket in self._buckets:
             if any(counts[index] for index in bucket.members):
                 self._last = bucket
@@ -220,7 +223,7 @@ class SkippingFlight:
             skip = [rank for rank, mask in masks.items() if mask & (1 << _UNITS + number)]
             if 0 < len(skip) < len(masks):
                 do_not = [rank for rank in masks if rank not in skip]
-                found.append(f"{unit.name} on {_ranks(skip)} but not on {_ranks(do_not)}")
+                found.append(f"{unit.name} on {describe_ranks(skip)} but not on {describe_ranks(do_not)}")
         more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
         advice = "Draw them from the same seed on every rank, such as random.Random(f'{seed} {step}'), not a rank's."
         open_forwards = (1 << _UNITS - 1) - 1
@@ -234,7 +237,7 @@ class SkippingFlight:
 
     def close(self) -> Exception | None:
         """As `Flight.close`: raises if ranks skip different layers, returns the error if this one uses one."""
-        self._plain.close()
+        super().close()
         if not self._is_agreed:
             self._read(self._pending or self.ask())
         if self._disagreement:
@@ -264,34 +267,14 @@ class SkippingFlight:
 
     def launch(self, bucket: Bucket) -> None:
         if bucket.left_out:
-            self._plain.leave_out(bucket)
+            self.leave_out(bucket)
         else:
-            self._plain.launch_whole(bucket, bucket is self._last)
-
-    def wait_for_words(self) -> bool:
-        have_come = self._plain.wait_for_words()
-        return have_come and self._last is self._buckets[-1]
-
-    def wait(self) -> None:
-        self._plain.wait()
-
-    def hand_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> bool:
-        return False
+            super().launch(bucket)
 
     def launch_late(self, bucket: Bucket, scale: float) -> Work:
         if bucket.left_out:
             collect_left_out(bucket)
-        return self._plain.launch_late(bucket, scale)
+        return super().launch_late(bucket, scale)
 
     def unexplained(self, unused: list[int]) -> list[int]:
         return [] if self._looks else [index for index in unused if index not in self.not_expected]
-
-    def timings(self) -> tuple[BucketTiming, ...]:
-        return self._plain.timings()
-
-    def device_times(self) -> DeviceTimes | None:
-        return self._plain.device_times()
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -11,7 +11,8 @@ from paceline.observe.run_reading import RankRun, Run
 from paceline.quantities import ms
 
 _QUEUED_RATIO = 0.2  # of a thread's time, waiting for a core
-_EXPOSED_RATIO = 0.2  # of a step
+EXPOSED_RATIO = 0.2
+"""Of a step: less communication that backward does not hide is not worth a word."""
 _SMALL_BYTES, _MANY = 256 * 1024, 8
 
 
@@ -71,7 +72,7 @@ def _small_buckets(run: Run, table: StepTable) -> Everybody | None:
     """Paceline's buckets only: torch's reducer says nothing of its own."""
     buckets = run.ranks[0].steps[-1].buckets
     waited_s = exposed_s(table)
-    if len(buckets) < _MANY or waited_s < _EXPOSED_RATIO * table.step_s:
+    if len(buckets) < _MANY or waited_s < EXPOSED_RATIO * table.step_s:
         return None
     size_bytes = median(bucket.size_bytes for bucket in buckets)
     if size_bytes >= _SMALL_BYTES:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from paceline.diagnosis.all_ranks import everybody_waits
+from paceline.diagnosis.all_ranks import EXPOSED_RATIO, everybody_waits
 from paceline.diagnosis.causes import Cause, late_rank
 from paceline.diagnosis.culprit import FEWEST_STEPS, LEAST_RATIO, Culprit
 from paceline.diagnosis.health import health_of
 from paceline.diagnosis.links import SlowLink, edges_of, slow_link
-from paceline.diagnosis.remedies import Remedy, remedies_of, remedies_of_link
+from paceline.diagnosis.remedies import Remedy, remedies_of, remedies_of_link, remedies_of_waiting
 from paceline.diagnosis.step_table import StepTable, table_of
 from paceline.diagnosis.what_if import Prediction, exposed_s, without
 from paceline.observe.run_reading import Run, read_run
@@ -68,6 +68,7 @@ class Diagnosis:
         silence: Why nothing is said, if nothing is.
         not_measured: What might be the cause and was not looked at.
         notes: What of the run could not be read.
+        remedies: Against waiting for gradients that backward does not hide, where no link is to blame.
     """
 
     finding: Finding | None
@@ -78,6 +79,7 @@ class Diagnosis:
     silence: str
     not_measured: tuple[str, ...]
     notes: tuple[str, ...]
+    remedies: tuple[Remedy, ...] = ()
 
     @property
     def words(self) -> str:
@@ -94,6 +96,7 @@ def diagnose(run: Run) -> Diagnosis:
     """Say what delays a run's steps. Local and pure: the same records give the same answer."""
     table = table_of(run)
     finding, silence = None, ""
+    remedies: tuple[Remedy, ...] = ()
     if len(table.ranks) < 2:
         silence = f"{len(table.ranks)} rank left records: there is nobody to compare it with."
         if not table.ranks:
@@ -109,6 +112,14 @@ def diagnose(run: Run) -> Diagnosis:
                 f"No rank and no link delays steps by {LEAST_RATIO:.0%} or more: {len(table)} steps of "
                 f"{ms(table.step_s)} on {len(table.ranks)} ranks were compared.{_crowd(table)}"
             )
+            waited_s = exposed_s(table)
+            if waited_s > EXPOSED_RATIO * table.step_s:
+                remedies = remedies_of_waiting(run, table)
+                leave = "Leave it so: nothing is predicted to gain 3%."
+                silence += (
+                    f" Each step waits {ms(waited_s)} for gradients that backward does not hide. "
+                    f"{_advice(remedies) or leave}"
+                )
     return Diagnosis(
         finding,
         health_of(run),
@@ -118,6 +129,7 @@ def diagnose(run: Run) -> Diagnosis:
         silence,
         _not_measured(run),
         run.notes,
+        remedies,
     )
 
 
@@ -211,7 +223,7 @@ def _advice(others: tuple[Remedy, ...], first: str = "") -> str:
 
 def _of_link(run: Run, table: StepTable, link: SlowLink) -> Finding:
     host = _host(run, link.rank)
-    remedies = remedies_of_link(table, link)
+    remedies = remedies_of_link(run, table, link)
     waited_s = exposed_s(table)
     to = f" towards rank {link.peer}" if link.peer is not None else ""
     way = {"towards": " towards it", "from": " from it", "both": " in both directions"}.get(
@@ -223,7 +235,7 @@ def _of_link(run: Run, table: StepTable, link: SlowLink) -> Finding:
         "delay": f"takes {ms(link.value)} for a round trip, others {ms(link.others)}",
     }[link.kind]
     repaired = remedies[0].predicted if remedies else None
-    then = f" At their rate a step takes {ms(repaired.step_s)}." if repaired else ""
+    then = f" Repaired, a step takes {ms(repaired.step_s)}." if repaired else ""
     advice = _advice(remedies[1:], remedies[0].words) if repaired else _advice(remedies)
     sentence = (
         f"The link of rank {_named(run, link.rank)} {what}: every step of {ms(table.step_s)} waits {ms(waited_s)} for "
@@ -251,6 +263,10 @@ def _of_all(run: Run, table: StepTable) -> Finding | None:
     found = everybody_waits(run, table)
     if found is None:
         return None
+    advised: tuple[Remedy, ...] = (Remedy(found.advice, None),)
+    if found.phase == "communication":
+        advised = tuple(x for x in remedies_of_waiting(run, table) if x.predicted) or advised
+    priced = "" if advised[0].predicted else "; what a step takes then is not predicted"
     return Finding(
         "all ranks",
         None,
@@ -262,9 +278,9 @@ def _of_all(run: Run, table: StepTable) -> Finding | None:
         found.lost_s,
         table.step_s,
         None,
-        (Remedy(found.advice, None),),
+        advised,
         1.0,
-        f"{found.words} {found.advice}; what a step takes then is not predicted.",
+        f"{found.words} {_advice(advised)[:-1]}{priced}.",
     )
 
 

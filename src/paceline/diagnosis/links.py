@@ -55,6 +55,9 @@ class SlowLink:
     others: float  # the same of the other connections
     peer: int | None = None  # with "loss": to whom
     direction: str = ""  # with "rate": "towards" or "from" the rank's host, "both"; "": not known
+    best: float = (
+        0.0  # with "rate": what others reach at best; in the mean a ring's others wait for the slow one
+    )
 
 
 def edges_of(run: Run) -> tuple[Edge, ...]:
@@ -95,7 +98,9 @@ def _slow(edges: tuple[Edge, ...], ranks: set[int]) -> SlowLink | None:
     others = [x.bytes_per_s for x in edges if slowest not in {x.source, x.target}]
     if not others or max(own) >= _SLOW * min(others):
         return None
-    return SlowLink(slowest, "rate", median(own), median(others), direction=_direction(edges, slowest))
+    best = max(median(others), *(x.peak_bytes_per_s for x in edges if slowest not in {x.source, x.target}))
+    direction = _direction(edges, slowest)
+    return SlowLink(slowest, "rate", median(own), median(others), direction=direction, best=best)
 
 
 def _direction(edges: tuple[Edge, ...], rank: int) -> str:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import starmap
 from statistics import median
+from typing import TYPE_CHECKING
 
 from paceline.diagnosis.causes import Cause
+from paceline.diagnosis.communication import hiding
 from paceline.diagnosis.culprit import Culprit
 from paceline.diagnosis.links import SlowLink
 from paceline.diagnosis.step_table import RankStep, StepTable
 from paceline.diagnosis.what_if import Prediction, exposed_s, with_exposed, with_work, without
+from paceline.observe.run_reading import Run
 from paceline.planning.shares import Speed, lower_bound_s
+from paceline.quantities import ms
+
+if TYPE_CHECKING:
+    from paceline.diagnosis.findings import Diagnosis
 
 _COMPUTES = {"forward", "backward", "computation", "other"}
 _SLOW_CORE = {"throttled", "stolen", "core shared", "computes longer"}
@@ -75,17 +83,44 @@ def _per_sample_s(rank: RankStep) -> float:
     return sum(seconds for (phase, _), seconds in rank.parts.items() if phase in _PER_SAMPLE)
 
 
-def remedies_of_link(table: StepTable, link: SlowLink) -> tuple[Remedy, ...]:
-    """For a slow link: what it would be at the others' rate, and half the bytes."""
+def remedies_of_waiting(run: Run, table: StepTable) -> tuple[Remedy, ...]:
+    """For communication that nothing hides, shortest step first; where nothing is known of buckets, what may help."""
+    if any(x.header.wrapper == "torch" for x in run.ranks):
+        return (Remedy("use paceline.DistributedDataParallel with overlap_forward=True", None),)
+    return tuple(starmap(Remedy, hiding(run, table)))
+
+
+def remedies_of_link(run: Run, table: StepTable, link: SlowLink) -> tuple[Remedy, ...]:
+    """For a slow link: what it would be at the others' rate, and what leaves less to wait for."""
     if exposed_s(table) <= 0:
         return ()
-    halved = Remedy('pass compression="bf16"', with_exposed(table, _HALF_RATIO))
     if link.kind == "rate":
-        repaired = with_exposed(table, min(1.0, link.value / link.others))
-        return (Remedy("Repair its link", repaired), halved)
+        repaired = with_exposed(table, min(1.0, link.value / link.best))
+        halved = Remedy('pass compression="bf16"', with_exposed(table, _HALF_RATIO))
+        hidden = remedies_of_waiting(run, table)
+        return (
+            Remedy("Repair its link", repaired),
+            *(hidden if hidden and hidden[0].predicted else (halved, *hidden)),
+        )
     if link.kind == "loss":
         return (
             Remedy("Look for errors on its link (ip -s link)", None),
             Remedy("PACELINE_BETWEEN_HOSTS=udp", None),
         )
     return (Remedy("Move the host closer, or use fewer and larger buckets", None),)
+
+
+def scored(before: Diagnosis, now: Diagnosis) -> tuple[str, ...]:
+    """What an earlier run's remedies predicted, beside the step measured since; nothing if either is unknown."""
+    remedies = [*(before.finding.remedies if before.finding else ()), *before.remedies]
+    if not now.step_s or not before.step_s:
+        return ()
+    return (
+        f"A step takes {ms(now.step_s)}, and {ms(before.step_s)} in the run before.",
+        *(
+            f"{x.words[0].upper()}{x.words[1:]}: predicted {ms(x.predicted.step_s)}, "
+            f"{x.predicted.step_s / now.step_s - 1:+.1%} from this run's step."
+            for x in remedies
+            if x.predicted is not None
+        ),
+    )

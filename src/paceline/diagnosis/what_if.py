@@ -17,7 +17,8 @@ from paceline.diagnosis.step_table import RankStep, StepTable
 
 _DRAWS = 20  # replays of a run
 _RESAMPLED = 200  # medians, for the range
-_GUILTY_RATIO = 0.1  # of the delay: phases with a larger excess are replaced
+# phases with a larger excess are replaced: of the delay, or of the step without it
+_GUILTY_RATIO, _GUILTY_STEP_RATIO = 0.1, 0.01
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Prediction:
 
 def without(table: StepTable, culprit: Culprit) -> Prediction:
     """The step if the culprit took for its guilty phases what others take."""
-    guilty = _guilty(culprit)
+    guilty = _guilty(table, culprit)
     affected = set(culprit.indices)
     chance = random.Random(0)  # noqa: S311  the same answer every time
     steps_s = []
@@ -71,22 +72,35 @@ def with_exposed(table: StepTable, ratio: float) -> Prediction:
     return _prediction(steps_s, len(table), random.Random(0))  # noqa: S311  as above
 
 
+def shorter_by(table: StepTable, gain_s: float) -> Prediction:
+    """The step if each were so much shorter, up to what is exposed in it."""
+    steps_s = [
+        now_s - min(gain_s, max(0.0, now_s - max(x.work_s for x in row)))
+        for now_s, row in zip(table.steps_s, table.rows, strict=True)
+    ]
+    return _prediction(steps_s, len(table), random.Random(0))  # noqa: S311  as above
+
+
 def exposed_s(table: StepTable) -> float:
     """Communication that no rank's work hides: what the last rank waits, in the median."""
     return median(median(x.step_s for x in row) - max(x.work_s for x in row) for row in table.rows)
 
 
-def _guilty(culprit: Culprit) -> frozenset[str]:
-    """Whole phases: a delay that is spread over all layers of a backward is small in each."""
+def _guilty(table: StepTable, culprit: Culprit) -> frozenset[str]:
+    """Whole phases: a delay that is spread over all layers of a backward is small in each.
+
+    A rank without a core is slow in all that it does. If its delay is many steps long, a tenth of it is a step.
+    """
     by_phase: dict[str, float] = {}
     for (phase, _), seconds in culprit.excess_s.items():
         by_phase[phase] = by_phase.get(phase, 0.0) + seconds
-    return frozenset(phase for phase, x in by_phase.items() if x > _GUILTY_RATIO * culprit.delay_s)
+    without_s = max(0.0, table.step_s - culprit.delay_s)
+    least_s = min(_GUILTY_RATIO * culprit.delay_s, _GUILTY_STEP_RATIO * without_s)
+    return frozenset(phase for phase, x in by_phase.items() if x > least_s)
 
 
 def _replaced_s(guilty_one: RankStep, other: RankStep, guilty: frozenset[str]) -> float:
-    gained_s = _phases_s(guilty_one, guilty) - _phases_s(other, guilty)
-    return guilty_one.work_s - max(0.0, gained_s)
+    return guilty_one.work_s - _phases_s(guilty_one, guilty) + _phases_s(other, guilty)
 
 
 def _phases_s(rank: RankStep, phases: frozenset[str]) -> float:

@@ -15,10 +15,16 @@ from paceline.data import GlobalShuffle
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import ConfigurationError
 from paceline.optim import LAMB, LARS
-from paceline.reductions import Compressed, Mean
+from paceline.reductions import Mean
 
 _BACKENDS = ("gloo", "paceline")
 _DEFERS = "paceline.optim"
+_FOLLOWS = ("Mean", "NarrowMean", "Compressed", "PowerSGD", "Auto", "Adasum", "GradientNoiseScale")
+_REFUSED = {
+    "BoundedLoss": "counts lost packets between ranks that know each other from the beginning. Leave out transport=.",
+    "ParameterServers": "needs servers that outlive the ranks they have met, and nobody restarts them. Use the mean.",
+    "HookReduction": "runs a function of the script, which may keep ranks or gradients of its own. Leave out the hook.",
+}
 
 
 def check(
@@ -65,8 +71,6 @@ def _of_sampler(model: DistributedDataParallel, sampler: object) -> Iterator[str
             "the model was not given this sampler, so it does not know the samples of its steps. Write "
             "DistributedDataParallel(net, batch_sampler=sampler) and Elastic(..., sampler=sampler)."
         )
-    elif shares.balance is not None:
-        yield 'balance= moves shares by measured times, which mean nothing for other ranks. Leave out balance="auto".'
 
 
 def _of_group(model: DistributedDataParallel) -> Iterator[str]:
@@ -85,28 +89,27 @@ def _of_group(model: DistributedDataParallel) -> Iterator[str]:
 
 def _of_model(model: DistributedDataParallel) -> Iterator[str]:
     setting, steps = model._setting, model._steps
-    reduction = setting.reduction
-    is_free_of_state = isinstance(reduction, Compressed) and not reduction.keeps_state
-    if type(reduction) is not Mean and not is_free_of_state:
-        yield (
-            f"{type(reduction).__name__} keeps what this rank has not sent yet, or depends on the number of "
-            "ranks. A lost rank takes its part with it, and a repeated step would count residuals twice. Use the mean, "
-            'or a compression without residuals: "bf16", "fp16", "int8".'
-        )
+    name = type(setting.reduction).__name__
+    if name in _REFUSED:
+        yield f"{name} {_REFUSED[name]}"
+    elif name not in _FOLLOWS:
+        yield f"{name} is not one of Paceline's, so nobody knows what it keeps of ranks that are lost. Use the mean."
     if steps.forward_overlap is not None or model.overlaps_forward:
         yield (
             "overlap_forward steps parameters while the next step runs, so a lost rank leaves some stepped and others "
             "not. Leave it out."
         )
-    if setting.droppable or setting.skips_unused:
+    if setting.droppable:
         yield (
-            "droppable= and skip_all_reduce_unused_params leave out buckets by agreement, and a step that is computed "
-            "again would need another agreement. Leave them out."
+            "droppable= drops what lots say, which depend on steps that a rank has begun, and a rank that comes has "
+            "begun none. Leave it out."
         )
-    if steps.has_sync_batch_norm:
+    groups = [*model.membership.groups.asked_for, model.membership.groups.for_batch_norm, None]
+    norms = [each for each in model.module.modules() if isinstance(each, torch.nn.SyncBatchNorm)]
+    if any(each.process_group not in groups for each in norms):
         yield (
-            "synchronized batch normalisation needs all ranks in every forward, and ranks that take over a lost one's "
-            "samples have more micro-batches. Use BatchNorm, or GroupNorm."
+            "synchronized batch normalisation over a group of its own, which ends when ranks change. Leave out its "
+            "process_group."
         )
 
 
@@ -124,7 +127,9 @@ def _of_optimizers(optimizers: Sequence[object]) -> Iterator[str]:
 def _of_determinism(model: DistributedDataParallel) -> Iterator[str]:
     words = "deterministic=True: "
     if type(model._setting.reduction) is not Mean:
-        yield f"{words}gradients are folded as they are. Leave out compression=."
+        yield f"{words}gradients are folded as they are. Leave out compression= and reduction=."
+    if model._setting.shares is not None and model._setting.shares.balance is not None:
+        yield f"{words}shares that follow measured times are no fixed ones. Leave out balance=."
     for name, each in model.module.named_modules():
         if getattr(each, "track_running_stats", False):
             yield (

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,9 +28,20 @@ from paceline.ddp import DistributedDataParallel
 from paceline.ddp.membership import Change
 from paceline.elastic import conflicts, handover
 from paceline.elastic.handover import Carried, Place, Standings
-from paceline.elastic.line import LOST_AFTER, Following, InLoop, Line, Ready, Seat, Stopped, Trouble
+from paceline.elastic.line import (
+    LOST_AFTER,
+    CaughtUp,
+    Following,
+    InLoop,
+    Line,
+    Ready,
+    Seat,
+    Stopped,
+    Trouble,
+)
+from paceline.elastic.replay import Giver, Replayed, receive
 from paceline.elastic.rollback import Rollback
-from paceline.elastic.watcher import NO_EPOCH, OverError, Watcher
+from paceline.elastic.watcher import NO_EPOCH, EndedError, OverError, Watcher
 from paceline.elastic.world import WorldKind, forget_world
 from paceline.errors import (
     ConfigurationError,
@@ -41,6 +52,7 @@ from paceline.errors import (
 )
 from paceline.observe import progress
 from paceline.reductions.logical_mean import LogicalMean
+from paceline.reductions.lossy import Lossy
 
 Batch = TypeVar("Batch")
 
@@ -67,6 +79,9 @@ class Elastic:
             is a logical one: its samples stay together, and gradients are summed in logical order. With fewer ranks,
             some compute several of them. What is drawn from torch's generator within a window depends on the
             step and the logical rank.
+        checkpoint: Called without arguments on one rank of a host before the launch ends because too few ranks are
+            left: to save what you save otherwise, without communication. Parameters, schedules and sampler are as the
+            last completed step left them.
 
     Attributes:
         step: Steps that have been completed since training began, on whichever ranks.
@@ -88,6 +103,7 @@ class Elastic:
         scheduler: Any = None,
         sampler: GlobalShuffle | None = None,
         deterministic: bool = False,
+        checkpoint: Callable[[], object] | None = None,
     ) -> None:
         optimizers: list[Any] = _listed(optimizer)
         others = _listed(scheduler)
@@ -95,7 +111,12 @@ class Elastic:
         assert sampler is not None
         if deterministic:
             model._setting.reduce_by(LogicalMean(sampler.batch.num_ranks))
-        self._model, self._sampler = model, sampler
+        if checkpoint is not None and not callable(checkpoint):
+            raise ConfigurationError(
+                f"Elastic(checkpoint={checkpoint!r:.60}): give a function without arguments that saves a checkpoint, "
+                'such as lambda: torch.save(net.state_dict(), "last.pt").'
+            )
+        self._model, self._sampler, self._checkpoint = model, sampler, checkpoint
         self._place = self._place_of_sampler(0)
         line = Line.of_this_process()
         if line is None:
@@ -108,14 +129,15 @@ class Elastic:
         _in_use.append(self)
         carried = Carried(model.module, optimizers, others, sampler)
         carried.packed(self._place, sampler.batch)  # refuses what cannot be sent
-        self._rollback = Rollback(lambda: dict(model.module.named_buffers()), optimizers, others)
+        self._rollback = Rollback(model.module, optimizers, others)
         self._is_given_up = False  # the step under way, or the last one
         self._is_in_step = False
         self._agreed_at = _NOT_YET  # the step at which all ranks were seen to be
         self._crew = _Crew(line, model, carried, sampler)
         model._steps.survive(self)
         peers.ask_first(self._crew.witness)
-        line.tell(Ready(conflicts.card(model, optimizers, others, sampler)))
+        card = conflicts.card(model, optimizers, others, sampler)
+        line.tell(Ready(card, saves=checkpoint is not None))
         self._meet()
 
     @property
@@ -153,6 +175,7 @@ class Elastic:
             while True:
                 self._meet()
                 self._rollback.note()
+                self._crew.give()
                 found = next(handed_out, None)
                 if found is None:
                     self._end_together()
@@ -178,7 +201,11 @@ class Elastic:
                 self._place = behind
             raise
         self._is_in_step = False
-        if not self._is_given_up:
+        if self._is_given_up:
+            return
+        if self._sampler.is_repeated:  # a rank ran out of memory
+            self._rollback.undo()
+        else:
             self._place = behind
 
     def _end_together(self) -> None:
@@ -217,7 +244,11 @@ class Elastic:
         crew = self._crew
         assert crew is not None
         while crew.is_leaving:
-            seat = crew.next_seat(self.step)
+            try:
+                seat = crew.next_seat(self.step)
+            except EndedError:
+                self._save()
+                raise
             try:
                 self._follow(seat)
             except ReplicaMismatchError:
@@ -227,6 +258,15 @@ class Elastic:
                     raise
                 forget_frames(error)
 
+    def _save(self) -> None:
+        """Make the checkpoint of the last completed step. Local."""
+        if self._is_given_up:
+            self._rollback.undo()
+        sampler, place = self._sampler, self._place
+        sampler.move(sampler.batch, sampler.rank, place.epoch, place.position)
+        if self._checkpoint is not None:
+            self._checkpoint()
+
     def _follow(self, seat: Seat) -> None:
         """Take this seat (rules 1 and 3)."""
         crew = self._crew
@@ -234,13 +274,15 @@ class Elastic:
         if crew.is_new and seat.num_new < seat.size:
             self._place = Place(_NOT_YET, 0, 0)
         standings = crew.open(seat, self.step)
-        is_behind = self.step < max(standings.steps)
-        if self._is_given_up and not is_behind:
+        takes = standings.lacks_something(seat.rank)
+        if self._is_given_up and not takes:
             self._rollback.undo()
             self._is_given_up = False
         given = crew.rebuild(seat, standings, self._place)
-        if is_behind:
+        if takes:
             crew.carried.take(given, is_new=self.step == _NOT_YET)
+            if isinstance(reduction := self._model._setting.reduction, Lossy):
+                reduction.reset()  # what it had not sent before that step, it may have sent in it
             self._place, self._is_given_up = Place(*given["place"]), False
         crew.go_on(seat, self._place)
         self._agreed_at = self.step
@@ -270,6 +312,9 @@ class _Crew:
         self._shares = model._setting.shares
         self._troubled_in = NO_EPOCH  # the last epoch whose failure was reported
         self._pauses_since_s: float | None = None
+        self._givers: list[Giver] = []
+        self._replayed: Replayed | None = None  # what this rank, which is new, has received until now
+        self._digest = 0  # of what others have received from this one
         assert self._shares is not None
         self._shares.pause_when(lambda: self._watcher.wants_pause)
 
@@ -316,7 +361,20 @@ class _Crew:
         progress.begin_again()
         if not self.is_new:
             self.line.tell(Stopped(self._watcher.epoch, step))
-        return self._watcher.next_seat()
+        self._digest = max((each.end(step) for each in self._givers), default=0)
+        self._givers.clear()
+        told = self._watcher.next_seat()
+        while not isinstance(told, Seat):
+            self._replayed = receive(told, self.carried, lambda: self.line.tell(CaughtUp()))
+            told = self._watcher.next_seat()
+        return told
+
+    def give(self) -> None:
+        """A step begins: let those that wait to come in have some of this rank's state. Local."""
+        while (end := self._watcher.to_give()) is not None:
+            self._givers.append(Giver(end, self.carried))
+        for each in self._givers:
+            each.go_on()
 
     # ---- the next one
 
@@ -330,16 +388,21 @@ class _Crew:
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._kind.timeout)
         os.environ.update(RANK=str(seat.rank), WORLD_SIZE=str(seat.size), LOCAL_WORLD_SIZE=str(seat.num_here))
         group = self._kind.open(dist.PrefixStore(f"epoch {seat.epoch}", store), seat.rank, seat.size)
-        return Standings.of(step, group)
+        got, self._replayed = self._replayed, None
+        if got is not None and step == _NOT_YET:
+            return Standings.of(got.step, False, got.digest, group)
+        return Standings.of(step, True, self._digest, group)
 
     def rebuild(self, seat: Seat, standings: Standings, place: Place) -> Any:
         """Let the model go on over the group; returns the furthest rank's state, if any is behind. Collective."""
         given, tensors = None, []
         group = dist.group.WORLD
         assert group is not None
-        if not standings.are_equal:
+        ranks = range(seat.size)
+        if any(map(standings.lacks_something, ranks)):
+            is_whole = any(map(standings.lacks_all, ranks))
             is_holder = seat.rank == standings.holder
-            packed = self.carried.packed(place, self._first_batch) if is_holder else None
+            packed = self.carried.packed(place, self._first_batch, is_whole=is_whole) if is_holder else None
             words = handover.send_words(packed.words if packed else None, standings.holder, group)
             tensors = handover.tensors_for(words, packed)
             given = handover.whole(words, tensors)
@@ -357,7 +420,7 @@ class _Crew:
         """The seat is taken: train from there. Local."""
         first, mean = self._first_batch, self._model._steps.logical
         if mean is None:
-            batch = first.among(seat.size)
+            batch = self._sampler.batch  # as `rebuild` was told, or in other shares by `balance`
             self._sampler.move(batch, seat.rank, place.epoch, place.position)
             samples = batch.samples
         else:

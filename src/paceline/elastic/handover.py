@@ -9,20 +9,26 @@ Rules
 
 from __future__ import annotations
 
+import itertools
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from paceline.comm.collectives import all_gather, broadcast
 from paceline.data import GlobalBatch, GlobalShuffle
-from paceline.elastic.rollback import Randomness
+from paceline.elastic.rollback import Randomness, settings_of
 from paceline.elastic.state_tree import PackedState, empty_tensors, pack, unpack
+
+_FACTOR, _MODULUS = 1_000_003, (1 << 61) - 1
 
 
 @dataclass(frozen=True)
@@ -36,26 +42,35 @@ class Place:
 
 @dataclass(frozen=True)
 class Standings:
-    """How many steps each rank of a group has completed."""
+    """What each rank of a group holds: a row (steps completed, whether it holds all of that state, digest) of each."""
 
-    steps: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, step: int, group: ProcessGroup) -> Standings:
+    def of(cls, step: int, is_whole: bool, digest: int, group: ProcessGroup) -> Standings:
         """Tell each other. Collective; blocks."""
-        row = torch.tensor([step])
+        row = torch.tensor([step, is_whole, digest])
         rows = [torch.empty_like(row) for _ in range(group.size())]
         all_gather(rows, row, group).wait()
-        return cls(tuple(int(each.item()) for each in rows))
+        return cls(tuple(tuple(each.tolist()) for each in rows))
 
     @property
     def holder(self) -> int:
-        """The first rank that is furthest."""
-        return self.steps.index(max(self.steps))
+        """The first rank that is furthest, of those that hold everything."""
+        steps = [step if is_whole else -1 for step, is_whole, _ in self.rows]
+        return steps.index(max(steps))
 
-    @property
-    def are_equal(self) -> bool:
-        return len(set(self.steps)) == 1
+    def lacks_all(self, rank: int) -> bool:
+        """Whether a rank has to receive parameters and optimizers' states, because it does not hold the newest."""
+        step, is_whole, digest = self.rows[rank]
+        newest = self.rows[self.holder][0]
+        if is_whole or step != newest:
+            return step != newest
+        return digest not in {each[2] for each in self.rows if each[1] and each[0] == newest and each[2]}
+
+    def lacks_something(self, rank: int) -> bool:
+        """Whether it has to receive at least the rest: buffers, random numbers, schedules, its place."""
+        return not self.rows[rank][1] or self.lacks_all(rank)
 
 
 class Carried:
@@ -64,38 +79,85 @@ class Carried:
     def __init__(
         self, module: Module, optimizers: Sequence[Optimizer], others: Sequence[Any], sampler: GlobalShuffle
     ) -> None:
-        self._module, self._optimizers, self._others = module, optimizers, others
+        self._module, self.optimizers, self._others = module, optimizers, others
         self._sampler = sampler
 
-    def packed(self, place: Place, batch: GlobalBatch) -> PackedState:
-        """All of it, for another rank, between two steps. Local. `batch` is what the job began with."""
-        return pack(
-            {
-                "place": [place.step, place.epoch, place.position],
-                "batch": batch.as_dict(),
-                "sampler": dict(self._sampler.state_dict()),
-                "randomness": Randomness().as_tree(),
-                "model": self._tensors(),
-                "optimizers": [each.state_dict() for each in self._optimizers],
-                "others": [each.state_dict() for each in self._others],
-            }
-        )
+    @property
+    def parameters(self) -> list[Parameter]:
+        """The module's, and what else the optimizers step; in an order that is the same on all ranks."""
+        groups = (group["params"] for each in self.optimizers for group in each.param_groups)
+        return list(dict.fromkeys((*self._module.parameters(), *itertools.chain.from_iterable(groups))))
 
-    def _tensors(self) -> list[Tensor]:
-        return [each.detach() for each in (*self._module.parameters(), *self._module.buffers())]
+    def of(self, parameter: Parameter) -> list[Any]:
+        """One parameter, and its state in each optimizer; nothing is copied."""
+        return [parameter.detach(), *(each.state.get(parameter) for each in self.optimizers)]
+
+    def put(self, parameter: Parameter, given: Sequence[Any]) -> None:
+        """Take what `of` was on another rank."""
+        with torch.no_grad():
+            parameter.copy_(given[0])
+        for optimizer, state in zip(self.optimizers, given[1:], strict=True):
+            if state is not None:
+                optimizer.state[parameter] = state
+
+    def digest(self) -> int:
+        """A number by which other bits of parameters and optimizers' states show; not 0. Local: reads all of them."""
+        packed = pack([self.of(each) for each in self.parameters])
+        found = zlib.crc32(packed.words)
+        for tensor in packed.tensors:
+            found = (found * _FACTOR + _sum_of(bytes_of(tensor))) % _MODULUS
+        return found + 1
+
+    def packed(self, place: Place, batch: GlobalBatch, *, is_whole: bool = True) -> PackedState:
+        """All of it, for another rank, between two steps. Local. `batch` is what the job began with.
+
+        Without `is_whole` the rest for a rank that holds parameters and optimizers' states.
+        """
+        tree = {
+            "place": [place.step, place.epoch, place.position],
+            "batch": batch.as_dict(),
+            "sampler": dict(self._sampler.state_dict()),
+            "randomness": Randomness().as_tree(),
+            "buffers": list(self._module.buffers()),
+            "settings": [[settings_of(group) for group in each.param_groups] for each in self.optimizers],
+            "others": [each.state_dict() for each in self._others],
+        }
+        if is_whole:
+            tree["parameters"] = [each.detach() for each in self.parameters]
+            tree["optimizers"] = [each.state_dict() for each in self.optimizers]
+        return pack(tree)
 
     def take(self, tree: Any, *, is_new: bool) -> None:
         """Be where the giver was; `is_new`: with its random numbers, which a rank a step behind has drawn. Local."""
-        with torch.no_grad():
-            for mine, given in zip(self._tensors(), tree["model"], strict=True):
-                mine.copy_(given)
-        for kind, states in ((self._optimizers, tree["optimizers"]), (self._others, tree["others"])):
-            for each, state in zip(kind, states, strict=True):
+        mine: list[Tensor] = list(self._module.buffers())
+        given = tree["buffers"]
+        if "parameters" in tree:
+            mine, given = [*mine, *self.parameters], [*given, *tree["parameters"]]
+            for each, state in zip(self.optimizers, tree["optimizers"], strict=True):
                 each.load_state_dict(state)
+        with torch.no_grad():
+            for own, other in zip(mine, given, strict=True):
+                own.copy_(other)
+        for each, settings in zip(self.optimizers, tree["settings"], strict=True):
+            for group, its in zip(each.param_groups, settings, strict=True):
+                group.update(its)
+        for each, state in zip(self._others, tree["others"], strict=True):
+            each.load_state_dict(state)
         if is_new:
             state = tree["sampler"]
             self._sampler.load_state_dict(state, batch_may_change="tokens" not in state)
             Randomness.from_tree(tree["randomness"]).restore()
+
+
+def bytes_of(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """A tensor's elements; its own memory, if it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _sum_of(found: npt.NDArray[np.uint8]) -> int:
+    whole = len(found) // 8 * 8
+    words = found[:whole].view(np.uint64)
+    return int(words.sum(dtype=np.uint64)) + int.from_bytes(found[whole:].tobytes(), "big")
 
 
 def send_words(words: bytes | None, holder: int, group: ProcessGroup) -> bytes:

@@ -8,12 +8,14 @@ Rules
 
 from __future__ import annotations
 
+import array
 import contextlib
 import json
 import os
 import socket
+from collections import deque
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from paceline.errors import ProtocolError
 
@@ -32,6 +34,7 @@ class Ready:
     """It has made its model, and waits for a membership."""
 
     card: str  # what all ranks must have in common, a fact a line
+    saves: bool = False  # whether it makes a checkpoint, if training cannot go on
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,24 @@ class InLoop:
     inside: bool
 
 
+@dataclass(frozen=True)
+class CaughtUp:
+    """It wants to come in: it holds what the others train, or cannot get that while they do."""
+
+
 # ---- the agent says
+
+
+@dataclass(frozen=True)
+class Give:
+    """Somebody waits to come in: let it have your state while you train. With an end of a socket."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Receive:
+    """That state comes over the end of a socket that comes with this."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +124,29 @@ class Refused:
     why: str
 
 
-Message = Ready | Trouble | Stopped | Following | InLoop | Stop | Pause | Seat | Refused
-_KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Ready, Trouble, Stopped, Following, InLoop, Stop, Pause, Seat, Refused)
-}
+@dataclass(frozen=True)
+class Ended:
+    """Nobody trains any more: make the checkpoint that was asked for, and end."""
+
+    why: str
+
+
+Message = (
+    Ready
+    | Trouble
+    | Stopped
+    | Following
+    | InLoop
+    | CaughtUp
+    | Give
+    | Receive
+    | Stop
+    | Pause
+    | Seat
+    | Refused
+    | Ended
+)
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 class Line:
@@ -115,6 +154,8 @@ class Line:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+        self.handed: deque[socket.socket] = deque()
+        """Ends of sockets that have come with messages."""
 
     @classmethod
     def pair(cls) -> tuple[Line, socket.socket]:
@@ -140,20 +181,28 @@ class Line:
     def close(self) -> None:
         self._end.close()
 
-    def tell(self, message: Message, waits: bool = True) -> bool:
-        """Send it; returns whether it was: not to somebody who is gone, or, without `waits`, who does not read."""
+    def tell(self, message: Message, waits: bool = True, handing: socket.socket | None = None) -> bool:
+        """Send it; returns whether it was: not to somebody who is gone, or, without `waits`, who does not read.
+
+        `handing` goes with it, and stays open here.
+        """
         words = json.dumps({"kind": type(message).__name__, **asdict(message)}).encode()
         with contextlib.suppress(OSError):
-            self._end.sendmsg([words], [], 0 if waits else socket.MSG_DONTWAIT)
+            rights = [] if handing is None else [array.array("i", [handing.fileno()])]
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, each) for each in rights]
+            self._end.sendmsg([words], ancillary, 0 if waits else socket.MSG_DONTWAIT)
             return True
         return False
 
     def hear(self) -> Message | None:
         """The next message; waits for it. None: the other end is closed. Raises ProtocolError if it is none."""
         try:
-            words = self._end.recvmsg(_MOST_BYTES)[0]
+            words, descriptors, _, _ = socket.recv_fds(self._end, _MOST_BYTES, 1)
         except OSError:
             return None
+        for each in descriptors:
+            os.set_inheritable(each, False)
+            self.handed.append(socket.socket(fileno=each))
         return decode(words) if words else None
 
 

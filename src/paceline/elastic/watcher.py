@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import queue
 import select
+import socket
 import threading
 import time
+from collections import deque
 
 from paceline.comm import connections
 from paceline.comm.opened_groups import abort_ours
-from paceline.elastic.line import Line, Pause, Refused, Seat, Stop
+from paceline.elastic.line import Ended, Give, Line, Pause, Receive, Refused, Seat, Stop
 from paceline.errors import PeerLostError, ReplicaMismatchError
 
 _AGAIN_S = 0.005  # between two times that connections are shut
@@ -28,6 +30,10 @@ NO_EPOCH = -1
 
 class OverError(PeerLostError):
     """The membership is over: somebody was lost, or somebody comes in."""
+
+
+class EndedError(PeerLostError):
+    """Too few ranks are left, and this one is asked for a checkpoint."""
 
 
 class Watcher:
@@ -45,7 +51,8 @@ class Watcher:
         self._chosen: frozenset[int] | None = None
         self._to_store: frozenset[int] = frozenset()
         self._is_alone = False  # the agent is gone
-        self._seats: queue.SimpleQueue[Seat | Refused | None] = queue.SimpleQueue()
+        self._to_give: deque[socket.socket] = deque()
+        self._seats: queue.SimpleQueue[Seat | Refused | Ended | socket.socket | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         threading.Thread(target=self._watch, name="paceline-watcher", daemon=True).start()
 
@@ -71,6 +78,8 @@ class Watcher:
         """The membership of this epoch begins: what is connected from now on is its own. Raises OverError if late."""
         with self._changed:
             self.epoch = epoch
+            while self._to_give:
+                self._to_give.popleft().close()  # for who waited in the last one
             self._spared, self._chosen = connections.connected(), None
             self._acknowledged = False
             if self._over >= epoch:
@@ -98,13 +107,26 @@ class Watcher:
         with self._changed:
             return self._changed.wait_for(lambda: self.is_over or self._is_alone, limit_s) and self.is_over
 
-    def next_seat(self) -> Seat:
-        """This rank's next place; blocks. ReplicaMismatchError: it cannot come in. PeerLostError: the agent is gone."""
+    def to_give(self) -> socket.socket | None:
+        """To somebody who waits to come in, and shall have this rank's state meanwhile; once each."""
+        with self._changed:
+            return self._to_give.popleft() if self._to_give else None
+
+    def next_seat(self) -> Seat | socket.socket:
+        """This rank's next place, or first where the others' state comes from; blocks.
+
+        Raises:
+            ReplicaMismatchError: It cannot come in.
+            EndedError: Training does not go on.
+            PeerLostError: The agent is gone.
+        """
         told = self._seats.get()
-        while not self._seats.empty():
+        while not (self._seats.empty() or isinstance(told, socket.socket)):
             told = self._seats.get()
         if isinstance(told, Refused):
             raise ReplicaMismatchError(told.why)
+        if isinstance(told, Ended):
+            raise EndedError(told.why)
         if told is None:
             raise PeerLostError(
                 "the launcher has ended, and with it the job: nobody says any more which ranks train together. "
@@ -140,7 +162,15 @@ class Watcher:
                 self._over, self._why = max(self._over, message.epoch), message.why
             elif isinstance(message, Pause):
                 self._pause = message
-            elif isinstance(message, (Seat, Refused)):
+            elif isinstance(message, Give):
+                end = self._line.handed.popleft()
+                if message.epoch == self.epoch:
+                    self._to_give.append(end)
+                else:
+                    end.close()
+            elif isinstance(message, Receive):
+                self._seats.put(self._line.handed.popleft())
+            elif isinstance(message, (Seat, Refused, Ended)):
                 self._seats.put(message)
             elif message is None:
                 self._is_alone = True

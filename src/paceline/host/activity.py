@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.host.processes import stat_of, state_of
+from paceline.host.processes import children_of, stat_of, state_of, threads_queued
 
 _TICK_S = 0.01  # of /proc/PID/stat; USER_HZ is 100 on Linux
 # Fields behind the name (proc(5)): pages that came by faults, utime, stime, cutime and cstime, waits for disks.
@@ -46,7 +46,7 @@ def activity_of(pid: int) -> Activity:
     ticks = sum(sum(map(int, found[_TIMES])) + int(found[_DISK_TIME]) for found in fields)
     return Activity(
         on_core_s=_TICK_S * ticks,
-        queued_s=sum(map(_queued_s, tree)),
+        queued_s=sum(threads_queued(each)[1] for each in tree),
         moved_bytes=sum(map(_moved_bytes, tree)),
         num_faults=sum(int(found[_MINOR_FAULTS]) + int(found[_MAJOR_FAULTS]) for found in fields),
         on_disk=state_of(pid) == "D",
@@ -57,9 +57,7 @@ def family_of(pid: int) -> list[int]:
     """Return a process and its descendants, parents first."""
     found = [pid]
     for each in found:
-        for file in Path(f"/proc/{each}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                found += map(int, file.read_text().split())
+        found += children_of(each)
     return found
 
 
@@ -68,15 +66,6 @@ def _fields(pid: int) -> list[str]:
         found = stat_of(pid)
         return found if len(found) > _DISK_TIME else []
     return []
-
-
-def _queued_s(pid: int) -> float:
-    """Time that its threads were ready and had no core."""
-    total_s = 0.0
-    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            total_s += 1e-9 * int(file.read_text().split()[1])
-    return total_s
 
 
 def _moved_bytes(pid: int) -> int:

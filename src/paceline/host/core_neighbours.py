@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.host.processes import stat_of
+from paceline.host.processes import children_of, stat_of
 
 _USER, _SYSTEM, _CORE, _DISK = 11, 12, 36, 39  # fields of /proc/PID/stat behind the name (proc(5))
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -57,18 +57,6 @@ def _core_of_this_thread() -> int:
         return -1
 
 
-def threads_queued() -> tuple[int, float]:
-    """How many threads this process has, and how long they have waited for a core, all together."""
-    queued_ns, num_threads = 0, 0
-    for thread in Path("/proc/self/task").iterdir():
-        try:
-            queued_ns += int((thread / "schedstat").read_text().split()[1])
-        except (OSError, IndexError):
-            continue  # it has just ended
-        num_threads += 1
-    return num_threads, 1e-9 * queued_ns
-
-
 def swapped_in_pages() -> int:
     """Pages that this host has brought back from swap since it started; 0 if it does not say."""
     try:
@@ -98,22 +86,16 @@ def stolen_s() -> float:
 
 def disk_s() -> float:
     """How long this thread has waited for a disk; 0 where the kernel does not account for delays."""
-    try:
-        return _TICK_S * int(stat_of("thread-self")[_DISK])
-    except OSError:
-        return 0.0
+    return _disk_s("thread-self")
 
 
 def children_disk_s() -> float:
     """How long this process's children, its loader workers among them, have waited for a disk."""
-    total = 0
+    return sum(map(_disk_s, children_of("self")))
+
+
+def _disk_s(process: int | str) -> float:
     try:
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    except OSError:
+        return _TICK_S * int(stat_of(process)[_DISK])
+    except (OSError, IndexError):
         return 0.0
-    for pid in children:
-        try:
-            total += int(stat_of(pid)[_DISK])
-        except (OSError, IndexError):
-            continue
-    return _TICK_S * total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,24 @@ class ProcessCard:
 def stat_of(process: int | str) -> list[str]:
     """The fields of /proc/PID/stat behind the name; of `thread-self` those of this thread. Raises OSError."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
+def children_of(pid: int | str) -> list[int]:
+    """A process's children; "self" is this one."""
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += map(int, file.read_text().split())
+    return found
+
+
+def threads_queued(pid: int | str = "self") -> tuple[int, float]:
+    """How many threads a process has, and how long they were ready and had no core, all together."""
+    queued_ns = []
+    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, IndexError, ValueError):  # it has just ended
+            queued_ns.append(int(file.read_text().split()[1]))
+    return len(queued_ns), 1e-9 * sum(queued_ns)
 
 
 def _field(pid: int, index: int) -> str:

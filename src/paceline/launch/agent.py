@@ -18,7 +18,8 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistNetworkError
 from torch.distributed import run as torchrun
@@ -74,86 +75,70 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
         if arguments.is_first:
             rendezvous_endpoint.be_first(arguments.torchrun, arguments.words, note)
         find_own_address(arguments)
-    started_s = time.monotonic()
     own_address = arguments.torchrun.local_addr
-    with (
-        Watchdog(launch_id) as watchdog,
-        _hang_watch(arguments, watchdog, launch_id, note) as hangs,
-        LocalServers(arguments.num_servers, arguments.servers, own_address, note) as servers,
-        bound(arguments.num_machines, note, rendezvous, hangs.meet if arguments.hang_after_s else None),
-        _timings(arguments, watchdog, note),
-        _live_view(arguments, watchdog),
-    ):
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        watchdog = enter(Watchdog(launch_id))
+        num_ranks = arguments.num_local_ranks if arguments.num_machines == 1 else 0
+        hangs = HangWatch(watchdog.folder, launch_id, num_ranks, arguments.hang_after_s, note)
+        if arguments.hang_after_s:
+            enter(_environment(at_start.counting_environment(watchdog.folder)))
+            enter(hangs)
+        servers = enter(LocalServers(arguments.num_servers, arguments.servers, own_address, note))
+        when_met = hangs.meet if arguments.hang_after_s else None
+        enter(bound(arguments.num_machines, note, rendezvous, when_met))
+        if arguments.shows_timings:
+            stack.callback(_note_timings, watchdog.folder, note)
+            enter(_environment({left_tables.VARIABLE: str(watchdog.folder)}))
+        if arguments.shows_live:
+            _show_live(arguments, watchdog.folder, enter)
         if arguments.torchrun.log_dir is None:
             # torch would leave a folder in /tmp behind for every run that does not name one.
             arguments.torchrun.log_dir = _kept_logs(arguments, note) or str(watchdog.folder)
-        try:
-            if arguments.min_ranks is not None:
-                elastic_agent.run(arguments, hangs, note)
-            else:
-                torchrun.run(arguments.torchrun)
-        except MachinesDifferError as error:
-            raise LaunchError(str(error)) from error
-        except ChildFailedError as error:
-            first = f"{died}; then " if (died := servers.who_died()) else ""
-            raise LaunchError(
-                first + _ranks_failed(arguments, error, time.monotonic() - started_s) + hangs.last_words
-            ) from error
-        except SignalException as error:
-            raise _interrupted(arguments, error.sigval, hangs.last_words) from error
-        except KeyboardInterrupt as error:  # before the agent took over the signals
-            raise _interrupted(arguments, signal.SIGINT) from error
-        except DistNetworkError as error:
-            if port is not None and "EADDRINUSE" in str(error):
-                raise LaunchError(_port_in_use(port)) from error
-            raise LaunchError(_no_rendezvous(arguments, error)) from error
-        except (RendezvousError, TimeoutError) as error:
-            raise LaunchError(_no_rendezvous(arguments, error)) from error
+        enter(_in_words(arguments, servers, hangs))
+        if arguments.min_ranks is not None:
+            elastic_agent.run(arguments, hangs, note)
+        else:
+            torchrun.run(arguments.torchrun)
 
 
 @contextlib.contextmanager
-def _timings(arguments: LaunchArguments, watchdog: Watchdog, note: Callable[[str], None]) -> Iterator[None]:
-    """Have the ranks leave their tables of timings, and print what they have left, if that was asked for."""
-    if not arguments.shows_timings:
-        yield
-        return
+def _in_words(arguments: LaunchArguments, servers: LocalServers, hangs: HangWatch) -> Iterator[None]:
+    """Turn what torch's launcher raises within into one paragraph."""
+    started_s, port = time.monotonic(), arguments.local_port
     try:
-        with _environment({left_tables.VARIABLE: str(watchdog.folder)}):
-            yield
-    finally:
-        for lines in left_tables.found_in(watchdog.folder):
-            note(lines)
-
-
-@contextlib.contextmanager
-def _hang_watch(
-    arguments: LaunchArguments, watchdog: Watchdog, launch_id: str, note: Callable[[str], None]
-) -> Iterator[HangWatch]:
-    """Have the ranks write how far they are, and look for those that hang."""
-    num_ranks = arguments.num_local_ranks if arguments.num_machines == 1 else 0
-    watch = HangWatch(watchdog.folder, launch_id, num_ranks, arguments.hang_after_s, note)
-    if not arguments.hang_after_s:
-        yield watch
-        return
-    with _environment(at_start.counting_environment(watchdog.folder)), watch:
-        yield watch
-
-
-@contextlib.contextmanager
-def _live_view(arguments: LaunchArguments, watchdog: Watchdog) -> Iterator[None]:
-    """Show the ranks' steps while they train, if that was asked for."""
-    if not arguments.shows_live:
         yield
-        return
+    except MachinesDifferError as error:
+        raise LaunchError(str(error)) from error
+    except ChildFailedError as error:
+        first = f"{died}; then " if (died := servers.who_died()) else ""
+        failed = _ranks_failed(arguments, error, time.monotonic() - started_s)
+        raise LaunchError(first + failed + hangs.last_words) from error
+    except SignalException as error:
+        raise _interrupted(arguments, error.sigval, hangs.last_words) from error
+    except KeyboardInterrupt as error:  # before the agent took over the signals
+        raise _interrupted(arguments, signal.SIGINT) from error
+    except DistNetworkError as error:
+        if port is not None and "EADDRINUSE" in str(error):
+            raise LaunchError(_port_in_use(port)) from error
+        raise LaunchError(_no_rendezvous(arguments, error)) from error
+    except (RendezvousError, TimeoutError) as error:
+        raise LaunchError(_no_rendezvous(arguments, error)) from error
+
+
+def _note_timings(folder: Path, note: Callable[[str], None]) -> None:
+    """Print the tables of timings that the ranks have left."""
+    for lines in left_tables.found_in(folder):
+        note(lines)
+
+
+def _show_live(arguments: LaunchArguments, folder: Path, enter: Callable[[Any], object]) -> None:
+    """Show the ranks' steps while they train, as long as what is entered lasts."""
     args = arguments.torchrun
     if args.tee == "0" and args.redirects == "0":
-        args.tee, args.log_dir = "3", args.log_dir or str(watchdog.folder)
-    folder = watchdog.folder / "run"
-    with (
-        _environment(at_start.recording_environment(folder)),
-        LiveView(folder, [arguments.script, *args.training_script_args]),
-    ):
-        yield
+        args.tee, args.log_dir = "3", args.log_dir or str(folder)
+    enter(_environment(at_start.recording_environment(folder / "run")))
+    enter(LiveView(folder / "run", [arguments.script, *args.training_script_args]))
 
 
 @contextlib.contextmanager

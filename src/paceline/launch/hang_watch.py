@@ -96,8 +96,10 @@ class HangWatch:
             self._board.close()
 
     def meet(self, store: Any, job: str, num_ranks: int) -> None:
-        """The machines of this launch have met in a store; arguments as `Board`'s."""
-        self._board = Correspondent(Board(store, job, num_ranks))
+        """The machines of this launch have met in a store, instead of one before; arguments as `Board`'s."""
+        before, self._board = self._board, Correspondent(Board(store, job, num_ranks))
+        if before is not None:
+            before.close()
 
     @property
     def last_words(self) -> str:
@@ -207,7 +209,8 @@ class HangWatch:
                 own, now_s, asks=here is not None and now_s - here.since_s > _ASK_AFTER_S
             )
         except RuntimeError:  # the store went with its launcher
-            self._board = None
+            if self._board is board:
+                self._board = None
             return []
         if lines and here is not None:
             self._last_words = f" Before that: {lines[0]}"

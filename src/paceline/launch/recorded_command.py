@@ -38,6 +38,7 @@ def run_recorded(
     num_steps: int | None,
     note: Callable[[str], None],
     *,
+    is_paused: bool = False,
     is_quiet: bool = False,
 ) -> tuple[Diagnosis, int]:
     """As `record_command`, and diagnose; recording ends after `num_steps`, None: never.
@@ -65,18 +66,23 @@ def run_recorded(
             (place / DETACHED).touch()
             note(f"{num_steps} steps are recorded; the command runs on unrecorded")
 
-    run, code = record_command(command, folder, look, is_quiet=is_quiet)
+    run, code = record_command(command, folder, look, is_paused=is_paused, is_quiet=is_quiet)
     return diagnose(run), code
 
 
 def record_command(
-    command: Sequence[str], folder: Path | None, look: Callable[[Path], None], *, is_quiet: bool = False
+    command: Sequence[str],
+    folder: Path | None,
+    look: Callable[[Path], None],
+    *,
+    is_paused: bool = False,
+    is_quiet: bool = False,
 ) -> tuple[Run, int]:
     """Run a command, recording its ranks; returns the run and the exit code, 128 + a signal's number if that ended it.
 
-    `folder` is new and kept; None: a temporary one. `look` is called now and then with it. `is_quiet`: the command's
-    output goes to stderr. Raises ConfigurationError, before anything starts: no such command, or the folder cannot be
-    used.
+    `folder` is new and kept; None: a temporary one. `look` is called now and then with it. `is_paused`: it begins
+    unrecorded. `is_quiet`: the command's output goes to stderr. Raises ConfigurationError, before anything starts: no
+    such command, or the folder cannot be used.
     """
     if shutil.which(command[0]) is None:
         raise ConfigurationError(
@@ -87,6 +93,8 @@ def record_command(
     with Watchdog(launch_id) as watchdog:
         place = folder or watchdog.folder / "run"
         begin_run(place, command)
+        if is_paused:
+            (place / DETACHED).touch()
         environment = {**os.environ, **at_start.recording_environment(place), MARK: launch_id}
         process = subprocess.Popen(command, env=environment, stdout=sys.stderr if is_quiet else None)
         with _signals_passed_on(process):

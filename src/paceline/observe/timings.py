@@ -9,6 +9,7 @@ the device was told. Those of the forward, the optimizer and the rest stay so.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import time
@@ -86,18 +87,6 @@ class StepTiming:
     def overlapped_s(self) -> float:
         """Communication that was hidden behind the backward."""
         return max(0.0, self.communication_s - self.exposed_s)
-
-
-@dataclass(frozen=True)
-class BeforeBackward:
-    """What a step had done when its synchronized backward began; fields as `StepTiming`'s."""
-
-    forward_s: float
-    num_micro_steps: int
-    last_forward_s: float
-    earlier_backward_s: float
-    optimizer_s: float
-    other_s: float
 
 
 @dataclass(frozen=True)
@@ -208,8 +197,8 @@ class StepTimings:
             if is_told:
                 tell(option, f"{option}=True: {words}")
 
-    def before(self, started_s: float) -> BeforeBackward:
-        """What was done before the synchronized backward that began then."""
+    def begin_record(self, step: int, started_s: float, ended_s: float) -> Callable[..., StepTiming]:
+        """A step's backward began and ended then: what makes its record of `exposed_s` and `buckets`."""
         self._started_s = started_s
         optimizer_s = other_s = 0.0
         if self._returned_s is not None:
@@ -217,13 +206,17 @@ class StepTimings:
             waited_s = sum(until - since for since, until in self._waits_s)
             busy_s = self._forward_s + self._earlier_backward_s + optimizer_s + waited_s
             other_s = max(0.0, started_s - self._returned_s - busy_s)
-        return BeforeBackward(
-            self._forward_s,
-            max(1, self._num_forwards),
-            self._last_forward_s,
-            self._earlier_backward_s,
-            optimizer_s,
-            other_s,
+        return functools.partial(
+            StepTiming,
+            step=step,
+            forward_s=self._forward_s,
+            started_s=started_s,
+            backward_s=ended_s - started_s,
+            num_micro_steps=max(1, self._num_forwards),
+            last_forward_s=self._last_forward_s,
+            earlier_backward_s=self._earlier_backward_s,
+            optimizer_s=optimizer_s,
+            other_s=other_s,
         )
 
     def leave(self) -> None:

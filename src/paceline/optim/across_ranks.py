@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from paceline import version
-from paceline.comm.collectives import all_gather, broadcast, device_for_metadata
+from paceline.comm.collectives import broadcast, device_for_metadata
 from paceline.comm.peers import Peers, next_name
 from paceline.errors import ConfigurationError, ReplicaMismatchError
 from paceline.optim.flat_parameters import FlatParameters, flatten
@@ -161,12 +161,11 @@ class AcrossRanks(Optimizer, ABC):
 
     def _gather(self, digest: bytes) -> list[bytes]:
         """Every rank's digest. Collective; blocks."""
+        if self._group.size() == 1:
+            return [digest]
         device = device_for_metadata(self._group, self._parameters()[0].device)
         row = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-        rows = [torch.empty_like(row) for _ in range(self._group.size())]
-        if len(rows) == 1:
-            return [digest]
-        self._peers.wait(all_gather(rows, row, self._group), "comparing the ranks' parameters or gradients")
+        rows = self._peers.gather(row, self._group, "comparing the ranks' parameters or gradients")
         return [bytes(each.tolist()) for each in rows]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

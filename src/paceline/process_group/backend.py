@@ -91,7 +91,10 @@ class ProcessGroup(dist.ProcessGroup):
         self._here = HostCollectives(self.host, self._barrier, num_shares, size)
         self.address = address_towards(len(self.host.hosts))
         self._inner = make_gloo(dist.PrefixStore("collectives", store), rank, size, timeout, self.address)
-        self._messages = make_gloo(dist.PrefixStore("messages", store), rank, size, timeout, self.address)
+        # Connected at once: else a send or a receive may block until the peer wants to talk to this rank, too.
+        self._messages = make_gloo(
+            dist.PrefixStore("messages", store), rank, size, timeout, self.address, connects_now=True
+        )
         paths = dist.PrefixStore("between hosts", store)
         self._across = AcrossHosts(
             self._inner, paths, self.host.hosts, self.host.index, timeout, self._wanted

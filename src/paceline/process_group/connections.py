@@ -33,15 +33,28 @@ def address_towards(num_hosts: int) -> str:
     return own_address_towards(os.environ.get("MASTER_ADDR", ""))
 
 
-def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str) -> Gloo:
-    """Make a Gloo group that listens on `address` ("": where Gloo thinks best), and connects when first used."""
+def make_gloo(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, address: str, connects_now: bool = False
+) -> Gloo:
+    """Make a Gloo group that listens on `address` ("": where Gloo thinks best).
+
+    It connects two ranks when first used, which blocks until both use it; or all at once, which blocks until all come.
+    """
     gloo: Any = dist.ProcessGroupGloo
     options: Any = timeout
     if address:
         options = gloo._Options()
         options._timeout = timeout
-        options._devices = [gloo.create_device(hostname=address, lazy_init=True)]
-    made = gloo(store, rank, size, options)
+        options._devices = [gloo.create_device(hostname=address, lazy_init=not connects_now)]
+    try:
+        made = gloo(store, rank, size, options)
+        if connects_now:  # whoever closes it before all have connected takes that from the others
+            made.barrier(dist.BarrierOptions()).wait()
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"rank {rank} could not connect to all {size} ranks of a new group: one has ended or cannot be reached. "
+            f"The backend said: {error}"
+        ) from error
     keep_when_forked(made)
     return made
 

@@ -32,8 +32,8 @@ from paceline.host.core_neighbours import (
     frequency_ratio,
     stolen_s,
     swapped_in_pages,
-    threads_queued,
 )
+from paceline.host.processes import threads_queued
 from paceline.host.thread_times import ThreadClock, ThreadTimes
 from paceline.observe import spans
 from paceline.observe.run_folder import DETACHED, VARIABLE, RankWriter, header_of

@@ -12,8 +12,7 @@ Rules
 
 from __future__ import annotations
 
-import threading
-import time
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,9 +24,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import C10dWork, Done, Work, launch_session_name, timeout_of
+from paceline.comm.collectives import Done, Work, launch_session_name, timeout_of
 from paceline.comm.device import to_device, to_host
-from paceline.comm.lane import Lane, LaneWork
+from paceline.comm.lane import HandedOn, Lane
 from paceline.compression import Layout
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
@@ -231,12 +230,13 @@ class BoundedLoss(Reduction):
             flat = message.body
             layout = Layout(tuple(sizes.values()), (0,) * len(sizes), flat.dtype, flat.device)
             residual = self._residuals.slot(names, layout)
-        launched = _Reduced(message.body, sizes, residual, message.process_group.rank())
         # Of a bucket that holds several, the one that is needed first decides.
         level = max((self._class_of.get(id(parameter), 0) for parameter in message.parameters), default=0)
-        launched.start(self._connection, replace(self._bound, priority=level))
-        self._sums.append(launched)
-        return launched
+        bound = replace(self._bound, priority=level)
+        reduced = _Reduced(message.body, sizes, residual, message.process_group.rank())
+        self._sums.append(reduced)
+        begin = functools.partial(reduced.begin, self._connection, bound)
+        return HandedOn(self._connection.lane, begin, [message.body], "bounded_loss", reduced.finish)
 
     def withdraw(self, parameters: Sequence[Parameter]) -> None:
         self._residuals.restore(self._names[id(parameter)] for parameter in parameters)
@@ -279,7 +279,7 @@ class BoundedLoss(Reduction):
 
 
 class _Reduced:
-    """The handle of a bucket: first it is handed to the link, on a lane; then summed."""
+    """A bucket: first it is handed to the link, on a lane; then summed."""
 
     def __init__(self, body: Tensor, sizes: Mapping[str, int], residual: Slot | None, rank: int) -> None:
         self.sizes = sizes  # numbers of elements of its parameters, by name
@@ -289,55 +289,27 @@ class _Reduced:
         self._staged = body
         self._residual = residual
         self._rank = rank
-        self._work: C10dWork | None = None
-        self._lock = threading.Lock()
-        self._is_finished = False
 
-    def start(self, connection: _Connection, bound: Bound) -> None:
-        def perform() -> None:
-            if self._body.device.type != "cpu" or self._body.dtype not in _NATIVE:
-                dtype = self._body.dtype if self._body.dtype in _NATIVE else torch.float32
-                native = self._body.detach().to(dtype)
-                self._staged = native if native.is_cpu else to_host(native)
-            if self._residual is not None:
-                self._staged.add_(self._residual.kept.to(self._staged.device, self._staged.dtype))
-                self._residual.proposed.copy_(self._staged)
-            self.sum = connection.link().launch(self._staged.detach().numpy(), bound)
+    def begin(self, connection: _Connection, bound: Bound) -> Sum:
+        """Hand it to the link. On the lane."""
+        if self._body.device.type != "cpu" or self._body.dtype not in _NATIVE:
+            dtype = self._body.dtype if self._body.dtype in _NATIVE else torch.float32
+            native = self._body.detach().to(dtype)
+            self._staged = native if native.is_cpu else to_host(native)
+        if self._residual is not None:
+            self._staged.add_(self._residual.kept.to(self._staged.device, self._staged.dtype))
+            self._residual.proposed.copy_(self._staged)
+        self.sum = connection.link().launch(self._staged.detach().numpy(), bound)
+        return self.sum
 
-        work = LaneWork(perform, [self._body], "bounded_loss")
-        connection.lane.launch(work, at_once=False)
-        self._work = C10dWork(work)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        assert self._work is not None
-        until_s = None if timeout_s is None else time.perf_counter() + timeout_s
-        if not self._work.wait(timeout_s):
-            return False
-        assert self.sum is not None
-        left_s = None if until_s is None else max(1e-3, until_s - time.perf_counter())
-        if not self.sum.wait(left_s):
-            return False
-        with self._lock:
-            if not self._is_finished:
-                self._finish(self.sum)
-            self._is_finished = True
-        return True
-
-    def _finish(self, done: Sum) -> None:
-        if self._residual is not None and done.losses is not None:
+    def finish(self) -> None:
+        """It is summed."""
+        if self._residual is not None and self.sum is not None and self.sum.losses is not None:
             low, high = torch.aminmax(self._staged)
             self.is_finite = bool(torch.isfinite(low) & torch.isfinite(high))
-            _keep_lost(self._residual.proposed, done.losses.ranges, self._rank)
+            _keep_lost(self._residual.proposed, self.sum.losses.ranges, self._rank)
         if self._staged is not self._body:
             to_device(self._body, self._staged)
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        def when_launched() -> None:
-            if self.sum is not None:
-                self.sum.on_done(callback)
-
-        assert self._work is not None
-        self._work.on_done(when_launched)
 
 
 def _keep_lost(given: Tensor, ranges: Any, rank: int) -> None:

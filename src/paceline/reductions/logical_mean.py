@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.comm.collectives import Chain, Done, Work, all_gather, all_to_all
+from paceline.comm.collectives import Chain, Done, Work, all_gather, all_reduce, all_to_all, shares_memory
 from paceline.compression import accumulation_dtype
 from paceline.reductions.reduction import Message, Reduction
 
@@ -27,8 +27,8 @@ class LogicalMean(Reduction):
         num_averaged: Logical ranks. The same on every rank from the first step on, whatever ranks there are.
 
     Cost:
-        A reduce-scatter, as an all-to-all whose parts each rank folds, and an all-gather: the bytes of an all-reduce
-        while each rank has one logical rank, and more with fewer ranks.
+        An all-reduce on one host, while each rank has one logical rank. Else a reduce-scatter, as an all-to-all whose
+        parts each rank folds, and an all-gather: the same bytes, and more with fewer ranks.
     """
 
     def __init__(self, num_averaged: int) -> None:
@@ -64,6 +64,10 @@ class LogicalMean(Reduction):
     def launch(self, message: Message) -> Work:
         group, flat = message.process_group, message.flat
         num_ranks, most = group.size(), -(-self.num_averaged // group.size())
+        if num_ranks == self.num_averaged and shares_memory(group):
+            return all_reduce(
+                flat, group
+            )  # folded in the order of ranks: rule 3 of `process_group.host_collectives`
         share = -(-flat.numel() // num_ranks)
         rows = self._rows(message, most, share * num_ranks)
         own = [len(self.of_rank(rank, num_ranks)) for rank in range(num_ranks)]

@@ -9,6 +9,7 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -114,36 +115,48 @@ class SteppedKeys:
         chunks: list[Bytes] = []
         for key, value in self._values.items():
             is_before = key in taken_back and key in self._before
-            state = self._before[key][1] if is_before else self._optimizer.state[value]
-            described: dict[str, Any] = {}
-            for name, item in state.items():
-                if isinstance(item, Tensor):
-                    described[name] = [str(item.dtype), list(item.shape)]
-                    chunks.append(_bytes(item))
-                else:
-                    described[name] = item
+            described, parts = described_state(
+                self._before[key][1] if is_before else self._optimizer.state[value]
+            )
             heads.append([key, described])
+            chunks += parts
         return {"keys": heads}, chunks
 
     def load(self, words: dict[str, Any], state: memoryview) -> None:
         """Replace the state of all keys by what `fetch` described, for these keys."""
-        place = 0
-        for key, described in words["keys"]:
+        for key, loaded in read_state(words, state).items():
             if key not in self._values:
                 raise ProtocolError(f"key {key} does not live on this server")
-            loaded: dict[str, Any] = {}
-            for name, item in described.items():
-                if isinstance(item, list):
-                    dtype, shape = _dtype(item[0]), item[1]
-                    num_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-                    part = bytearray(state[place : place + num_bytes])
-                    loaded[name] = torch.frombuffer(part, dtype=dtype).view(shape)
-                    place += num_bytes
-                else:
-                    loaded[name] = item
             self._optimizer.state[self._values[key]] = loaded
             if key in self._before:  # a step that is taken back leaves what was loaded
                 self._before[key] = self._before[key][0], _copy(loaded)
+
+
+def described_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[Bytes]]:
+    """A key's state as metadata, in which a tensor is its dtype and shape, and the tensors' bytes."""
+    described, parts = dict(state), []
+    for name, item in state.items():
+        if isinstance(item, Tensor):
+            described[name] = [str(item.dtype), list(item.shape)]
+            parts.append(_bytes(item))
+    return described, parts
+
+
+def read_state(words: Mapping[str, Any], state: memoryview) -> dict[int, dict[str, Any]]:
+    """By key, what `described_state` was given: of "keys", each with its metadata, and all bytes."""
+    found: dict[int, dict[str, Any]] = {}
+    place = 0
+    for key, described in words["keys"]:
+        own = found[key] = dict(described)
+        for name, item in described.items():
+            if isinstance(item, list):
+                dtype = _dtype(item[0])
+                num_bytes = dtype.itemsize * torch.Size(item[1]).numel()
+                own[name] = torch.frombuffer(bytearray(state[place : place + num_bytes]), dtype=dtype).view(
+                    item[1]
+                )
+                place += num_bytes
+    return found
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -162,6 +175,6 @@ def _copy(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bytes(tensor: Tensor) -> Bytes:
-    found: Bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    found: Bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     copied: Bytes = found.copy()
     return copied

@@ -5,16 +5,16 @@ It is not a `Transport`: whoever uses it has to say what may be lost, and to loo
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.comm.completion import Completion
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
 
@@ -88,42 +88,21 @@ def joined(parts: Sequence[tuple[int, Losses]]) -> Losses:
     )
 
 
-class Sum:
-    """A sum that has been launched on a link."""
+class Sum(Completion):
+    """A sum that has been launched on a link: a `Work`, which ends on the link's thread."""
 
     def __init__(self, vector: NDArray[Any], bound: Bound) -> None:
+        super().__init__()
         self.vector = vector
         self.bound = bound
         self.launched_s = time.monotonic()
         self.losses: Losses | None = None
         """What was lost; set when it is done."""
-        self._done = threading.Event()
-        self._error: Exception | None = None
-        self._callbacks: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is done, or for `timeout_s` seconds; returns whether it is done. Raises what went wrong."""
-        is_done = self._done.wait(timeout_s)
-        if is_done and self._error is not None:
-            raise self._error
-        return is_done
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once it is done, on the link's thread, or now."""
-        with self._lock:
-            if not self._done.is_set():
-                self._callbacks.append(callback)
-                return
-        callback()
 
     def end(self, losses: Losses | None, error: Exception | None = None) -> None:
         """Wake up those who wait. By the link alone."""
-        with self._lock:
-            self.losses, self._error = losses, error
-            self._done.set()
-        for callback in self._callbacks:
-            callback()
+        self.losses = losses
+        self.complete(error)
 
 
 class LossyTransport(ABC):

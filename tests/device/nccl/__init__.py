@@ -25,4 +25,5 @@ def register() -> None:
 
 
 def _make(what: Any, _options: object) -> LateProcessGroup:
-    return LateProcessGroup(what.store, what.group_rank, what.group_size, what.timeout)
+    waits = getattr(what, "enable_reconfigure", False)  # from torch 2.14 on
+    return LateProcessGroup(what.store, what.group_rank, what.group_size, what.timeout, waits=waits)

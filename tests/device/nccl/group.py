@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -15,27 +18,45 @@ from device.late import DEVICE
 from device.nccl import collectives
 from device.nccl.communicator import Communicator, LateWork, Operation
 from device.nccl.exchange import Exchange
+from paceline.process_group.reconfiguring import innermost
 
 BACKEND = "latenccl"
+
+
+@dataclass(frozen=True)
+class Members:
+    """What `reconfigure` is told, as torch 2.14's `ReconfigureOptions`."""
+
+    uuid: int
+    handles: list[str] | set[str]
+    timeout: timedelta | None = None
 
 
 class LateProcessGroup(ProcessGroup):
     """A group whose collectives run on the device of their tensors, one of this rank's.
 
     Messages of two ranks have a communicator of their own. Communicators are opened when they are first used.
+    With `waits` there is none before `reconfigure`.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, *, waits: bool = False
+    ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # of a group written in Python
         self._rank, self._size = rank, size
         self._timeout = timeout
         self._store = store
+        self._has_members = not waits
+        self._who = secrets.token_hex(8)
+        self._changes: list[int] = []  # uuids
         self._communicators: dict[tuple[str, torch.device], Communicator] = {}
         self._coalesced: list[tuple[Communicator, Operation]] | None = None
         self._names = {"name": "", "description": ""}
 
     def _launch(self, operation: Operation, peer: int | None = None) -> LateWork:
         """Launch an operation of all ranks or of two, or none yet if it is one of several."""
+        if not self._has_members:
+            raise RuntimeError(f"the backend {BACKEND} has no members before reconfigure()")
         device = operation.tensors[0].device
         for tensor in operation.tensors:
             if tensor.device != device or device.type != DEVICE or tensor.layout != torch.strided:
@@ -106,6 +127,34 @@ class LateProcessGroup(ProcessGroup):
         """Refuse what comes from now on; what was launched is done."""
         for communicator in self._communicators.values():
             communicator.close()
+
+    # ---- other members, as c10d asks for from torch 2.14 on
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        return True
+
+    def get_reconfigure_handle(self) -> str:
+        """What names this rank until the next change; ordered as ranks are."""
+        return f"{BACKEND}/{self._rank:06}/{self._who}/{len(self._changes)}"
+
+    def reconfigure(self, opts: Members) -> dist.Work:
+        """Go on with other members, in the order of a list of handles, or of old ranks in a set. Collective over them.
+
+        What is under way is given up. The work is done when all have come.
+        """
+        handles = opts.handles if isinstance(opts.handles, list) else sorted(opts.handles)
+        own = self.get_reconfigure_handle()
+        if opts.uuid in self._changes or own not in handles:
+            raise ValueError(f"the uuid {opts.uuid} was used before, or {own} is not among {handles}")
+        self.abort()
+        self._changes.append(opts.uuid)
+        members = hashlib.sha256(" ".join(handles).encode()).hexdigest()[:16]
+        self._store = dist.PrefixStore(f"{BACKEND}/{opts.uuid}/{members}", innermost(self._store))
+        self._rank, self._size, self._has_members = handles.index(own), len(handles), True
+        self._communicators = {}
+        self._store.set(f"met/{self._rank}", "")
+        return _Met(self._store, self._size, opts.timeout or self._timeout)
 
     # ---- coalescing
 
@@ -209,6 +258,21 @@ class _Works(dist.Work):
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+
+class _Met(dist.Work):
+    """Done when all members have come."""
+
+    def __init__(self, store: dist.Store, size: int, timeout: timedelta) -> None:
+        super().__init__()
+        self._store, self._keys, self._timeout = store, [f"met/{rank}" for rank in range(size)], timeout
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._store.wait(self._keys, timeout or self._timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._store.check(self._keys)
 
 
 def _op(opts: Any) -> Any:

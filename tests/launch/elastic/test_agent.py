@@ -10,8 +10,9 @@ import pytest
 from harness import warm
 from paceline.launch import command_line
 from paceline.launch.elastic.agent import Agent
-from paceline.launch.elastic.plan import Address, Member, Plan, Proposal
+from paceline.launch.elastic.plan import Address, Member, OneHost, Plan, Proposal, Start
 from paceline.launch.elastic.starting import Starter
+from paceline.launch.launch_errors import LaunchError
 
 RANK = """
 from paceline.elastic.line import Line, Ready, Seat
@@ -19,6 +20,24 @@ line = Line.of_this_process()
 line.tell(Ready("a card"))
 while not isinstance(line.hear(), Seat):
     pass
+"""
+
+# Local rank 1 dies in its loop, and its replacements at once. The other writes down what its agent says then.
+LAST_ONE = """
+import os, pathlib, sys
+from paceline.elastic.line import Ended, InLoop, Line, Ready, Seat, Stop, Stopped
+line = Line.of_this_process()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+    sys.exit(1)
+line.tell(Ready("a card", saves=True))
+while not isinstance(said := line.hear(), Ended):
+    if isinstance(said, Seat):
+        line.tell(InLoop(True))
+        if os.environ["LOCAL_RANK"] == "1":
+            sys.exit(1)
+    elif isinstance(said, Stop):
+        line.tell(Stopped(said.epoch, 3))
+pathlib.Path(sys.argv[1]).write_text(said.why)
 """
 
 
@@ -58,3 +77,22 @@ def test_a_host_that_comes_late_asks_again(tmp_path: Path, monkeypatch: pytest.M
         agent.end(signal.SIGTERM)
     assert decider.asked == [0, 5]
     assert notes == ["2 ranks go on after step 3, with 1 that came in"]
+
+
+@pytest.mark.processes
+def test_a_checkpoint_is_asked_for_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few ranks are left, and none comes: the last one is told why before the launch ends."""
+    script, saved, notes = tmp_path / "train.py", tmp_path / "saved", list[str]()
+    script.write_text(LAST_ONE)
+    monkeypatch.setattr("sys.executable", str(warm.folder() / "python"))
+    arguments = command_line.parse(["--nproc-per-node", "2", "--min-ranks", "2", str(script), str(saved)])
+    agent = Agent(arguments, OneHost(), Starter(arguments), Start(0, 2, 0, 1, None), notes.append)
+    try:
+        with pytest.raises(LaunchError, match=r"1 rank\(s\) are left of at least 2") as raised:
+            while True:
+                agent.look()
+        agent.save(str(raised.value), lambda: None)
+    finally:
+        agent.end(signal.SIGTERM)
+    assert saved.read_text() == str(raised.value)
+    assert "makes a checkpoint after step 3" in notes[-1]

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from paceline.comm.gradient_group import in_turn
 from paceline.errors import ConfigurationError
 
 _Launch = Callable[[dist.ProcessGroup], dist.Work]
@@ -124,7 +123,7 @@ class RoundRobin(dist.ProcessGroup):
             if not self._waiting or (bound is not None and self._num_in_flight >= bound):
                 self._is_launching = False
                 return None
-            group = in_turn(self.groups, self._num_dispatched)
+            group = self.groups[self._num_dispatched % len(self.groups)]
             self._num_dispatched += 1
             self._num_in_flight += 1
             return *self._waiting.popleft(), group

@@ -100,6 +100,8 @@ _ALL = (
     Experiment("adasum", "reduction.adasum", "2 min a run", "",
         "How long does a bucket take by Adasum, and by the mean, and how many bytes?",
         runs=("", "--ranks-per-host 4", *(["--hosts 2 --rate 1Gbit"] if IS_ROOT else []))),
+    Experiment("halving-doubling", "reduction.halving_doubling", "1 min", "Goyal et al. 2017",
+        "How many times as fast as the ring is halving-doubling, by rounds and bytes? (simulated)", runs=()),
     Experiment("collectives", "reduction.collectives", "2 min", "",
         "How long do torch's collectives of ordinary tensors take, and FSDP2's step, over our backend and Gloo?"),
     Experiment("compression", "reduction.compression", "3 min", "",
@@ -111,6 +113,8 @@ _ALL = (
     Experiment("parameter-servers", "reduction.parameter_servers", "5 min a run", "knee within 1 server",
         "When do parameter servers win against an all-reduce, and how many does lemma 3.2 ask for?",
         needs=ROOT, runs=("--case lemma", "--case symmetric", "--case asymmetric")),
+    Experiment("shared-batch", "reduction.shared_batch", "3 min", "Zou et al. 2017",
+        "How many devices may share a batch at which efficiency, by lemma 3.1 and measured?", needs=ROOT, runs=()),
     # What do lost packets cost?
     Experiment("bounded-loss", "datagrams.bounded_loss", "2 min a run", "docs/notebook/benchmarks.md, by row",
         "How long does a sum take where packets are lost, over UDP with bounded loss, and over TCP?",
@@ -151,7 +155,9 @@ _ALL = (
         "Which option helps when? Pictures of many stored results; nothing is measured.", needs=CHECKOUT,
         reports=("five-models", "forward-overlap-cases", "option-map", "bounded-loss-tcp"), runs=()),
     # Is what the doctor says right?
-    Experiment("doctor", "slow_ranks.doctor", "2 h", "rank 99 %, cause 95 %, what-if 5 %, no alarm",
+    Experiment("doctor-cost", "slow_ranks.cost", "2 min", "0.5 % of a step",
+        "What does it cost a step that records of the last ones are always kept?", runs=()),
+    Experiment("doctor", "slow_ranks.doctor", "3 h", "rank 99 %, cause 95 %, what-if 5 %, no alarm",
         "Does the doctor name the right rank, the cause and the step after the repair, and is it quiet otherwise?",
         runs=()),
     # Is it right, whatever a script does?

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.comm.opened_groups import close
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
-from paceline.ddp.flight import Flight, PlainFlights, Step
+from paceline.ddp.flight import Flight, Flights, Step
 from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.forward_overlap.agreement import Agreement
 from paceline.ddp.forward_overlap.open_step import Action, Cover, Moment, OpenStep, zero_gradients
@@ -51,7 +51,7 @@ from paceline.planning.forward_overlap import Gain
 GRACE_S = 1.0  # for sums under way when the program ends with an error
 
 
-class ForwardOverlap:
+class ForwardOverlap(Flights):
     """Defers the end of steps into the next forward, for one module on one rank.
 
     The ranks agree over the script's `process_group`; `piece_group` is for pieces alone. `poisons` (debug) fills
@@ -70,8 +70,9 @@ class ForwardOverlap:
         is_forced: bool = False,
         poisons: bool = False,
     ) -> None:
+        super().__init__()
         self._piece_group: ProcessGroup | None = piece_group
-        self._peers, self._poisons = peers, poisons
+        self._poisons = poisons
         self._agreement = Agreement(process_group, peers, is_forced)
         self._tells = process_group.rank() == 0 and not is_forced
         self._has_optimizer = False  # without one, backward waits for its gradients
@@ -82,7 +83,6 @@ class ForwardOverlap:
         self._warned: set[str] = set()
         self._cover = Cover()
         self._module = module
-        self._plain = PlainFlights()
         self._timings = StepTimings()  # of the reducer that it follows
         self._hooks: tuple[RemovableHandle, ...] = ()
         self._flight: PieceFlight | None = None  # the last one
@@ -115,7 +115,7 @@ class ForwardOverlap:
     ) -> None:
         """As `Flights.follow`. Local; flushes."""
         self.flush()
-        self._plain.follow(managed, groups, peers, open_forwards, timings)
+        super().follow(managed, groups, peers, open_forwards, timings)
         self._timings = timings
         for hook in self._hooks:
             hook.remove()
@@ -124,14 +124,14 @@ class ForwardOverlap:
 
     def move_to(self, process_group: ProcessGroup, piece_group: ProcessGroup, peers: Peers) -> None:
         """Other ranks reduce from now on, over these groups. Local; nothing is outstanding."""
-        self._piece_group, self._peers = piece_group, peers
+        self._piece_group = piece_group
         self._agreement.move_to(process_group, peers)
 
     def begin(self, step: Step, buckets: Sequence[Bucket]) -> Flight:
         """As `Flights.begin`; flush, as it needs the buffers. Collective when ranks agree or compare."""
         self.flush()
         if not step.backward.synchronizes:
-            return self._plain.begin(step, buckets)
+            return super().begin(step, buckets)
         defers = self._agreement.defers(buckets, step.num_steps, self._timings, step.forward_s, self._needs)
         if self._agreement.verdict:
             self._timings.decide("overlap_forward", self._agreement.verdict, self._tells)
@@ -141,11 +141,11 @@ class ForwardOverlap:
             else:
                 self.is_idle = False  # hooks note what forward needs when
             self._needs.begin()
-            return self._plain.begin(step, buckets)
+            return super().begin(step, buckets)
         self.is_idle = True
         assert self._piece_group is not None, "the wrapper is gone"
         self._flight = PieceFlight(
-            buckets, self._agreement.pieces, self._piece_group, self._peers, self._take_over
+            buckets, self._agreement.pieces, self._piece_group, self._peers, self._times(), self._take_over
         )
         return self._flight
 

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import Work, all_reduce
-from paceline.comm.device import Mark, is_accelerator
+from paceline.comm.device import Mark
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.dense_bucket import DenseBucket
-from paceline.ddp.flight import describe_bucket
+from paceline.ddp.flight import Flight, describe_bucket
 from paceline.observe import BucketTiming
 from paceline.observe.device_times import DeviceTimes
 from paceline.observe.timings import profiler_range
@@ -82,7 +82,7 @@ class TakeOver(Protocol):
         """As `Flight.hand_over`."""
 
 
-class PieceFlight:
+class PieceFlight(Flight):
     """Sends buckets in pieces: a `Flight` whose end backward need not wait for; status words travel apart.
 
     Buckets are dense; pieces, in the same order on every rank, go over a group for them alone, Gloo's. `take_over` is
@@ -90,25 +90,22 @@ class PieceFlight:
     for last. Collective: every rank launches every bucket, in any order.
     """
 
-    not_expected: frozenset[int] = frozenset()
-
     def __init__(
         self,
         buckets: Sequence[Bucket],
         pieces: Sequence[Piece],
         process_group: ProcessGroup,
         peers: Peers,
+        times: DeviceTimes | None,
         take_over: TakeOver,
     ) -> None:
+        super().__init__(peers, times)
         self._take_over = take_over
         self.buckets = list(buckets)
         self._bodies: list[Tensor | None] = [None] * len(self.buckets)
-        device = self.buckets[0].parameters[0].device
-        self._times = DeviceTimes.begin(device) if is_accelerator(device) else None
         self.arrived: Mark | None = None
         self._pieces = pieces
         self._group = process_group
-        self._peers = peers
         counts = [0] * len(self.buckets)
         for piece in pieces:
             counts[piece.bucket] += 1
@@ -119,15 +116,8 @@ class PieceFlight:
         self._landed = threading.Condition(self._lock)
         self._is_sending = False
         self._error: Exception | None = None
-        self.num_launched = 0  # buckets
 
     # ---- sending
-
-    def may_launch(self) -> bool:
-        return True
-
-    def leaves(self, bucket: Bucket) -> bool:
-        return True
 
     def launch(self, bucket: Bucket) -> None:
         """Let a collected bucket's pieces go when it is their turn. Does not wait."""
@@ -210,22 +200,8 @@ class PieceFlight:
 
     # ---- waiting
 
-    def close(self) -> Exception | None:
-        if self._times is not None:
-            self._times.end()
-        return None
-
-    def wait_for_words(self) -> bool:
-        return False
-
-    def device_times(self) -> DeviceTimes | None:
-        return self._times
-
     def hand_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> bool:
         return self._take_over(self, attach, conclude)
-
-    def unexplained(self, unused: list[int]) -> list[int]:
-        return unused
 
     def wait_for(self, bucket: Bucket, consequence: str | None = None) -> None:
         """Wait until a bucket has arrived. Raises PeerLostError if a rank died or hangs."""

@@ -22,8 +22,8 @@ from paceline.comm.collectives import backend_of
 from paceline.ddp.arguments import ONE_WRAPPER, choose_devices
 from paceline.ddp.buffers import BROADCAST_BYTES, BufferHook
 from paceline.ddp.conflicts import check_comm_hook, check_join
-from paceline.ddp.joining import Shadow
 from paceline.ddp.reducer import Reducer
+from paceline.ddp.shadow import Shadow
 from paceline.ddp.torch_compat.logging_data import Logger, logging_data
 from paceline.ddp.torch_compat.torchs_reducer import TorchsReducer, take_over_optimizers
 from paceline.errors import ConfigurationError
@@ -244,7 +244,8 @@ class TorchSurface:
             ConfigurationError: An option of this module needs batches on every rank.
         """
         check_join(self)
-        return self._steps.shadow(self, kwargs.get("divide_by_initial_world_size", True))
+        self._steps.joining.begin(kwargs.get("divide_by_initial_world_size", True))
+        return Shadow(self, self._steps)  # type: ignore[arg-type]
 
     @property
     def join_device(self) -> torch.device:

@@ -14,17 +14,25 @@ from __future__ import annotations
 import contextlib
 import select
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
+import torch.distributed as dist
+
 from paceline.elastic.line import (
+    CaughtUp,
+    Ended,
     Following,
+    Give,
     InLoop,
     Message,
     Pause,
     Ready,
+    Receive,
     Refused,
     Seat,
     Stop,
@@ -73,18 +81,34 @@ def run(arguments: LaunchArguments, hangs: HangWatch, note: Callable[[str], None
             several = stack.enter_context(connected(arguments, starter.new_store(), note))
             decider, start = several, several.meet(check)
 
-        def resized(num_ranks: int) -> None:
-            hangs.num_ranks = num_ranks if arguments.num_machines == 1 else 0
+        def followed(plan: Plan) -> None:
+            if arguments.num_machines == 1:
+                hangs.num_ranks = len(plan.members)
+            elif arguments.hang_after_s:
+                threading.Thread(target=_meet_to_watch, args=(hangs, plan), daemon=True).start()
 
-        agent = Agent(arguments, decider, starter, start, note, resized)
+        agent = Agent(arguments, decider, starter, start, note, followed)
         try:
-            while not agent.is_over:
-                agent.look()
-                check()
+            try:
+                while not agent.is_over:
+                    agent.look()
+                    check()
+            except InterruptedLaunchError:
+                raise
+            except LaunchError as error:
+                agent.save(str(error), check)
+                raise
             if arguments.num_machines > 1:
                 several.finish(check)
         finally:
             agent.end(received[0] if received else signal.SIGTERM)
+
+
+def _meet_to_watch(hangs: HangWatch, plan: Plan) -> None:
+    """Let the launchers tell each other of hangs in the store of this plan. Blocks: its host may be gone already."""
+    with contextlib.suppress(RuntimeError):
+        store = dist.TCPStore(*plan.store, is_master=False, wait_for_workers=False)
+        hangs.meet(store, f"epoch {plan.epoch}", len(plan.members))
 
 
 @contextlib.contextmanager
@@ -116,7 +140,7 @@ class EarlyEnd:
 class Agent:
     """One host's; `start` says how its ranks begin, None: the job has begun without this host.
 
-    `resized` is called with the number of ranks that train from now on.
+    `followed` is called with each plan.
     """
 
     def __init__(
@@ -126,10 +150,10 @@ class Agent:
         starter: Starter,
         start: Start | None,
         note: Callable[[str], None],
-        resized: Callable[[int], None] = lambda _: None,
+        followed: Callable[[Plan], None] = lambda _: None,
     ) -> None:
         self._arguments, self._decider, self._note = arguments, decider, note
-        self._resized = resized
+        self._followed = followed
         self._starter, self._start = starter, start
         self._stores = EpochStores(starter.host)
         self._seats = Seats(arguments.num_local_ranks)
@@ -174,6 +198,19 @@ class Agent:
         for rank in ranks:
             rank.process.bury()
 
+    def save(self, why: str, check: Callable[[], None]) -> None:
+        """Training does not go on: let the rank that is furthest make a checkpoint, if the script has asked for one."""
+        able = [rank for rank in self._seats.training if rank.saves and rank.step is not None]
+        if not able:
+            return
+        rank = max(able, key=lambda each: each.step or 0)
+        self._note(f"{rank.name} makes a checkpoint after step {rank.step}")
+        rank.process.tell(Ended(why))
+        until_s = time.monotonic() + _MISSING_RATIO * self._arguments.lost_after_s
+        while time.monotonic() < until_s and not rank.process.has_ended():
+            check()
+            time.sleep(_LOOK_S)
+
     # ---- the loop
 
     def look(self) -> None:
@@ -185,6 +222,7 @@ class Agent:
         why = self._decider.why_over(self._epoch)
         if why is not None and not self._is_stopping:
             self._stop(why)
+        self._let_in()
         self._decide()
         is_done = not self._seats.in_phase(Phase.TRAINING, Phase.LOST) and not self._dying
         if is_done and self._num_finished and (self._epoch != NOT_STARTED or not list(self._seats)):
@@ -220,9 +258,12 @@ class Agent:
             if vitals.cpu_ticks != rank.cpu_ticks:
                 rank.cpu_ticks, rank.moved_s = vitals.cpu_ticks, now_s
             still_s, limit_s = now_s - rank.moved_s, self._arguments.lost_after_s
+            stands_still = is_stopped(vitals.state) and still_s > limit_s * _STOPPED_RATIO
             if rank.phase is not Phase.TRAINING:
+                if rank.is_replaying and stands_still:  # others would wait for it
+                    rank.process.ask_to_end(signal.SIGKILL)
                 continue
-            if is_stopped(vitals.state) and still_s > limit_s * _STOPPED_RATIO:
+            if stands_still:
                 self._lose(rank, f"{rank.name} was stopped for {still_s:.1f} s")
             elif self._awaits(rank) and now_s - max(self._since_s, rank.moved_s) > limit_s:
                 self._lose(rank, f"{rank.name} did not answer for {limit_s:g} s, and did nothing")
@@ -318,6 +359,7 @@ class Agent:
 
     def _take(self, rank: Rank, message: Message) -> None:
         if isinstance(message, Ready):
+            rank.saves = message.saves
             self._let_wait(rank, message.card)
         elif isinstance(message, InLoop):
             rank.is_inside = message.inside
@@ -327,6 +369,8 @@ class Agent:
             rank.step = message.step
         elif isinstance(message, Following):
             self._failed_starts.pop(rank.local_rank, None)
+        elif isinstance(message, CaughtUp):
+            rank.is_replaying = False
 
     def _let_wait(self, rank: Rank, card: str) -> None:
         """A rank has made its model."""
@@ -340,15 +384,28 @@ class Agent:
             self._failed_starts[rank.local_rank] = _MOST_STARTS
             return
         rank.phase = Phase.WAITING
-        self._let_in(rank)
+        givers = self._seats.training
+        if givers and not self._is_stopping:
+            self._connect(givers[rank.local_rank % len(givers)], rank)
 
-    def _let_in(self, rank: Rank) -> None:
-        """Have the membership pause for a rank that waits."""
-        if self._epoch != NOT_STARTED and not self._is_stopping:
-            self._is_stopping = self._is_pausing = True
-            self._since_s = time.monotonic()
-            for member in self._seats.training:
-                member.process.tell(Pause(self._epoch, f"a replacement (pid {rank.process.pid}) comes in"))
+    def _connect(self, giver: Rank, rank: Rank) -> None:
+        """Let a rank that waits have another's state while that trains; it says when it has caught up."""
+        rank.is_replaying = True
+        ends = socket.socketpair()
+        with ends[0], ends[1]:
+            rank.process.tell(Receive(), handing=ends[0])
+            giver.process.tell(Give(self._epoch), handing=ends[1])
+
+    def _let_in(self) -> None:
+        """Have the membership pause for ranks that wait, once all of these have caught up."""
+        waiting = self._seats.in_phase(Phase.WAITING)
+        is_early = not waiting or any(rank.is_replaying for rank in waiting)
+        if is_early or self._epoch == NOT_STARTED or self._is_stopping or self._num_finished:
+            return
+        self._is_stopping = self._is_pausing = True
+        self._since_s = time.monotonic()
+        for member in self._seats.training:
+            member.process.tell(Pause(self._epoch, f"a replacement (pid {waiting[0].process.pid}) comes in"))
 
     # ---- from one membership to the next
 
@@ -445,16 +502,13 @@ class Agent:
             come = f"with {plan.num_new} that came in" if plan.num_new else ""
             who = " and ".join(filter(None, (gone, come)))
             self._note(f"{len(plan.members)} ranks go on after step {plan.step}, {who}")
-        self._resized(len(plan.members))
+        self._followed(plan)
         self._epoch, self._members = plan.epoch, plan.members
         self._is_stopping = self._is_pausing = False
         self._because = []
         for rank in self._seats.training:
             if rank.member not in numbers:
                 self._fence(rank)
-        if not self._num_finished:
-            for rank in self._seats.in_phase(Phase.WAITING):  # it came too late for this plan
-                self._let_in(rank)
 
     def _fence(self, rank: Rank) -> None:
         """Others went on without it: what it holds is old. A replacement takes their state."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 
@@ -39,8 +40,8 @@ class RankProcess:
     def vitals(self) -> Vitals:
         return self._signs.look()
 
-    def tell(self, message: Message) -> None:
-        self.line.tell(message, waits=False)
+    def tell(self, message: Message, handing: socket.socket | None = None) -> None:
+        self.line.tell(message, waits=False, handing=handing)
 
     def hear(self) -> Message | None:
         """A message that has come. None: it has closed its end, or speaks no language of ours."""

@@ -31,6 +31,8 @@ class Rank:
     rank: int = NOT_STARTED  # its number in the membership that it is, or was, in
     step: int | None = None  # steps it has completed, if it has said so since the membership ended
     is_inside: bool = False  # whether it is in its loop over steps
+    is_replaying: bool = False  # whether it receives another's state, and has not caught up
+    saves: bool = False  # whether it makes a checkpoint, if training cannot go on
     is_silent: bool = False  # whether it has closed its end of the line
     cpu_ticks: int = 0  # that it had used when it was seen to use more
     moved_s: float = field(default_factory=time.monotonic)  # when that was

@@ -28,7 +28,7 @@ from paceline.errors import ConfigurationError
 from paceline.planning import Rules
 
 _PATTERN = (False, True, True, False)  # without, with, with, without: a linear drift cancels
-_MOST_ROUNDS = 4  # of one comparison
+_MOST_ROUNDS = 6  # of one comparison
 _CLEAR = 2.0  # standard errors between what a codec saves and what it must save
 
 
@@ -64,7 +64,7 @@ class Pace:
 
     num_measured: int = 4  # timed steps before a decision
     # Timed steps of a comparison, half of them with the codec; a multiple of 4. If they vary too much to tell, it has
-    # up to three more rounds of as many.
+    # up to five more rounds of as many.
     num_tried: int = 8
     # Settled steps between two checks, at first; doubled, up to 8 times, by each that found nothing.
     check_every: int = 25

@@ -107,9 +107,10 @@ class GroupDecision:
             period_s = self._periods.medians([self.course.in_use])
             numbers = period_s + median_profile(self._profiles) + self.probe.numbers()
         elif self.plan.question is Question.PERIODS:
-            numbers = self._periods.medians(self._compared())
-            if self.course.tried is not None:
-                numbers.append(self._periods.doubt(self._compared()))
+            periods, compared = self._periods, self._compared()
+            numbers = (
+                periods.medians(compared) if self.course.tried is None else periods.comparison(*compared)
+            )
         else:
             index = -1.0 if self._loaded is None else float(self._codecs.index(self._loaded))
             numbers = [index, -index]  # their maxima are the largest, and the negative of the smallest

@@ -117,12 +117,17 @@ class Periods:
         """The median duration of each codec's steps, in seconds; 0 for one that had none."""
         return [statistics.median(self._periods_s.get(codec) or [0.0]) for codec in codecs]
 
-    def doubt(self, codecs: Sequence[str | None]) -> float:
-        """The standard error of the ratio of two codecs' medians; infinite if one of them had no steps."""
-        of_both = [self._periods_s.get(codec, []) for codec in codecs]
-        if not all(of_both):
-            return math.inf
-        return math.hypot(*map(_error_of_median, of_both))
+    def comparison(self, codec: str | None, other: str | None) -> list[float]:
+        """The duration of steps with `codec`, that with `other`, in seconds, and the standard error of their ratio.
+
+        Their ratio is the median over pairs of neighbouring steps: what other programs slow down for a while is both.
+        """
+        both = [self._periods_s.get(name, []) for name in (codec, other)]
+        ratios = [one_s / other_s for one_s, other_s in zip(*both, strict=False)]
+        if not ratios:
+            return [0.0, 0.0, math.inf]
+        other_s = statistics.median(both[1])
+        return [statistics.median(ratios) * other_s, other_s, _error_of_median(ratios)]
 
     def clear(self) -> None:
         self._periods_s = {}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,7 +17,7 @@ from torch.nn import Parameter
 from paceline.comm import SERVERS, TOKEN
 from paceline.comm.collectives import C10dWork, launch_session_name, timeout_of
 from paceline.comm.device import host_memory, to_device, to_host
-from paceline.comm.lane import Lane, LaneWork
+from paceline.comm.lane import HandedOn, Lane, LaneWork
 from paceline.comm.rendezvous import Rendezvous
 from paceline.errors import ConfigurationError
 from paceline.process_group.connections import store_of_job
@@ -89,17 +87,32 @@ class ServerConnections:
         self._lane.launch(work, at_once=False)
         return C10dWork(work)
 
-    def launch(self, message: Message, answer: Tensor, before: Callable[[], None] | None = None) -> Pushed:
+    def launch(self, message: Message, answer: Tensor, before: Callable[[], None] | None = None) -> HandedOn:
         """Start pushing a bucket and pulling what comes of it. Collective; does not block.
 
         The body stays as it is until `answer`, which may be the body, holds the servers' answers. `before` runs on the
         lane first.
         """
-        pushed = Pushed(message, answer)
-        pushed.start(self, before)
-        return pushed
+        body = message.body
+        on_host = answer
 
-    def push(self, message: Message, body: Tensor, answer: Tensor) -> ResponseFuture:
+        def begin() -> ResponseFuture:
+            nonlocal on_host
+            self._open()
+            if before is not None:
+                before()
+            sent = body.detach()
+            if not body.is_cpu:
+                sent, on_host = to_host(sent), host_memory(body)
+            return self._push(message, sent, on_host)
+
+        def finish() -> None:
+            if on_host is not answer:
+                to_device(answer, on_host)
+
+        return HandedOn(self._lane, begin, [body], "parameter_servers", finish)
+
+    def _push(self, message: Message, body: Tensor, answer: Tensor) -> ResponseFuture:
         """Hand a bucket in the host's memory to the link. On the lane."""
         pieces = self.cutting.pieces_of(message)
         answers = ResponseFuture(len(pieces))
@@ -140,63 +153,6 @@ def of_all_launchers(store: dist.Store, rank: int, size: int, timeout: timedelta
             "`paceline explain has no servers` says more."
         )
     return found
-
-
-class Pushed:
-    """The handle of a bucket: first it is handed to the link, on the lane; then answered."""
-
-    def __init__(self, message: Message, answer: Tensor) -> None:
-        self._message = message
-        self._answer = answer
-        self._on_host = answer
-        self._answers: ResponseFuture | None = None
-        self._work: C10dWork | None = None
-        self._lock = threading.Lock()
-        self._is_finished = False
-
-    def start(self, connection: ServerConnections, before: Callable[[], None] | None) -> None:
-        """Launch it on the lane."""
-        body = self._message.body
-
-        def perform() -> None:
-            connection._open()
-            if before is not None:
-                before()
-            sent = body.detach()
-            if not body.is_cpu:
-                sent = to_host(sent)
-                self._on_host = host_memory(body)
-            self._answers = connection.push(self._message, sent, self._on_host)
-
-        work = LaneWork(perform, [body], "parameter_servers")
-        connection._lane.launch(work, at_once=False)
-        self._work = C10dWork(work)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """As `Work.wait`."""
-        assert self._work is not None, "it was started"
-        until_s = None if timeout_s is None else time.perf_counter() + timeout_s
-        if not self._work.wait(timeout_s):
-            return False
-        assert self._answers is not None, "the lane's work is done"
-        left_s = None if until_s is None else max(1e-3, until_s - time.perf_counter())
-        if not self._answers.wait(left_s):
-            return False
-        with self._lock:
-            if not self._is_finished and self._on_host is not self._answer:
-                to_device(self._answer, self._on_host)
-            self._is_finished = True
-        return True
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        """As `Work.on_done`."""
-
-        def when_launched() -> None:
-            if self._answers is not None:
-                self._answers.on_done(callback)
-
-        assert self._work is not None, "it was started"
-        self._work.on_done(when_launched)
 
 
 def ask_all(link: Link, frame_of: Callable[[int], Frame]) -> list[Any]:

@@ -28,6 +28,7 @@ from paceline.reductions.parameter_servers.server_connections import ServerConne
 from paceline.reductions.reduction import Message
 from paceline.servers.link import PATIENCE_S
 from paceline.servers.response_future import ResponseFuture
+from paceline.servers.stepping import described_state, read_state
 from paceline.servers.wire import Frame, Kind, pack, pack_state, unpack_state
 
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})  # state of a parameter, not of its elements
@@ -207,8 +208,7 @@ class Stepped:
         connection.run(perform).wait()
         by_key: dict[int, dict[str, Any]] = {}
         for body in found:
-            head, rest = unpack_state(body)
-            _read_state(head, rest, by_key)
+            by_key |= read_state(*unpack_state(body))
         keys_of = connection.cutting.keys_of
         indices = self._indices()
         state = {
@@ -231,20 +231,17 @@ class Stepped:
             return
         indices = self._indices()
         heads: list[list[list[Any]]] = [[] for _ in range(connection.link.num_servers)]
-        chunks: list[list[memoryview]] = [[] for _ in heads]
+        chunks: list[list[Any]] = [[] for _ in heads]
         for key in connection.cutting.keys:
-            parameter = self._parameters[key.parameter]
-            described: dict[str, Any] = {}
-            for name, item in state.get(indices[id(parameter)], {}).items():
-                if isinstance(item, Tensor):
-                    part = item if name in SCALARS else flat_of(item)[key.start : key.stop]
-                    described[name] = [str(part.dtype), list(part.shape)]
-                    chunks[key.server].append(_bytes(part.detach().cpu()))
-                else:
-                    described[name] = item
+            own = dict(state.get(indices[id(self._parameters[key.parameter])], {}))
+            for name, item in own.items():
+                if isinstance(item, Tensor) and name not in SCALARS:
+                    own[name] = flat_of(item)[key.start : key.stop]
+            described, parts = described_state(own)
             heads[key.server].append([key.number, described])
-        for server, (head, parts) in enumerate(zip(heads, chunks, strict=True)):
-            body = pack_state({"keys": head}) + b"".join(parts)
+            chunks[key.server] += parts
+        for server, (head, data) in enumerate(zip(heads, chunks, strict=True)):
+            body = pack_state({"keys": head}) + b"".join(data)
             connection.link.ask(server, Frame(Kind.LOAD, body=(body,)))
 
     def _indices(self) -> dict[int, int]:
@@ -270,21 +267,6 @@ def _joined(parts: Sequence[Mapping[str, Any]], parameter: Tensor) -> dict[str, 
         whole.as_strided((whole.numel(),), (1,)).copy_(torch.cat([part[name] for part in parts]))
         joined[name] = whole
     return joined
-
-
-def _read_state(head: Mapping[str, Any], rest: memoryview, by_key: dict[int, dict[str, Any]]) -> None:
-    place = 0
-    for number, described in head["keys"]:
-        own = by_key.setdefault(number, {})
-        for name, item in described.items():
-            if not isinstance(item, list):
-                own[name] = item
-                continue
-            dtype: torch.dtype = getattr(torch, item[0].removeprefix("torch."))
-            num_bytes = dtype.itemsize * torch.Size(item[1]).numel()
-            part = bytearray(rest[place : place + num_bytes])
-            own[name] = torch.frombuffer(part, dtype=dtype).view(item[1])
-            place += num_bytes
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -10,6 +10,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <cstring>
+#include <set>
 #include <unordered_map>
 
 namespace late {
@@ -26,7 +27,7 @@ c10::DispatchKeySet above_kernels() {
 at::Tensor host_alias(const at::Tensor& t) {
   OnlyKernels only;
   void* data = nullptr;
-  if (t.numel()) data = static_cast<char*>(t.storage().mutable_data()) + t.storage_offset() * t.element_size();
+  if (t.numel()) data = opened(t.storage().data()) + t.storage_offset() * t.element_size();
   auto options = at::TensorOptions().dtype(t.scalar_type()).device(c10::kCPU);
   auto alias = at::from_blob(data, t.sizes(), t.strides(), options);
   auto* impl = alias.unsafeGetTensorImpl();
@@ -69,7 +70,7 @@ void resize_bytes(const c10::Storage& storage, size_t num_bytes) {
     auto* to = static_cast<char*>(fresh.get());
     auto* from = static_cast<const char*>(storage.data());
     Runtime::get().push(
-        current_stream(storage.device()), "resize", [to, from, kept] { std::memcpy(to, from, kept); },
+        current_stream(storage.device()), "resize", [to, from, kept] { std::memcpy(opened(to), opened(from), kept); },
         {{from, from + kept, false, block_of(from)}, {to, to + kept, true, to}});
   }
   impl->set_data_ptr_noswap(std::move(fresh));
@@ -250,6 +251,13 @@ class Call {
     return alias && alias->isWrite();
   }
 
+  // As on other devices: an operator takes tensors of one device, and of the host numbers, and what it uses there.
+  void check_device(const at::Tensor& t, const std::string& argument) const {
+    static const std::set<std::string> of_the_host{"indices", "lengths", "batch_sizes", "input_lengths", "target_lengths"};
+    if (t.device() == device_ || (t.is_cpu() && (t.dim() == 0 || of_the_host.count(argument)))) return;
+    TORCH_CHECK(false, "late: ", name(), " got tensors on ", device_, " and on ", t.device(), " (", argument, ")");
+  }
+
   // The device of the first tensor that is on one of ours, or the one that is asked for.
   void find_place() {
     std::optional<c10::Device> device;
@@ -266,6 +274,8 @@ class Call {
       }
     }
     device_ = device.value_or(c10::Device(kLate, static_cast<c10::DeviceIndex>(current_device)));
+    for (size_t i = 0; i < num_args_; ++i)
+      each_tensor(args_[i], [&](const at::Tensor& t) { check_device(t, schema_.arguments()[i].name()); });
   }
 
   // What only writes to tensors that have their shape needs none. Its task checks that this was right.

@@ -2,10 +2,13 @@
 
 #include <sys/mman.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <csignal>
 #include <cstring>
+#include <sstream>
 
 namespace late {
 
@@ -45,6 +48,57 @@ const char* block_of(const char* address) {
 
 // ---- device memory
 
+namespace {
+
+// The pages of all devices, mapped twice. Addresses are given out once; blocks are used again, and never given back.
+class Arena {
+ public:
+  static Arena& get() {
+    static auto* arena = new Arena();
+    return *arena;
+  }
+
+  char* take(size_t size) {
+    const size_t begin = used_.fetch_add(size);
+    TORCH_CHECK(begin + size <= kSize, "late: device memory has ", kSize >> 30, " GiB, and they are used up");
+    return closed_ + begin;
+  }
+  bool holds(const void* address) const {
+    return address >= closed_ && address < closed_ + kSize;
+  }
+  char* opened(const void* address) const { return open_ + (static_cast<const char*>(address) - closed_); }
+  bool is_forked() const { return getpid() != owner_; }
+
+ private:
+  static constexpr size_t kSize = size_t{64} << 30;  // of addresses: pages are the host's once they are written to
+
+  Arena() {
+    const int file = memfd_create("late", MFD_CLOEXEC);
+    TORCH_CHECK(file >= 0 && ftruncate(file, kSize) == 0, "late: the host has no file in memory: ", strerror(errno));
+    closed_ = map(file, PROT_NONE);
+    open_ = map(file, PROT_READ | PROT_WRITE);
+    ::close(file);
+  }
+  static char* map(int file, int access) {
+    void* data = mmap(nullptr, kSize, access, MAP_SHARED | MAP_NORESERVE, file, 0);
+    TORCH_CHECK(data != MAP_FAILED, "late: the host has no ", kSize >> 30, " GiB of addresses: ", strerror(errno));
+    madvise(data, kSize, MADV_DONTFORK);
+    return static_cast<char*>(data);
+  }
+
+  const pid_t owner_ = getpid();
+  char* closed_;
+  char* open_;
+  std::atomic<size_t> used_{0};
+};
+
+}  // namespace
+
+char* opened(const void* address) {
+  auto& arena = Arena::get();
+  return arena.holds(address) ? arena.opened(address) : const_cast<char*>(static_cast<const char*>(address));
+}
+
 DeviceMemory& DeviceMemory::get() {
   static auto* memory = new DeviceMemory();
   return *memory;
@@ -69,10 +123,8 @@ Block* DeviceMemory::take(int stream, size_t size) {
     free.pop_back();
     return block;
   }
-  void* data = nullptr;
-  TORCH_CHECK(posix_memalign(&data, kGranule, size) == 0, "late: the host has no ", size, " bytes for device memory");
-  std::memset(data, kNan, size);
-  auto* block = new Block{static_cast<char*>(data), size, stream, {}, {}};
+  auto* block = new Block{Arena::get().take(size), size, stream, {}, {}};
+  std::memset(opened(block->data), kNan, size);
   blocks_[block->data] = block;
   return block;
 }
@@ -102,10 +154,12 @@ void DeviceMemory::free(void* context) {
 }
 
 void DeviceMemory::give_back(Block* block) {
+  if (Arena::get().is_forked()) return;
   char* data = block->data;
   const size_t size = block->size;
   Runtime::get().push_quietly(
-      block->stream, "free", [data, size] { std::memset(data, kNan, size); }, {{data, data + size, true, data}});
+      block->stream, "free", [data, size] { std::memset(opened(data), kNan, size); },
+      {{data, data + size, true, data}});
   std::lock_guard<std::mutex> lock(mutex_);
   free_[{block->stream, size}].push_back(block);
 }
@@ -140,6 +194,17 @@ const char* DeviceMemory::block_of(const char* address) {
   if (it == blocks_.begin()) return nullptr;
   --it;
   return address < it->first + it->second->size ? it->first : nullptr;
+}
+
+void DeviceMemory::report_touched(const char* address, bool writes) {
+  if (!Arena::get().holds(address)) return;
+  const char* begin = block_of(address);
+  std::ostringstream text;
+  text << "late: the host " << (writes ? "writes" : "reads") << " device memory";
+  if (begin) text << ", byte " << address - begin << " of a block of " << blocks_.at(begin)->size;
+  text << ". A copy to the host is what it may use.\n" << Site::here("", true).stack->c_str() << "\n";
+  const std::string words = text.str();
+  if (write(STDERR_FILENO, words.data(), words.size()) < 0) return;
 }
 
 c10::CachingDeviceAllocator::DeviceStats DeviceMemory::getDeviceStats(c10::DeviceIndex device) {
@@ -287,8 +352,10 @@ bool was_writing(const void* context) {
 
 // It is raised by the very instruction that touches the memory, so that no lock of ours or of malloc is held.
 void on_fault(int, siginfo_t* info, void* context) {
-  if (PinnedMemory::get().was_closed(static_cast<const char*>(info->si_addr), was_writing(context))) return;
-  sigaction(SIGSEGV, &previous, nullptr);  // not ours: the access is repeated, and whoever was before us handles it
+  const auto* address = static_cast<const char*>(info->si_addr);
+  if (PinnedMemory::get().was_closed(address, was_writing(context))) return;
+  DeviceMemory::get().report_touched(address, was_writing(context));
+  sigaction(SIGSEGV, &previous, nullptr);  // the access is repeated, and whoever was before us handles it
 }
 
 }  // namespace

@@ -4,7 +4,9 @@
 // 1. A freed block is filled with NaN by a task of its stream, and handed out again at once on the same stream.
 // 2. A block that other streams use (`record_stream`) is handed out again once these have done what was queued on them
 //    when it was freed; nobody waits for that.
-// 3. Page-locked memory that a copy is using is closed to the host (to writing, if the device only reads it) until the
+// 3. Device memory is closed to the host: a pointer into it faults, as it does on other devices, and the fault says what
+//    was touched. Tasks see the same pages at other addresses (`opened`). A forked process has neither.
+// 4. Page-locked memory that a copy is using is closed to the host (to writing, if the device only reads it) until the
 //    host has waited for that copy, if races are checked. An access to it is reported as a race, and then performed.
 #pragma once
 
@@ -26,8 +28,11 @@ void set_current_stream(int device, int stream);
 int stream_index(const c10::Stream& stream);
 c10::Stream to_stream(int index, int device);
 
+// Where tasks see what lies at an address of the device; other addresses are themselves.
+char* opened(const void* address);
+
 struct Block {
-  char* data;
+  char* data;  // closed
   size_t size;
   int stream;
   std::set<int> used_by;  // other streams, told by record_stream
@@ -41,9 +46,13 @@ class DeviceMemory final : public c10::DeviceAllocator {
   c10::DataPtr allocate(size_t num_bytes) override;
   void recordStream(const c10::DataPtr& ptr, c10::Stream stream) override;
   const char* block_of(const char* address);
+  // From a signal's handler: write to stderr what was touched, if it was ours.
+  void report_touched(const char* address, bool writes);
 
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
-  void copy_data(void* to, const void* from, std::size_t size) const override { default_copy_data(to, from, size); }
+  void copy_data(void* to, const void* from, std::size_t size) const override {
+    default_copy_data(opened(to), opened(from), size);
+  }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override;

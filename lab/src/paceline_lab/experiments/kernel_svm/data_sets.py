@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+from scipy.sparse.linalg import norm
 from sklearn.datasets import load_digits, make_classification
 
 from paceline.errors import ConfigurationError
@@ -37,8 +38,8 @@ KEEL = (
 IMAGES = ("mnist5k", "fashion")
 UNSCALED = (*IMAGES, "celeba", "adult")
 HELP = (
-    "digits, synthetic-NxD, hard-NxD (15 % of labels wrong), mnist5k, fashion, celeba, adult (sparse) or KEEL's: add "
-    ":bin for two classes, :16000 for as many rows"
+    "digits, synthetic-NxD, hard-NxD (15 % of labels wrong), far-NxD (classes apart), words-NxD (sparse), mnist5k, "
+    "fashion, celeba, adult (sparse) or KEEL's: add :bin for two classes, :16000 for as many rows"
 )
 
 
@@ -67,6 +68,8 @@ def load(name: str, folder: Path | None) -> Split:
             num = int(option) * 5 // 4
             X, y = X[:num], y[:num]
     num_train = len(y) * 4 // 5
+    if sp.issparse(X):  # rows of length one
+        return Split(X[:num_train], y[:num_train], X[num_train:], y[num_train:], 1.0, 1.0)
     if base not in UNSCALED:
         mean, deviation = X[:num_train].mean(axis=0), X[:num_train].std(axis=0)
         X = (X - mean) / np.where(deviation > 0, deviation, 1.0)
@@ -76,7 +79,7 @@ def load(name: str, folder: Path | None) -> Split:
     return Split(rows[:num_train], y[:num_train], rows[num_train:], y[num_train:], cost, gamma)
 
 
-def _read(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
+def _read(name: str, folder: Path | None) -> tuple[Any, np.ndarray]:
     if name == "digits":
         digits: tuple[np.ndarray, np.ndarray] = load_digits(return_X_y=True)
         return digits
@@ -92,6 +95,15 @@ def _read(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
             num, width, n_informative=width // 2, n_redundant=width // 4, flip_y=0.3, random_state=0
         )
         return hard
+    if name.startswith(
+        "far-"
+    ):  # unit normals around (a, a, ...) and (-a, -a, ...), a = 3 / sqrt(D): few support vectors
+        num, width = map(int, name.split("-")[1].split("x"))
+        random = np.random.default_rng(0)
+        y = random.integers(0, 2, num)
+        return random.standard_normal((num, width)) + np.where(y, 1, -1)[:, None] * 3 / width**0.5, y
+    if name.startswith("words-"):
+        return _documents(*map(int, name.split("-")[1].split("x")))
     if folder is None or name not in (*KEEL, *UNSCALED):
         raise ConfigurationError(f"no data set {name}: {HELP}; real ones need --folder.")
     if name == "mnist5k":
@@ -124,6 +136,21 @@ def _read(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
     ]
     labels = np.unique([row[-1] for row in cells], return_inverse=True)[1]
     return np.array([row[:-1] for row in cells], float), labels
+
+
+def _documents(num: int, width: int) -> tuple[sp.csr_matrix, np.ndarray]:
+    """Documents of some sixty words by Zipf's law, a tenth of them of a topic, two topics; rows of length one."""
+    random = np.random.default_rng(0)
+    y = random.integers(0, 2, num)
+    lengths = random.poisson(60, num) + 5
+    rows = np.repeat(np.arange(num), lengths)
+    chances = 1.0 / np.arange(1, width + 1)
+    drawn = random.choice(width, len(rows), p=chances / chances.sum())
+    is_topical = random.random(len(rows)) < 0.1
+    drawn[is_topical] = random.integers(0, width // 20, is_topical.sum()) * 2 + y[rows[is_topical]]
+    counts = sp.csr_matrix((np.ones(len(rows)), (rows, drawn)), (num, width))
+    counts.data = np.log1p(counts.data) * np.log(num / np.maximum(1, counts.getnnz(axis=0)))[counts.indices]
+    return sp.csr_matrix(sp.diags(1 / norm(counts, axis=1)) @ counts), y
 
 
 def _in_wheel(folder: Path, package: str, part: str) -> bytes:

@@ -11,6 +11,7 @@ four in a process, and the first fit counts.
 """
 
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from paceline_lab.experiments.kernel_svm.fitting import CLOCKS, NO_CACHE_MEGABYT
 from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, PartsFolder, Quick, ReportFolder, Rounds
 from paceline_lab.experiments.runner import conclude, measured
 from paceline_lab.report.publication import Report
+from paceline_svm.shrinking import ShrunkSamples
 
 HEURISTICS = (
     "none",
@@ -62,6 +64,29 @@ class Cost:
     num_kernel_values: int
     num_steps: int
     num_reconstructions: int
+    reconstruction_s: tuple[float, ...] = ()
+    num_reconstruction_values: int = 0
+
+
+class _Reconstructions:
+    """Times every reconstruction of gradients, and counts its kernel values, since it was last asked."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._took_s, self._num_values = 0.0, 0
+        unshrink = ShrunkSamples.unshrink
+
+        def timed(shrunk: ShrunkSamples, *arguments: Any) -> Any:
+            started_s, before = now_s(), shrunk.num_kernel_values
+            found = unshrink(shrunk, *arguments)
+            self._took_s += now_s() - started_s
+            self._num_values += shrunk.num_kernel_values - before
+            return found
+
+        ShrunkSamples.unshrink = timed  # type: ignore[method-assign]
+
+    def take(self) -> tuple[float, int]:
+        found, self._took_s, self._num_values = (self._took_s, self._num_values), 0.0, 0
+        return found
 
 
 def measure(config: Config, tell: TellProgress) -> dict[str, Cost]:
@@ -73,27 +98,32 @@ def measure(config: Config, tell: TellProgress) -> dict[str, Cost]:
     settings: dict[str, Any] = {"C": split.cost, "gamma": split.gamma, "tol": TOL, "cache_size": size}
     models = {name: SVC(**settings, shrinking=name) for name in config.heuristics}
     times: dict[str, list[float]] = {name: [] for name in config.heuristics}
+    reconstructions, of_fits = _Reconstructions(now_s), {name: [] for name in config.heuristics}
     for turn in range(config.num_rounds + 1):
         for name in config.heuristics[:: 1 if turn % 2 else -1]:
             started_s = now_s()
             models[name].fit(split.X, split.y)
             times[name].append(now_s() - started_s)
+            of_fits[name].append(reconstructions.take())
         tell((turn + 1) / (config.num_rounds + 1))
-    return {name: _cost(model, times[name][1:] or times[name]) for name, model in models.items()}
+    first = int(config.num_rounds > 0)
+    return {name: _cost(model, times[name][first:], of_fits[name][first:]) for name, model in models.items()}
 
 
-def _cost(model: Any, times_s: list[float]) -> Cost:
-    of = model.counters_[0]
-    return Cost(times_s, float(model.objective_[0]), of.num_kernel_values, of.num_steps, of.num_unshrinks)
+def _cost(model: Any, times_s: list[float], reconstructions: list[tuple[float, int]]) -> Cost:
+    of, (took_s, num_values) = model.counters_[0], zip(*reconstructions, strict=True)
+    counted = (of.num_kernel_values, of.num_steps, of.num_unshrinks)
+    return Cost(times_s, float(model.objective_[0]), *counted, took_s, num_values[-1])
 
 
 def _costs_of(config: Config, parts: Path | None) -> dict[str, dict[str, Cost]]:
     """Costs of one set by cache and heuristic, all at the same optimum."""
+    heuristics = config.heuristics
     found: dict[str, dict[str, Cost]] = {}
     for cache in CACHES:
         found[cache] = {}
-        num = len(HEURISTICS) if config.num_rounds else _AT_ONCE
-        for some in (HEURISTICS[k : k + num] for k in range(0, len(HEURISTICS), num)):
+        num = len(heuristics) if config.num_rounds else _AT_ONCE
+        for some in (heuristics[k : k + num] for k in range(0, len(heuristics), num)):
             part = replace(config, cache=cache, heuristics=some)
             run = partial(LoopbackRanks(1).run, measure, part, f"elimination, {config.data}, {cache}")
             found[cache] |= measured(parts, part, run)[0]
@@ -105,12 +135,18 @@ def _costs_of(config: Config, parts: Path | None) -> dict[str, dict[str, Cost]]:
 
 
 def _ratios(costs: dict[str, Cost]) -> dict[str, dict[str, float]]:
-    """Over `none`, by what is counted and heuristic."""
+    """Over `none`, by what is counted and heuristic; of reconstructions: the part of the fit's own."""
     seconds = {name: statistics.median(cost.times_s) for name, cost in costs.items()}
     values = {name: cost.num_kernel_values for name, cost in costs.items()}
     return {
         "time": {name: found / seconds["none"] for name, found in seconds.items()},
         "kernel values": {name: found / values["none"] for name, found in values.items()},
+        "reconstruction's time": {
+            name: statistics.median(cost.reconstruction_s) / seconds[name] for name, cost in costs.items()
+        },
+        "reconstruction's kernel values": {
+            name: cost.num_reconstruction_values / values[name] for name, cost in costs.items()
+        },
     }
 
 
@@ -122,6 +158,9 @@ def main(
         Path | None, typer.Option(help="Folder of the real data sets, see kernel_svm/data_sets.py.")
     ] = None,
     once: Annotated[str, typer.Option(help="Further heuristics that take minutes, comma-separated.")] = "",
+    heuristics: Annotated[
+        str, typer.Option(help="Which to compare with `none`, comma-separated; all if left out.")
+    ] = "",
     name: Annotated[str, typer.Option(help="Name of the result's files.")] = "svm-elimination",
     rounds: Rounds = 2,
     clock: Clock = "wall",
@@ -134,12 +173,13 @@ def main(
     names, rounds = (["synthetic-4000x8"], 1) if quick else (data.split(","), rounds)
     where = str(folder.absolute()) if folder else None
     turns = dict.fromkeys(names, rounds) | dict.fromkeys(once.split(",") if once else [], 0)
+    chosen = ("none", *heuristics.split(",")) if heuristics else HEURISTICS
+    config = Config(",".join(turns), where, rounds, clock, heuristics=chosen)
     costs = {
-        data_set: _costs_of(Config(data_set, where, turn, clock), parts) for data_set, turn in turns.items()
+        data_set: _costs_of(replace(config, data=data_set, num_rounds=turn), parts)
+        for data_set, turn in turns.items()
     }
-    result = report(
-        costs, Config(",".join(turns), where, rounds, clock), f"{name}{'-quick' if quick else ''}"
-    )
+    result = report(costs, config, f"{name}{'-quick' if quick else ''}")
     conclude(result, report_folder, as_json)
 
 
@@ -149,16 +189,19 @@ def report(costs: dict[str, dict[str, dict[str, Cost]]], config: Config, name: s
     summaries: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     for cache in CACHES:
         ratios = {name: _ratios(of_caches[cache]) for name, of_caches in costs.items()}
-        for what in ("time", "kernel values"):
+        for what in next(iter(ratios.values())):
             of_sets = {name: found[what] for name, found in ratios.items()}
-            means = {x: statistics.geometric_mean(of[x] for of in of_sets.values()) for x in HEURISTICS}
-            summaries.setdefault(cache, {})[what] = of_sets | {"geometric mean": means}
+            mean = statistics.mean if what.startswith("rec") else statistics.geometric_mean
+            means = {x: mean(of[x] for of in of_sets.values()) for x in config.heuristics}
+            summaries.setdefault(cache, {})[what] = of_sets | {
+                "mean" if what.startswith("rec") else "geometric mean": means
+            }
             for data_set, of in summaries[cache][what].items():
-                rows.append((cache, data_set, what, *(f"{of[x]:.2f}" for x in HEURISTICS[1:])))
+                rows.append((cache, data_set, what, *(f"{of[x]:.2f}" for x in config.heuristics[1:])))
     return Report(
         name=name,
         question="What does a fit cost with each shrinking heuristic, over none?",
-        columns=("cache", "data", "ratio of", *HEURISTICS[1:]),
+        columns=("cache", "data", "ratio of", *config.heuristics[1:]),
         rows=tuple(rows),
         verdicts=(),
         notes=(f"one process, one thread, {config.clock} clock; below 1 is cheaper than without shrinking",),

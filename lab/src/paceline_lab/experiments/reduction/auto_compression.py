@@ -29,7 +29,7 @@ from paceline.errors import ConfigurationError
 from paceline.quantities import show_rate, show_seconds
 from paceline.reductions.auto import Auto
 from paceline_lab.bench.layer_profile import default_profile
-from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator, turns
+from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator, BenchmarkError, turns
 from paceline_lab.bench.provenance import collect
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import ClusterRanks, LoopbackRanks, gather
@@ -55,7 +55,7 @@ NAME = "auto-compression"
 AUTO, AUTO_ANY = "auto", "auto-any"
 UNLIMITED, LOOPBACK = "unlimited", "loopback"
 WARM_UP_STEPS = 3
-MOST_STEPS = 40  # in which auto has to decide
+MOST_STEPS = 150  # in which auto must have decided: two comparisons of six rounds take 126
 TARGET_REGRET, TARGET_OVERHEAD = 1.05, 1.02
 
 
@@ -161,11 +161,12 @@ def _trainee(name: str, workload: TimedWorkload, autos: dict[str, Auto]) -> Trai
 
 
 def _decide(trainee: Trainee, auto: Auto, times: StepTimes) -> None:
-    """Train until auto has settled."""
+    """Train until auto has settled: what it would have chosen cannot be graded before."""
     for _ in range(MOST_STEPS):
         trainee.step(times)
         if auto.report()["phase"] == "settled":
             return
+    raise BenchmarkError(f"auto has not settled after {MOST_STEPS} steps: {auto.report()['history']}")
 
 
 @dataclass(frozen=True)

@@ -10,29 +10,29 @@ that a study that is stopped has graded every cause equally often.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from paceline.errors import ConfigurationError
 from paceline_lab.bench.provenance import collect
 from paceline_lab.bench.ranks import LoopbackRanks
 from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, Quick, ReportFolder, StoreFile
 from paceline_lab.experiments.runner import conclude, keeping
-from paceline_lab.experiments.slow_ranks.grading import (
-    COLUMNS,
-    Grade,
-    Row,
-    from_samples,
-    grade,
-    rows_of,
-)
+from paceline_lab.experiments.slow_ranks.grading import COLUMNS, Grade, Row, grades_of, rows_of
 from paceline_lab.experiments.slow_ranks.injected_training import Training, train_cases
 from paceline_lab.experiments.slow_ranks.injections import CAUSES, Case
-from paceline_lab.experiments.slow_ranks.links import LINK_CAUSES, grade_links, is_possible
+from paceline_lab.experiments.slow_ranks.links import (
+    CLEAN_LINKS,
+    LINK_CAUSES,
+    is_possible,
+    links_of,
+    record_link,
+)
+from paceline_lab.experiments.slow_ranks.records import stored
 from paceline_lab.report.figures import draw_figure
 from paceline_lab.report.look import OURS
 from paceline_lab.report.panels import Bar, Bars
@@ -51,70 +51,69 @@ class Config:
         seeds: Of every cause and strength.
         clean: Runs without any injection.
         links: Whether on emulated hosts as well.
+        causes: Only these; empty: all.
     """
 
     seeds: int
     clean: int
     links: bool
+    causes: tuple[str, ...] = ()
+
+    def cases_of(self, seed: int) -> list[Case]:
+        """What one seed asks of this machine's ranks."""
+        causes = {name: of for name, of in CAUSES.items() if name != "clean" and self._asks(name)}
+        found = [Case(name, strength, seed) for name, of in causes.items() for strength in of.strengths]
+        each = -(-self.clean // self.seeds)
+        return found + [Case("clean", 0, x) for x in range(seed * each, min(self.clean, (seed + 1) * each))]
+
+    def links_of(self, seed: int) -> list[Case]:
+        """What it asks of emulated hosts."""
+        return (
+            [x for x in links_of(seed) if x.cause == CLEAN_LINKS or self._asks(x.cause)] if self.links else []
+        )
+
+    def _asks(self, cause: str) -> bool:
+        return not self.causes or cause in self.causes
 
 
 def main(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of every cause and strength.")] = 20,
     clean: Annotated[int, typer.Option(min=0, help="Runs without an injection, in all.")] = 100,
     links: Annotated[bool, typer.Option(help="Grade links on emulated hosts as well, as root.")] = True,
-    keep: Annotated[
-        Path | None,
-        typer.Option(help="Keep what was recorded of each run in this folder.", show_default=False),
+    cause: Annotated[
+        list[str] | None, typer.Option(help="Only this cause; may be given again.", show_default="all")
     ] = None,
     quick: Quick = False,
     store: StoreFile = None,
     report: ReportFolder = REPORT_FOLDER,
     as_json: AsJson = False,
 ) -> None:
-    """Grade the doctor."""
-    config = Config(1, 1, links=False) if quick else Config(seeds, clean, links=links and is_possible())
-    file = store or report / f"{NAME}.jsonl"
+    """Grade the doctor. What ranks recorded is stored run by run, and graded anew each time: also by later rules."""
+    if unknown := set(cause or ()) - {*CAUSES, *LINK_CAUSES}:
+        raise ConfigurationError(
+            f"no cause is called {min(unknown)!r}; these are: {', '.join({**CAUSES, **LINK_CAUSES})}."
+        )
+    config = Config(seeds, clean, links and is_possible(), tuple(cause or ()))
+    if quick:
+        config = Config(1, 1, links=False, causes=("forward",))
+    file = (store or report / f"{NAME}.jsonl").absolute()
+    file.parent.mkdir(parents=True, exist_ok=True)
     with keeping(file):
         for seed in range(config.seeds):
-            _grade_missing(file, _cases(seed, config, quick=quick), keep)
-            if config.links:
-                _store(file, grade_links(seed, _known(file)))
-    grades = _stored(file)
-    conclude(_report(grades, config), report, as_json, draw)
+            _run_missing(file, config.cases_of(seed), config.links_of(seed))
+    recorded = stored(file)
+    conclude(_report(grades_of(recorded), config), report, as_json, draw)
 
 
-def _cases(seed: int, config: Config, *, quick: bool) -> list[Case]:
-    causes = {name: of for name, of in CAUSES.items() if name != "clean"}
-    found = [Case(name, strength, seed) for name, of in causes.items() for strength in of.strengths]
-    if quick:
-        found = [Case("forward", 100, 0)]
-    each = -(-config.clean // config.seeds)
-    return found + [Case("clean", 0, x) for x in range(seed * each, min(config.clean, (seed + 1) * each))]
-
-
-def _grade_missing(file: Path, cases: list[Case], keep: Path | None) -> None:
-    known = _known(file)
-    missing = [case for case in cases if (case.cause, case.strength, case.seed) not in known]
+def _run_missing(file: Path, cases: list[Case], links: list[Case]) -> None:
+    known = stored(file)
+    missing = tuple(case for case in cases if case not in known)
     if missing:
-        training = Training(tuple(missing), keep)
-        found = LoopbackRanks(_NUM_RANKS).run(train_cases, training, f"{len(missing)} slow ranks")[0]
-        _store(file, map(grade, found))
-
-
-def _store(file: Path, grades: Iterator[Grade] | map[Grade]) -> None:
-    for found in grades:
-        with file.open("a") as lines:
-            lines.write(json.dumps(asdict(found)) + "\n")
-
-
-def _stored(file: Path) -> list[Grade]:
-    if not file.exists():
-        return []
-    return from_samples(json.loads(line) for line in file.read_text().splitlines())
-
-
-def _known(file: Path) -> set[tuple[str, float, int]]:
-    return {(x.cause, x.strength, x.seed) for x in _stored(file)}
+        title = f"{len(missing)} slow ranks"
+        LoopbackRanks(_NUM_RANKS).run(train_cases, Training(missing, file), title)
+    for case in links:
+        if case not in known:
+            record_link(case, file)
 
 
 def _units() -> dict[str, str]:

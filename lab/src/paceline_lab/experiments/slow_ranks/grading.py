@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import fmean, median_high
 
-from paceline_lab.experiments.slow_ranks.injected_training import Graded
+from paceline.diagnosis import Finding, diagnose
+from paceline.diagnosis.step_table import table_of
+from paceline.observe.run_reading import Run
+from paceline_lab.experiments.slow_ranks.injections import Case
+from paceline_lab.experiments.slow_ranks.links import CLEAN_LINKS, LINK_CAUSES
+from paceline_lab.experiments.slow_ranks.records import BEFORE, REPAIRED, SLOW, Recorded
 
 LEAST_EFFECT = 0.05  # of the repaired step
 _CLOSE = 0.05  # a prediction of the repaired step
@@ -27,8 +32,9 @@ class Grade:
         is_when_right: And the pattern in time.
         error: The predicted step over the measured one after the repair, less 1; None: none predicted.
         sentence: What was said.
-        drift: As `Graded`'s.
+        drift: The median step after the repair over the one before the injection, less 1: what the machine did.
         direction: Of a link that one was asked of: "right", "wrong" or "silent"; else "".
+        load: Of the machine, as it ended.
     """
 
     cause: str
@@ -43,59 +49,117 @@ class Grade:
     sentence: str
     drift: float = 0.0
     direction: str = ""
+    load: float = 0.0
 
     @property
     def counts(self) -> bool:
         return self.is_effective or self.cause == "clean"
 
 
-def grade(graded: Graded) -> Grade:
-    """Compare what was said with what was done."""
-    case, finding, of = graded.case, graded.diagnosis.finding, graded.case.of
-    lasts = "always" in of.when or "moving" in of.when or "since" in of.when
-    now_s, then_s = (graded.step_s, graded.repaired_s) if lasts else (graded.mean_s, graded.repaired_mean_s)
-    effect = now_s / then_s - 1
-    sentence = graded.diagnosis.words
+@dataclass(frozen=True)
+class _Steps:
+    """A run's median and mean step."""
+
+    median_s: float
+    mean_s: float
+
+
+def _steps_of(*runs: Run) -> _Steps:
+    """The mean of several runs' medians, and of their means."""
+    steps_s = [table_of(run).steps_s for run in runs]
+    return _Steps(fmean(median_high(x) for x in steps_s), fmean(fmean(x) for x in steps_s))
+
+
+def grades_of(recorded: Mapping[Case, Recorded]) -> list[Grade]:
+    """Of all cases; a link's is compared with the clean links of its seed."""
+    found = []
+    for case, x in recorded.items():
+        clean = recorded.get(Case(CLEAN_LINKS, 0, case.seed))
+        if case.cause not in LINK_CAUSES:
+            found.append(grade_rank(x))
+        elif clean is not None:
+            found.append(grade_link(x, clean))
+    return found
+
+
+def grade_rank(recorded: Recorded) -> Grade:
+    """Compare what is said of the slow steps with what was done; with the steps before and after."""
+    case, of = recorded.case, recorded.case.of
+    diagnosis = diagnose(recorded.runs[SLOW])
+    finding = diagnosis.finding
+    lasts = bool(of.when & {"always", "moving", "since"})
+    before, slow, after = (_steps_of(recorded.runs[x]) for x in (BEFORE, SLOW, REPAIRED))
+    then_s = fmean(x.median_s if lasts else x.mean_s for x in (before, after))
+    effect = (slow.median_s if lasts else slow.mean_s) / then_s - 1
     is_clean = case.cause == "clean"
-
-    def made(answer: str, *, cause: bool = False, when: bool = False, error: float | None = None) -> Grade:
-        is_effective = effect >= LEAST_EFFECT
-        return Grade(
-            case.cause,
-            case.strength,
-            case.seed,
-            effect,
-            is_effective,
-            answer,
-            cause,
-            when,
-            error,
-            sentence,
-            graded.drift,
-        )
-
-    if finding is None:
-        return made("quiet" if is_clean else "silent")
-    if is_clean:
-        return made("alarm")
-    has_one = of.is_of_one and case.cause != "moves from rank to rank"
-    is_right = finding.rank == graded.culprit if has_one else finding.rank is None
-    is_cause = (
-        is_right
-        and (not of.kinds or finding.cause in of.kinds)
-        and (not of.phases or finding.phase in of.phases)
-        and graded.layer in {"", finding.layer}
-    )
+    is_right = is_cause = False
     error = None
-    if is_right and finding.without is not None:
-        predicted_s = finding.without.step_s if lasts else finding.without.mean_s
-        error = predicted_s / then_s - 1
-    return made(
-        "right" if is_right else "wrong",
-        cause=is_cause,
-        when=is_right and finding.when in of.when,
-        error=error,
+    if finding is not None:
+        has_one = of.is_of_one and case.cause != "moves from rank to rank"
+        is_right = not is_clean and finding.rank == (recorded.culprit if has_one else None)
+        is_cause = (
+            is_right
+            and (not of.kinds or finding.cause in of.kinds)
+            and (not of.phases or finding.phase in of.phases)
+            and recorded.layer in {"", finding.layer}
+        )
+        if is_right and finding.without is not None:
+            error = (finding.without.step_s if lasts else finding.without.mean_s) / then_s - 1
+    return Grade(
+        case.cause,
+        case.strength,
+        case.seed,
+        effect,
+        effect >= LEAST_EFFECT,
+        _answer(finding, is_clean=is_clean, is_right=is_right),
+        is_cause,
+        finding is not None and is_right and finding.when in of.when,
+        error,
+        diagnosis.words,
+        after.median_s / before.median_s - 1,
+        load=recorded.load,
     )
+
+
+def grade_link(recorded: Recorded, clean: Recorded) -> Grade:
+    """The same of a link: with steps on clean ones."""
+    case, of = recorded.case, LINK_CAUSES[recorded.case.cause]
+    diagnosis = diagnose(recorded.runs[SLOW])
+    finding, then_s = diagnosis.finding, _steps_of(clean.runs[SLOW]).median_s
+    effect = _steps_of(recorded.runs[SLOW]).median_s / then_s - 1
+    is_clean = case.cause == CLEAN_LINKS
+    is_right = (
+        finding is not None and not is_clean and finding.kind == "link" and finding.rank == recorded.culprit
+    )
+    is_cause = finding is not None and is_right and finding.cause == of.kind
+    said = finding.direction if finding is not None and is_right else ""
+    predicted = finding.without if finding is not None and is_right else None
+    return Grade(
+        "clean" if is_clean else case.cause,
+        case.strength,
+        case.seed + (1000 if is_clean else 0),  # beside the clean runs of one machine
+        effect,
+        not is_clean and effect >= LEAST_EFFECT,
+        _answer(finding, is_clean=is_clean, is_right=is_right),
+        is_cause,
+        is_cause,
+        None if predicted is None else predicted.step_s / then_s - 1,
+        diagnosis.words,
+        direction=""
+        if not of.direction
+        else "right"
+        if said == of.direction
+        else "wrong"
+        if said
+        else "silent",
+        load=recorded.load,
+    )
+
+
+def _answer(finding: Finding | None, *, is_clean: bool, is_right: bool) -> str:
+    if finding is None:
+        return "quiet" if is_clean else "silent"
+    return "alarm" if is_clean else "right" if is_right else "wrong"
 
 
 @dataclass(frozen=True)
@@ -186,8 +250,3 @@ def _row(grades: Sequence[Grade], unit: str) -> Row:
         sum(x.direction != "" for x in asked),
         sum(x.direction == "right" for x in asked),
     )
-
-
-def from_samples(samples: Iterable[Mapping[str, Any]]) -> list[Grade]:
-    """From a stored report."""
-    return [Grade(**sample) for sample in samples]

@@ -2,14 +2,13 @@
 
 Eight layers, three buckets, 72 ms a step. In each case: steps without the injection, steps with it, which are
 diagnosed, and steps without it again. What the repair brings is the mean of before and after, so that a machine that
-slows down meanwhile takes no side.
+slows down meanwhile takes no side. A link is slow in its whole job, which records only that.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,47 +20,18 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
-from paceline.diagnosis import Diagnosis, diagnose
-from paceline.diagnosis.step_table import table_of
 from paceline.observe.run_folder import begin_run
-from paceline.observe.run_reading import Run, read_run
 from paceline.recording.our_steps import OurSteps
 from paceline.recording.recorder import Recorder, header_of_rank
 from paceline.recording.torch_ddp import RecordedTorchDDP
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import gather
 from paceline_lab.experiments.slow_ranks.injections import NUM_LAYERS, Busy, Case, Injected
+from paceline_lab.experiments.slow_ranks.records import BEFORE, REPAIRED, SLOW, store
 
 NUM_STEPS, NUM_WITHOUT = 24, 14  # the first four of each do not count
 _WIDTH, _BATCH, _TOKENS = 96, 4, 32
 _FORWARD_S, _BACKWARD_S, _OPTIMIZER_S, _LOADER_S = 0.002, 0.004, 0.003, 0.003
-
-
-@dataclass(frozen=True)
-class Graded:
-    """A case and what came of it.
-
-    Attributes:
-        case: What was done.
-        culprit: To whom; of a link, its host.
-        layer: Where, in backward.
-        diagnosis: What was said, as a dictionary.
-        step_s: The median step with the injection.
-        mean_s: The mean one.
-        repaired_s: The median step without it.
-        repaired_mean_s: The mean one.
-        drift: The median step after the repair over the one before the injection, less 1: what the machine did.
-    """
-
-    case: Case
-    culprit: int
-    layer: str
-    diagnosis: Diagnosis
-    step_s: float
-    mean_s: float
-    repaired_s: float
-    repaired_mean_s: float
-    drift: float
 
 
 class _Slow(torch.autograd.Function):
@@ -129,23 +99,23 @@ class Training:
 
     Attributes:
         cases: One after another.
-        keep: Folder in which what was recorded is kept; None: it is removed.
+        file: Where each is stored as soon as it has run.
+        slow_host: Whose link is slow in this job, -1: nobody's; None: it is one rank that is made slow.
     """
 
     cases: tuple[Case, ...]
-    keep: Path | None = None
+    file: Path
+    slow_host: int | None = None
 
 
-def train_cases(training: Training, tell: TellProgress) -> list[Graded]:
-    """Run cases one after another. Collective; every rank returns the same."""
-    found = []
+def train_cases(training: Training, tell: TellProgress) -> None:
+    """Run cases one after another; rank 0 stores what all have recorded. Collective."""
     for number, case in enumerate(training.cases):
-        found.append(_train(case, training.keep))
+        _train(case, training)
         tell((number + 1) / len(training.cases))
-    return found
 
 
-def _train(case: Case, keep: Path | None) -> Graded:
+def _train(case: Case, training: Training) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     injected = Injected(case, rank, num_ranks)
     busy = Busy(case.seed, rank, case.of.arithmetic_s)
@@ -158,44 +128,34 @@ def _train(case: Case, keep: Path | None) -> Graded:
     batches = iter(DataLoader(_Batches(busy, injected, NUM_STEPS + 2 * NUM_WITHOUT), batch_size=None))
     folders = gather(tempfile.mkdtemp(prefix="paceline-doctor-") if rank == 0 else "")
     folder = Path(folders[0])
+    is_of_rank = training.slow_host is None
     try:
-        before = _steps(model, optimizer, batches, injected, folder / "before", NUM_WITHOUT)
+        if is_of_rank:
+            _steps(model, optimizer, batches, injected, folder / BEFORE, NUM_WITHOUT)
         injected.begin()
         if case.cause == "buckets too small":
             model = ddp(net, bucket_cap_mb=case.strength)
-        run = _steps(model, optimizer, batches, injected, folder / "injected", NUM_STEPS)
+        _steps(model, optimizer, batches, injected, folder / SLOW, NUM_STEPS)
         injected.end()
         if case.cause == "buckets too small":
             model = ddp(net, bucket_cap_mb=0.075)
-        repaired = _steps(model, optimizer, batches, injected, folder / "repaired", NUM_WITHOUT)
+        if is_of_rank:
+            _steps(model, optimizer, batches, injected, folder / REPAIRED, NUM_WITHOUT)
+        if rank == 0:
+            culprit = case.culprit(num_ranks) if training.slow_host is None else training.slow_host
+            layer = f"layers.{case.layer()}.linear" if case.cause == "backward of a layer" else ""
+            store(training.file, case, culprit, layer, folder)
     finally:
         injected.end()
         dist.barrier()
         if rank == 0:
-            if keep is not None:
-                shutil.copytree(
-                    folder, keep / f"{case.cause} {case.strength:g} {case.seed}", dirs_exist_ok=True
-                )
             shutil.rmtree(folder)
-    steps_s = table_of(run).steps_s
-    without_s = [table_of(x).steps_s for x in (before, repaired)]
-    culprit, layer = case.culprit(num_ranks), f"layers.{case.layer()}.linear"
-    is_layer = case.cause == "backward of a layer"
-    return Graded(
-        case,
-        culprit,
-        layer if is_layer else "",
-        diagnose(run),
-        _median(steps_s),
-        sum(steps_s) / len(steps_s),
-        sum(map(_median, without_s)) / 2,
-        sum(sum(x) / len(x) for x in without_s) / 2,
-        _median(without_s[1]) / _median(without_s[0]) - 1,
-    )
 
 
-def _steps(model: Any, optimizer: Any, batches: Any, injected: Injected, folder: Path, num_steps: int) -> Run:
-    """Train, recorded into a folder; returns what was recorded."""
+def _steps(
+    model: Any, optimizer: Any, batches: Any, injected: Injected, folder: Path, num_steps: int
+) -> None:
+    """Train, recorded into a folder."""
     rank = dist.get_rank()
     if rank == 0:
         begin_run(folder, ["study"])
@@ -218,8 +178,3 @@ def _steps(model: Any, optimizer: Any, batches: Any, injected: Injected, folder:
     if recorded is not None:
         recorded.detach()
     dist.barrier()
-    return read_run(folder)
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]

@@ -101,7 +101,7 @@ class Case:
 
     @property
     def of(self) -> Cause:
-        return CAUSES[self.cause]
+        return CAUSES.get(self.cause, CAUSES["clean"])  # of a link: nothing happens on its ranks
 
     def culprit(self, num_ranks: int) -> int:
         return self._draw().randrange(num_ranks)

@@ -10,10 +10,9 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +20,13 @@ import torch
 
 from paceline_lab.emulation import ClusterSpec, EmulatedCluster
 from paceline_lab.emulation.cluster import EmulatedHost
-from paceline_lab.experiments.survival.job import Job, Outcome, _read
+from paceline_lab.experiments.survival.job import Job, Outcome, read_notes
 
 _MARK = "PACELINE_SURVIVAL_HOST"
 _TRAINING = "paceline_lab.experiments.survival.training"
 _PORT = 29500
-_POLL_S = 0.01
+_POLL_S = 0.05
+_ALMOST_ALL = "99.999%"  # as much as can be emulated
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,9 @@ class Blow:
 
     Attributes:
         host: Which.
-        kind: `agent killed`, `switched off`, `cut`, `agent stopped` or `host stopped`.
-        lasts_s: Until a cut or a stop ends; None: it does not end.
+        kind: `agent killed`, `switched off`, `cut`, `half-open` (it hears, and is not heard), `agent stopped` or
+            `host stopped`.
+        lasts_s: Until a cut, loss or stop ends; None: it does not end.
         after_steps: Completed by any rank before it happens.
     """
 
@@ -44,6 +45,10 @@ class Blow:
     kind: str
     lasts_s: float | None = None
     after_steps: int = 20
+
+    def __str__(self) -> str:
+        where = "first host" if self.host == 0 else "host"
+        return f"{where}: {self.kind}{f' for {self.lasts_s:g} s' if self.lasts_s else ''}"
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class HostsJob:
     Attributes:
         num_hosts: Each with `ranks_per_host` ranks.
         ranks_per_host: Likewise.
-        job: Its ranks' options, and `lost_after_s`, `min_ranks` and `limit_s`; its other fields are not used.
+        job: Its ranks' options, and `lost_after_s`, `min_ranks`, `limit_s` and `python`; its other fields are not used.
         blows: What happens, one after the other.
         returns: Whether hosts that were switched off or whose agent was killed are started again, by the same command.
     """
@@ -70,7 +75,7 @@ class HostsOutcome:
     """What came out.
 
     Attributes:
-        outcome: As of a job on one host; its code is the first of a host that was not hit.
+        outcome: As of a job on one host; its code is of a host that was not hit; None if any had to be ended.
         codes: Exit codes of the hosts' last launchers; None: it had to be ended.
         stalls_s: Of each blow the time to the next step that was completed on any host.
         said: What each host's launchers printed.
@@ -105,7 +110,7 @@ class _Launch:
             "--min-ranks": job.min_ranks,
             "--lost-after": f"{job.lost_after_s:g}",
         }
-        command = [sys.executable, "-m", "paceline", "run"]
+        command = [job.python, "-m", "paceline", "run"]
         command += [text for name, value in options.items() for text in (name, str(value))]
         command += ["-m", _TRAINING, str(self._folder / f"host{host.index}"), *job.options]
         environment = {
@@ -127,8 +132,7 @@ class _Launch:
         needle = f"{_MARK}={self.mark}-{host}".encode()
         for each in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                words = (each / "cmdline").read_bytes().split(b"\0")
-                is_agent = words[1:4] == [b"-m", b"paceline", b"run"]
+                is_agent = b"\0-m\0paceline\0run\0" in (each / "cmdline").read_bytes()
                 if needle in (each / "environ").read_bytes().split(b"\0") and (is_agent or not only_agent):
                     found.append(int(each.name))
         return found
@@ -141,20 +145,19 @@ class _Launch:
     def notes_of(self, what: str) -> list[float]:
         """When ranks noted this."""
         files = self._folder.glob("host*/rank-*.jsonl")
-        return sorted(note["at"] for file in files for note in _read(file) if note["what"] == what)
+        return sorted(note["at"] for file in files for note in read_notes(file) if note["what"] == what)
 
 
 def run_on_hosts(hosts_job: HostsJob, folder: Path) -> HostsOutcome:
     """Run it, and wait for its end. Blocks, at most the job's `limit_s` and some seconds. Needs root."""
-    with EmulatedCluster(ClusterSpec(hosts_job.num_hosts)) as cluster:
+    with EmulatedCluster(ClusterSpec(hosts_job.num_hosts, offload=False)) as cluster:
         launch = _Launch(hosts_job, cluster, folder)
         until_s = time.monotonic() + hosts_job.job.limit_s
-        struck: list[float] = []
+        blows = _Blows(launch, cluster.hosts, hosts_job.returns)
         try:
             for blow in hosts_job.blows:
-                struck += _strike(blow, launch, cluster.hosts[blow.host], until_s, hosts_job.returns)
-            while time.monotonic() < until_s and any(each.poll() is None for each in launch.processes):
-                time.sleep(_POLL_S * 10)
+                blows.strike(blow, until_s)
+            blows.wait(lambda: all(each.poll() is not None for each in launch.processes), until_s)
         finally:
             codes = [each.poll() for each in launch.processes]
             for each in launch.processes:
@@ -167,13 +170,14 @@ def run_on_hosts(hosts_job: HostsJob, folder: Path) -> HostsOutcome:
     hit = {blow.host for blow in hosts_job.blows}
     spared = [codes[i] for i in range(hosts_job.num_hosts) if i not in hit] or codes
     outcome = Outcome(
-        code=next((code for code in spared if code != 0), 0),
-        said="",
-        notes=[_read(file) for file in sorted(folder.glob("host*/rank-*.jsonl"))],
+        code=None if None in codes else next((code for code in spared if code != 0), 0),
+        said="\n".join(file.read_text() for file in sorted(folder.glob("host*.txt"))),
+        notes=[read_notes(file) for file in sorted(folder.glob("host*/rank-*.jsonl"))],
         models=[torch.load(file, weights_only=True) for file in sorted(folder.glob("host*/model-*.pt"))],
         num_left=len(left),
+        num_blows=len(blows.began_s),
     )
-    stalls = [min((at for at in done if at > when), default=float("inf")) - when for when in struck]
+    stalls = [min((at for at in done if at > when), default=float("inf")) - when for when in blows.began_s]
     said = [(folder / f"host{i}.txt").read_text() for i in range(hosts_job.num_hosts)]
     return HostsOutcome(outcome, codes, stalls, said)
 
@@ -186,26 +190,55 @@ def _wait(happens: Callable[[], bool], until_s: float) -> bool:
     return True
 
 
-def _strike(blow: Blow, launch: _Launch, host: EmulatedHost, until_s: float, returns: bool) -> list[float]:
-    """Let it happen, and end, after so many further steps; returns when it began."""
-    before = len(launch.notes_of("done"))
-    if not _wait(lambda: len(launch.notes_of("done")) >= before + blow.after_steps, until_s):
-        return []
-    began_s = time.monotonic()
-    stopped = blow.kind in ("agent stopped", "host stopped")
-    if blow.kind in ("cut", "switched off"):
-        host.set_link(up=False)
-    if blow.kind in ("agent killed", "switched off"):
-        launch.signal(host.index, signal.SIGKILL, only_agent=blow.kind == "agent killed")
-    if stopped:
-        launch.signal(host.index, signal.SIGSTOP, only_agent=blow.kind == "agent stopped")
-    if blow.lasts_s is not None:
-        time.sleep(blow.lasts_s)
-        if stopped:
+class _Blows:
+    """Lets blows happen, each after so many further steps, and ends those that are to end."""
+
+    def __init__(self, launch: _Launch, hosts: Sequence[EmulatedHost], returns: bool) -> None:
+        self._launch, self._hosts, self._returns = launch, hosts, returns
+        self._ends: list[tuple[float, Blow]] = []
+        self.began_s: list[float] = []
+
+    def wait(self, happens: Callable[[], bool], until_s: float) -> bool:
+        """Wait for something, and let blows end meanwhile."""
+        return _wait(lambda: self._end_what_is_due() or happens(), until_s)
+
+    def strike(self, blow: Blow, until_s: float) -> None:
+        launch, host = self._launch, self._hosts[blow.host]
+        before = len(launch.notes_of("done"))
+        if not self.wait(lambda: len(launch.notes_of("done")) >= before + blow.after_steps, until_s):
+            return
+        self.began_s.append(time.monotonic())
+        if blow.kind in ("cut", "switched off"):
+            host.set_link(up=False)
+        if blow.kind == "half-open":
+            host.set_loss(_ALMOST_ALL)
+        if blow.kind in ("agent killed", "switched off"):
+            launch.signal(host.index, signal.SIGKILL, only_agent=blow.kind == "agent killed")
+        if blow.kind in ("agent stopped", "host stopped"):
+            launch.signal(host.index, signal.SIGSTOP, only_agent=blow.kind == "agent stopped")
+        comes_back = self._returns and blow.kind in ("agent killed", "switched off")
+        lasts_s = 0.0 if comes_back else blow.lasts_s
+        if lasts_s is not None:
+            self._ends.append((time.monotonic() + lasts_s, blow))
+
+    def _end_what_is_due(self) -> bool:
+        due = [each for each in self._ends if each[0] <= time.monotonic()]
+        for each in due:
+            if self._ends_now(each[1]):
+                self._ends.remove(each)
+        return False
+
+    def _ends_now(self, blow: Blow) -> bool:
+        """End it; whether that was possible."""
+        launch, host = self._launch, self._hosts[blow.host]
+        is_dead = blow.kind in ("agent killed", "switched off")
+        if is_dead and (launch.pids(host.index) or launch.processes[host.index].poll() is None):
+            return False
+        if blow.kind in ("agent stopped", "host stopped"):
             launch.signal(host.index, signal.SIGCONT)
+        if blow.kind == "half-open":
+            host.set_loss("0%")
         host.set_link(up=True)
-    if returns and blow.kind in ("agent killed", "switched off"):
-        _wait(lambda: not launch.pids(host.index), time.monotonic() + 20)
-        launch.processes[host.index].wait()
-        launch.processes[host.index] = launch.start(host)
-    return [began_s]
+        if is_dead:
+            launch.processes[host.index] = launch.start(host)
+        return True

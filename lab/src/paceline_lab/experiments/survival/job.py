@@ -12,8 +12,9 @@ import subprocess
 import sys
 import time
 import uuid
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,17 @@ from typing import Any
 import torch
 
 from paceline.data import GlobalBatch, GlobalShuffle
-from paceline_lab.experiments.survival.training import Data, Fault, make_model, make_optimizer, parser_of
+from paceline_lab.experiments.survival.training import (
+    GROUPS,
+    Data,
+    Fault,
+    make_model,
+    make_optimizer,
+    parser_of,
+)
 
 _MARK = "PACELINE_SURVIVAL_JOB"
+_WITHOUT_EFFECT = ("folder", "backend", "pause_ms", "workers", "compression", "fault", "parts")
 _TRAINING = "paceline_lab.experiments.survival.training"
 
 
@@ -40,7 +49,6 @@ class Job:
         num_kills: Of those.
         seed: Of their times and victims.
         lost_after_s: Of the launcher.
-        stops_s: From without ranks are stopped and woken so long afterwards; 0: killed.
         limit_s: After which the job counts as hung.
         python: The interpreter.
     """
@@ -53,7 +61,6 @@ class Job:
     num_kills: int = 0
     seed: int = 0
     lost_after_s: float = 10.0
-    stops_s: float = 0.0
     limit_s: float = 120.0
     python: str = sys.executable
 
@@ -67,8 +74,9 @@ class Outcome:
         said: On its standard error.
         notes: What the ranks noted, process by process.
         models: The parameters that they left.
-        num_left: Processes of the job that were still there.
+        num_left: Processes and launch folders of the job that were still there.
         kills: Times of kills from without.
+        num_blows: To hosts. Each may stop the others twice: as the host is lost, and as it comes back.
     """
 
     code: int | None
@@ -77,6 +85,7 @@ class Outcome:
     models: list[Mapping[str, torch.Tensor]]
     num_left: int
     kills: list[float] = field(default_factory=list)
+    num_blows: int = 0
 
     @property
     def ends(self) -> list[dict[str, Any]]:
@@ -97,10 +106,11 @@ def run_job(job: Job, folder: Path) -> Outcome:
     command += [str(folder), *job.options]
     for fault in job.faults:
         command += ["--fault", str(fault)]
+    launches = folder / "launches"
+    launches.mkdir()
+    more = {_MARK: mark, "OMP_NUM_THREADS": "1", "PACELINE_LAUNCH_FOLDERS": str(launches)}
     with (folder / "said.txt").open("w") as said:
-        process = subprocess.Popen(
-            command, stderr=said, stdout=said, env={**os.environ, _MARK: mark, "OMP_NUM_THREADS": "1"}
-        )
+        process = subprocess.Popen(command, stderr=said, stdout=said, env={**os.environ, **more})
         kills = _kill_at_random(job, process, folder)
         try:
             code: int | None = process.wait(job.limit_s)
@@ -111,17 +121,20 @@ def run_job(job: Job, folder: Path) -> Outcome:
                 process.wait(20)
             process.kill()
             process.wait()
+    num_left = _end_what_is_left(mark) + len(list(launches.iterdir()))
+    for group in GROUPS.glob(f"paceline-{folder.name}-*"):
+        group.rmdir()
     return Outcome(
         code,
         (folder / "said.txt").read_text(),
-        [_read(file) for file in sorted(folder.glob("rank-*.jsonl"))],
+        [read_notes(file) for file in sorted(folder.glob("rank-*.jsonl"))],
         [torch.load(file, weights_only=True) for file in sorted(folder.glob("model-*.pt"))],
-        _end_what_is_left(mark),
+        num_left,
         kills,
     )
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
+def read_notes(file: Path) -> list[dict[str, Any]]:
     lines = file.read_text().splitlines()
     return [json.loads(line) for line in lines if line.endswith("}")]
 
@@ -137,12 +150,8 @@ def _kill_at_random(job: Job, process: subprocess.Popen[bytes], folder: Path) ->
         if len(victims) > job.min_ranks:
             victim = dice.choice(victims)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(victim, signal.SIGSTOP if job.stops_s else signal.SIGKILL)
-            kills.append(time.monotonic())
-            if job.stops_s:
-                time.sleep(job.stops_s)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(victim, signal.SIGCONT)
+                os.kill(victim, signal.SIGKILL)
+                kills.append(time.monotonic())
     return kills
 
 
@@ -205,15 +214,17 @@ def trained(outcome: Outcome, num_samples: int, num_epochs: int) -> Trained:
     return Trained(lost, doubled, len(tries), len(completed))
 
 
-@functools.cache
-def reference(options: tuple[str, ...]) -> Mapping[str, torch.Tensor]:
-    """The parameters of the same training in one process, without any of this.
+def reference(options: tuple[str, ...], num_parts: int) -> Mapping[str, torch.Tensor]:
+    """The parameters of the same training in one process, without any of this, of so many logical ranks."""
+    given = vars(parser_of().parse_args(["/", *options]))
+    matter = {name: value for name, value in given.items() if name not in _WITHOUT_EFFECT}
+    return _reference(tuple(sorted(matter.items())), num_parts)
 
-    With `--deterministic` that of four logical ranks, to the bit.
-    """
-    args = parser_of().parse_args(["/", *options])
+
+@functools.cache
+def _reference(arguments: tuple[tuple[str, Any], ...], num_parts: int) -> Mapping[str, torch.Tensor]:
+    args = Namespace(**dict(arguments))
     data, net = Data(args), make_model(args)
-    num_parts = 4 if args.deterministic else 1
     shuffle = GlobalShuffle(data, GlobalBatch.of(args.batch, num_parts), rank=0, seed=5)
     shuffle.move(shuffle.batch, 0, 0, 0, logical=range(num_parts))
     loader = torch.utils.data.DataLoader(data, batch_sampler=shuffle)
@@ -238,10 +249,10 @@ def reference(options: tuple[str, ...]) -> Mapping[str, torch.Tensor]:
     return {name: each.detach() for name, each in net.state_dict().items()}
 
 
-def problems(job: Job, outcome: Outcome, *, compares: bool = True, rounding: float = 1e-9) -> list[str]:
+def problems(job: Job, outcome: Outcome, *, rounding: float = 1e-9) -> list[str]:
     """What did not hold, in words; nothing if all did.
 
-    `compares`: whether the final parameters are those of one process, up to `rounding`.
+    The final parameters have to be those of one process, up to `rounding`; with `--deterministic` to the bit.
     """
     args = parser_of().parse_args(["/", *job.options])
     found = []
@@ -250,24 +261,37 @@ def problems(job: Job, outcome: Outcome, *, compares: bool = True, rounding: flo
     elif outcome.code:
         found.append(f"the launcher ended with code {outcome.code}")
     if outcome.num_left:
-        found.append(f"{outcome.num_left} process(es) were left behind")
+        found.append(f"{outcome.num_left} process(es) or launch folder(s) were left behind")
     if len({(end["bits"], end["step"]) for end in outcome.ends}) != 1:
         found.append(f"the ranks ended with {[(end['bits'], end['step']) for end in outcome.ends]}")
     counts = trained(outcome, args.samples, args.epochs)
     if counts.num_lost or counts.num_doubled:
         found.append(f"{counts.num_lost} samples were lost, {counts.num_doubled} doubled")
-    if compares and outcome.models:
-        expected = reference(job.options)
+    num_strokes = len(faults_of(outcome)) + len(outcome.kills) + 2 * outcome.num_blows
+    if counts.num_tries - counts.num_steps > num_strokes:
+        found.append(
+            f"{counts.num_tries - counts.num_steps} steps were computed again after {num_strokes} faults"
+        )
+    if outcome.models:
+        expected = reference(job.options, job.num_ranks if args.deterministic else 1)
+        rounding = 0.0 if args.deterministic else rounding
         worst = max(float((outcome.models[0][name] - each).abs().max()) for name, each in expected.items())
         if not worst <= rounding:
             found.append(f"final parameters differ by {worst:.2e} from those of one process")
     return found
 
 
+def faults_of(outcome: Outcome) -> list[dict[str, Any]]:
+    """Those that happened, as the ranks noted them."""
+    return [note for notes in outcome.notes for note in notes if note["what"] == "fault"]
+
+
 def standstills_s(outcome: Outcome) -> list[float]:
     """From each death within training to the next step that was completed without that rank, that step included."""
     notes = [note for notes in outcome.notes for note in notes]
-    deaths = [*outcome.kills, *(note["at"] for note in notes if note["what"] == "fault")]
+    begun = min((note["at"] for note in notes if note["what"] == "done"), default=float("inf"))
+    deadly = [note["at"] for note in faults_of(outcome) if note["how"] not in ("SIGSTOP", "pause")]
+    deaths = [at for at in (*outcome.kills, *deadly) if at > begun]
     done = sorted((note["at"], note["under"]) for note in notes if note["what"] == "done")
     found = []
     for death in deaths:
@@ -276,14 +300,3 @@ def standstills_s(outcome: Outcome) -> list[float]:
         if later:
             found.append(later[0] - death)
     return found
-
-
-def stalls_s(outcomes: Sequence[Outcome]) -> list[float]:
-    """How long ranks stood still for lost ones: of each change the longest."""
-    longest: dict[tuple[int, int, str], float] = {}
-    for number, outcome in enumerate(outcomes):
-        for change in outcome.changes:
-            if change["lost"]:
-                key = (number, change["step"], change["why"])
-                longest[key] = max(longest.get(key, 0.0), change["stalled_s"])
-    return sorted(longest.values())

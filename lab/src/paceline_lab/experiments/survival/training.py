@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,21 +29,35 @@ from torch.utils.data import DataLoader
 import paceline
 from paceline.data import GlobalBatch, GlobalShuffle
 
+NUM_BUCKETS = 3  # of the model, a layer each, the last layer first
+BUCKET_MOMENTS = tuple(
+    f"{when} bucket {i}" for i in range(NUM_BUCKETS) for when in ("before", "within", "after")
+)
 MOMENTS = (
+    "rendezvous",
     "constructing",
     "loading",
     "entering",
     "forward",
     "backward",
-    "within backward",
+    *BUCKET_MOMENTS,
     "leaving",
     "optimizer",
     "between steps",
+    "checkpoint",
     "end of epoch",
+    # of a recovery: opening the next group, having told that it follows, as a replacement, and receiving the state
     "recovery",
     "following",
+    "coming in",
+    "receiving",
 )
-WAYS = ("SIGKILL", "SIGSTOP", "exit", "error")
+WAYS = ("SIGKILL", "exit", "error", "memory", "SIGSTOP", "pause")
+CHECKPOINT_EVERY = 4  # steps
+_CAP_MB = 1e-3  # a layer's weight and bias are more
+_STOP_S, _PAUSE_S = 20.0, 0.3  # a stopped rank is woken; by then it is lost, or is not
+_MEMORY_BYTES = 32 << 20  # that a rank which runs out of memory may still have
+GROUPS = Path("/sys/fs/cgroup/memory")
 
 
 @dataclass(frozen=True)
@@ -49,10 +65,11 @@ class Fault:
     """What happens to a rank, once in a job.
 
     Attributes:
-        rank: Which, by its number when it happens.
+        rank: Which, by its number when it happens; of a replacement that has none, 0.
         step: In which step, counted from 0.
         moment: Where in it, one of `MOMENTS`.
-        how: One of `WAYS`.
+        how: One of `WAYS`: `memory` is the kernel's killer, in a control group of its own, or else MemoryError;
+            `SIGSTOP` lasts 20 s, `pause` 0.3 s.
     """
 
     rank: int
@@ -75,13 +92,19 @@ class Faults:
     def __init__(self, faults: list[Fault], folder: Path, notes: Notes) -> None:
         self._faults, self._folder, self._notes = faults, folder, notes
         self.step = 0
+        self.is_replacement = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
     def at(self, moment: str) -> None:
         for number, fault in enumerate(self._faults):
-            is_here = (fault.moment, fault.step) == (moment, self.step) and fault.rank == dist.get_rank()
-            if is_here and self._takes(number):
-                self._notes.write(what="fault", step=self.step, moment=moment)
-                _fail(fault.how)
+            if fault.moment == moment and self._is_here(fault) and self._takes(number):
+                self._notes.write(what="fault", step=self.step, moment=moment, how=fault.how)
+                _fail(fault.how, self._folder)
+
+    def _is_here(self, fault: Fault) -> bool:
+        if fault.moment in ("coming in", "receiving"):
+            return self.is_replacement
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+        return fault.step == self.step and fault.rank == rank
 
     def _takes(self, number: int) -> bool:
         try:
@@ -91,14 +114,53 @@ class Faults:
         return True
 
 
-def _fail(how: str) -> None:
+def _fail(how: str, folder: Path) -> None:
     if how == "exit":
         os._exit(1)
     if how == "error":
         raise ValueError("a fault that was asked for")
-    os.kill(os.getpid(), getattr(signal, how))
-    if how == "SIGKILL":
+    if how == "memory":
+        _run_out_of_memory(folder)
+    if how in ("SIGSTOP", "pause"):
+        _stop_for(_PAUSE_S if how == "pause" else _STOP_S)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
+
+
+def _run_out_of_memory(folder: Path) -> None:
+    """Have the kernel kill this process for memory; MemoryError where that needs other rights."""
+    group = GROUPS / f"paceline-{folder.name}-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(_MEMORY_BYTES))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    except OSError as error:
+        raise MemoryError("a fault that was asked for") from error
+    taken = [bytearray(os.urandom(1 << 20)) for _ in range(2 * _MEMORY_BYTES >> 20)]
+    raise MemoryError(f"{len(taken)} MiB were given out")
+
+
+def _stop_for(seconds: float) -> None:
+    """Stop this rank: this process, and the one that asked for it if it is a fork (tests/harness/warm.py)."""
+    names = ("PACELINE_SURVIVAL_JOB", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+    wanted = {f"{name}={os.environ.get(name)}".encode() for name in names}
+    pids = [os.getpid()]
+    for each in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if wanted <= set((each / "environ").read_bytes().split(b"\0")) and int(each.name) not in pids:
+                pids.insert(0, int(each.name))
+    words = " ".join(map(str, pids))
+    subprocess.Popen(
+        ["sh", "-c", f"sleep {seconds}; kill -CONT {words} 2>/dev/null"],
+        env={"PATH": os.environ["PATH"]},
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
 
 
 class Notes:
@@ -124,11 +186,14 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--optimizer", default="sgd")
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--compression", default="none")
+    parser.add_argument("--wrapped", default="{}", help="further options of the wrapper, as JSON")
+    parser.add_argument("--sync-batch-norm", action="store_true")
     parser.add_argument("--pause-ms", type=float, default=0)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--normalize", action="store_true", help="batch normalisation")
+    parser.add_argument("--parts", action="store_true", help="note when which part of a recovery was done")
     parser.add_argument("--fault", action="append", type=Fault.parse, default=[])
     return parser
 
@@ -181,17 +246,25 @@ def main() -> None:
     torch.set_num_threads(1)
     notes = Notes(args.folder)
     faults = Faults(args.fault, args.folder, notes)
+    faults.at("rendezvous")
     dist.init_process_group(args.backend)
     faults.at("constructing")
     _fail_in_recovery(faults)
+    if args.parts:
+        _note_parts(notes)
     data = Data(args)
     data.at = faults.at
     shuffle = GlobalShuffle(data, GlobalBatch.of(args.batch, dist.get_world_size()), seed=5)
     net = make_model(args)
-    model = paceline.DistributedDataParallel(net, batch_sampler=shuffle, compression=args.compression)
+    if args.sync_batch_norm:
+        net = paceline.convert_sync_batchnorm(net)
+    options = {"bucket_cap_mb": _CAP_MB, **json.loads(args.wrapped)}
+    model = paceline.DistributedDataParallel(
+        net, batch_sampler=shuffle, compression=args.compression, **options
+    )
     optimizer = make_optimizer(args.optimizer, net)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
-    next(iter(net.parameters())).register_hook(lambda _: faults.at("within backward"))
+    _fail_in_backward(faults, net)
     elastic = paceline.Elastic(
         model=model,
         optimizer=optimizer,
@@ -200,11 +273,12 @@ def main() -> None:
         deterministic=args.deterministic,
     )
     notes.write(what="in", step=elastic.step, epoch=shuffle.epoch)
+    saved = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "sampler": shuffle}
     loader = DataLoader(data, batch_sampler=shuffle, num_workers=args.workers)
     loss = nn.CrossEntropyLoss()
     for epoch in range(shuffle.epoch, args.epochs):
         for batches in elastic.steps(loader):
-            faults.step = elastic.step
+            faults.step, began_s = elastic.step, time.monotonic()
             indices = [int(i) for batch in batches for i in batch[0]]
             notes.write(
                 what="try", step=elastic.step, under=model.membership.epoch, of=epoch, samples=indices
@@ -222,8 +296,11 @@ def main() -> None:
             scheduler.step()
             optimizer.zero_grad()
             if not micro_batches.repeats:
-                notes.write(what="done", step=elastic.step, under=model.membership.epoch)
+                took_s = time.monotonic() - began_s
+                notes.write(what="done", step=elastic.step, under=model.membership.epoch, took_s=took_s)
             faults.at("between steps")
+            if elastic.step % CHECKPOINT_EVERY == 0:
+                _save(saved, args.folder, faults)
             if args.pause_ms:
                 time.sleep(args.pause_ms / 1000)
         faults.at("end of epoch")
@@ -233,20 +310,75 @@ def main() -> None:
     torch.save(net.state_dict(), args.folder / f"model-{os.getpid()}.pt")
 
 
+def _save(parts: dict[str, Any], folder: Path, faults: Faults) -> None:
+    """A checkpoint of this rank, whole or not at all."""
+    path = folder / f"checkpoint-{os.environ['LOCAL_RANK']}"
+    torch.save({name: each.state_dict() for name, each in parts.items()}, path.with_suffix(".new"))
+    faults.at("checkpoint")
+    path.with_suffix(".new").replace(path)
+
+
+def _fail_in_backward(faults: Faults, net: nn.Module) -> None:
+    """Let faults happen as a layer's first gradient is there, its second, and behind the launch of its bucket."""
+    layers = [each for each in net if isinstance(each, nn.Linear)]  # type: ignore[union-attr]
+    assert len(layers) == NUM_BUCKETS
+    for bucket, layer in enumerate(reversed(layers)):
+        _fail_in_bucket(faults, bucket, layer)
+
+
+def _fail_in_bucket(faults: Faults, bucket: int, layer: nn.Linear) -> None:
+    when, sent = itertools.cycle(("before", "within")), itertools.cycle((False, True))
+
+    def behind(_: object) -> None:
+        if next(sent):
+            faults.at(f"after bucket {bucket}")
+
+    for each in layer.parameters():
+        each.register_hook(lambda _: faults.at(f"{next(when)} bucket {bucket}"))
+        each.register_post_accumulate_grad_hook(behind)  # behind the model's own
+
+
 def _fail_in_recovery(faults: Faults) -> None:
     """Let faults happen as a rank opens the next group, and as it has just told that it follows."""
     from paceline.ddp.membership import Membership
 
     rebuild = Membership.rebuild
+    faults.at("coming in")
 
     def failing(*given: Any, **named: Any) -> None:
         if given[0].epoch or faults.step:
             faults.at("recovery")
+        faults.at("receiving")
         rebuild(*given, **named)
         if given[0].epoch > 1:
             faults.at("following")
 
     Membership.rebuild = failing  # type: ignore[method-assign]
+
+
+def _note_parts(notes: Notes) -> None:
+    """Note of each membership that is followed when the last one's end was heard of, and what came when."""
+    from paceline.elastic.elastic import _Crew
+
+    next_seat, opens, goes_on = _Crew.next_seat, _Crew.open, _Crew.go_on
+    times: dict[str, float] = {}
+
+    def seated(crew: _Crew, *given: Any) -> Any:
+        times.update(heard=crew._watcher.since_s, left=time.monotonic())
+        seat = next_seat(crew, *given)
+        times["seat"] = time.monotonic()
+        return seat
+
+    def opened(crew: _Crew, *given: Any) -> Any:
+        standings = opens(crew, *given)
+        times["open"] = time.monotonic()
+        return standings
+
+    def gone_on(crew: _Crew, *given: Any) -> None:
+        goes_on(crew, *given)
+        notes.write(what="moved", **times)
+
+    _Crew.next_seat, _Crew.open, _Crew.go_on = seated, opened, gone_on  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,122 @@
+"""A rank that comes has the others' bits although they went on training meanwhile; and knows it if it has not."""
+
+import socket
+import threading
+import types
+
+import pytest
+import torch
+
+from paceline.elastic.handover import Carried, Standings
+from paceline.elastic.replay import Giver, receive
+
+
+def training(kind):
+    """A model with its optimizer and schedule."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
+    optimizer = kind(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
+    return types.SimpleNamespace(
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        carried=Carried(model, [optimizer], [schedule], None),
+    )
+
+
+def train(it):
+    """A step, with gradients that are cut behind backward."""
+    it.model(torch.randn(8, 5)).square().sum().backward()
+    torch.nn.utils.clip_grad_norm_(it.model.parameters(), 0.5)
+    it.optimizer.step()
+    it.schedule.step()
+    it.optimizer.zero_grad()
+
+
+def given(kind, monkeypatch, meddle=lambda _: None):
+    """One training, another that has followed it, the former's digest and what the latter says."""
+    monkeypatch.setattr(
+        "paceline.elastic.replay._LEAST_BYTES", 100
+    )  # so that the snapshot takes several steps
+    old, new = training(kind), training(kind)
+    for _ in range(3):
+        train(old)
+    here, there = socket.socketpair()
+    told, result = [], []
+    receiver = threading.Thread(
+        target=lambda: result.append(receive(there, new.carried, lambda: told.append(1)))
+    )
+    receiver.start()
+    giver = Giver(here, old.carried)
+    for _ in range(12):
+        giver.go_on()
+        train(old)
+    meddle(old)
+    digest = giver.end(15)
+    receiver.join()
+    assert told == [1]
+    return old, new, digest, result[0]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+    ],
+    ids=["SGD", "AdamW"],
+)
+def test_who_follows_the_gradients_has_the_same_bits(kind, monkeypatch):
+    """Parameters and optimizers' states, with gradient clipping and a schedule."""
+    old, new, digest, replayed = given(kind, monkeypatch)
+    assert all(map(torch.equal, new.model.parameters(), old.model.parameters()))
+    assert (replayed.step, replayed.digest) == (15, digest) == (15, old.carried.digest())
+    for mine, theirs in zip(new.carried.parameters, old.carried.parameters, strict=True):
+        states = new.optimizer.state[mine], old.optimizer.state[theirs]
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+
+
+def test_what_changes_parameters_behind_the_optimizer_is_noticed(monkeypatch):
+    """One element by one bit is enough."""
+
+    @torch.no_grad()
+    def meddle(old):
+        old.model[2].bias[1].nextafter_(torch.tensor(9.0))
+
+    *_, digest, replayed = given(torch.optim.SGD, monkeypatch, meddle)
+    assert digest not in (0, replayed.digest)
+    assert Standings(((15, 1, digest), (15, 0, replayed.digest))).lacks_all(1)
+
+
+def test_a_giver_that_dies_is_no_giver():
+    """Whoever followed it asks to be let in, and receives everything."""
+    here, there = socket.socketpair()
+    here.sendall((100).to_bytes(8, "big") + b"half")
+    here.close()
+    told = []
+    assert receive(there, training(torch.optim.SGD).carried, lambda: told.append(1)) is None
+    assert told == [1]
+
+
+def test_nobody_waits_for_a_receiver_that_does_not_read(monkeypatch):
+    """The giver gives up, and says so by a digest of 0."""
+    monkeypatch.setattr("paceline.elastic.replay._LEAST_BYTES", 100)
+    monkeypatch.setattr("paceline.elastic.replay._MOST_STATES", 1.0)
+    it, (here, there) = training(torch.optim.AdamW), socket.socketpair()
+    with there:
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        giver = Giver(here, it.carried)
+        while not giver.is_over:
+            giver.go_on()
+            train(it)
+        assert giver.end(1) == 0
+
+
+def test_who_lacks_what():
+    """Whole ranks at the newest step nothing; who has followed one of them the rest; everybody else all."""
+    rows = Standings(((7, 1, 0), (7, 1, 55), (7, 0, 55), (7, 0, 56), (6, 1, 0), (-1, 1, 0), (9, 0, 55)))
+    ranks = range(len(rows.rows))
+    assert rows.holder == 0
+    assert [each for each in ranks if not rows.lacks_something(each)] == [0, 1]
+    assert [each for each in ranks if rows.lacks_all(each)] == [3, 4, 5, 6]

@@ -1,0 +1,80 @@
+"""Bring the figures of rows up to date after measuring again: `python tests/harness/refresh_figures.py D5 M2`.
+
+For each named row of `lab/results/figures.json` the figures on the pages and in that file become what the stored values
+round to, with as many digits as before. A row's figures stand there in the order in which a page prints them. Words
+and verdicts are left alone: read the difference.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from harness.figures import NUMBER, PROSE_COLUMNS, RESULTS, value_of
+from harness.terminal import REPOSITORY
+
+PAGES = ("README.md", "docs/benchmarks.md", "docs/notebook/benchmarks.md", "docs/notebook/claims.md")
+_UNREAD = re.compile(r"`[^`]*`|\]\([^)]*\)")  # code and links hold no figures
+
+
+def main(names: list[str]) -> None:
+    """Refresh the rows."""
+    path = RESULTS / "figures.json"
+    rows = json.loads(text := path.read_text())
+    for name in names:
+        old = [figure for figure, _ in rows[name]["figures"]]
+        new = [_shown(value_of(source), figure) for figure, source in rows[name]["figures"]]
+        if old == new:
+            continue
+        pages = {page: found for page in PAGES if (found := list(_figures(REPOSITORY / page, name)))}
+        if not pages or any([text for _, text in found] != old for found in pages.values()):
+            raise SystemExit(
+                f"{name}: a page prints other figures, or in another order, than figures.json has."
+            )
+        for page, found in pages.items():
+            _replace(REPOSITORY / page, [where for where, _ in found], old, new)
+        for (figure, source), value in zip(rows[name]["figures"], new, strict=True):
+            text = text.replace(json.dumps([figure, source]), json.dumps([value, source]))
+        print(f"{name}: {', '.join(f'{a} -> {b}' for a, b in zip(old, new, strict=True) if a != b)}")
+    path.write_text(text)
+
+
+def _shown(value: float, figure: str) -> str:
+    comma = "," if "," in figure or abs(value) >= 1000 else ""
+    return f"{value:{comma}.{len(figure.partition('.')[2])}f}"
+
+
+def _figures(page: Path, name: str) -> Iterator[tuple[int, str]]:
+    """Where the page's tables print the row's figures, and what they are."""
+    header: list[str] = []
+    start = 0
+    for line in page.read_text().splitlines(keepends=True):
+        cells = re.split(r"(?<!\\)\|", line)[1:-1]
+        if not line.startswith("|"):
+            header = []
+        elif not header:
+            header = [cell.strip() for cell in cells]
+        elif header[0] == "#" and cells[0].strip() == name:
+            at = start + 1
+            for title, cell in zip(header, cells, strict=True):
+                if title not in PROSE_COLUMNS:
+                    read = _UNREAD.sub(lambda code: " " * len(code[0]), cell)
+                    yield from ((at + match.start(), match[0]) for match in NUMBER.finditer(read))
+                at += len(cell) + 1
+        start += len(line)
+
+
+def _replace(page: Path, places: list[int], old: list[str], new: list[str]) -> None:
+    text = page.read_text()
+    for at, before, after in sorted(zip(places, old, new, strict=True), reverse=True):
+        text = text[:at] + after + text[at + len(before) :]
+    page.write_text(text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
