@@ -55,7 +55,8 @@ def test_a_good_case_has_no_problems() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"code": None}, "it hung"),
+        ({"code": None, "ended_s": 100.0}, "it hung: ended 91 s after"),
+        ({"code": None, "ended_s": 10.0}, "it was too slow"),
         ({"num_left": 1}, "left behind"),
         ({"samples": ([0, 1], [2])}, "1 samples were lost, 0 doubled"),
         ({"samples": ([0, 1], [1, 2, 3])}, "0 samples were lost, 1 doubled"),

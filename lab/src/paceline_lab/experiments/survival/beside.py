@@ -122,8 +122,10 @@ def _measure(kind: str, kills: Sequence[str], side: Side) -> None:
 
 
 def _median_step_ms(outcome: Outcome) -> float:
-    """Of the process that has completed most steps."""
-    times = max(([n["at"] for n in notes if n["what"] == "done"] for notes in outcome.notes), key=len)
+    """Of a process that has completed all steps."""
+    times: list[float] = max(
+        ([n["at"] for n in notes if n["what"] == "done"] for notes in outcome.notes), key=len
+    )
     return statistics.median(b - a for a, b in itertools.pairwise(times[_WARM:])) * 1e3
 
 
@@ -143,7 +145,8 @@ def _run(kind: str, kills: Sequence[str], folder: Path) -> tuple[int | None, str
     words += ["--steps", str(_STEPS), "--batch", str(_BATCH), *(w for k in kills for w in ("--kill", k))]
     restarts = ["--max-restarts", str(_MOST_RESTARTS if kills else 0)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", *restarts]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # torch 2.13's restarted ranks otherwise share a store with those before, and find the addresses of dead ones in it
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with ExitStack() as stack, (folder / "said.txt").open("w") as said:
         if kind == "torchft":
             environment |= {"TORCHFT_LIGHTHOUSE": stack.enter_context(_lighthouse(folder, environment, said))}

@@ -18,7 +18,7 @@ from paceline_lab.experiments.survival.training import (
 EPOCHS, STEPS_PER_EPOCH = 6, 9
 _STEPS = EPOCHS * STEPS_PER_EPOCH
 AT_START = ("rendezvous", "constructing")
-IN_RECOVERY = ("recovery", "following", "coming in", "receiving")
+IN_RECOVERY = ("recovery", "following", "coming in", "replaying", "receiving", "giving")
 _WITHIN = [moment for moment in MOMENTS if moment not in (*AT_START, *IN_RECOVERY, *BUCKET_MOMENTS)]
 _HOW = ["SIGKILL"] * 5 + ["exit", "error", "memory"] * 2 + ["SIGSTOP", "pause"]
 _LONG_S, _SHORT_S = 20.0, 5.0

@@ -159,6 +159,7 @@ def run_on_hosts(hosts_job: HostsJob, folder: Path) -> HostsOutcome:
                 blows.strike(blow, until_s)
             blows.wait(lambda: all(each.poll() is not None for each in launch.processes), until_s)
         finally:
+            ended_s = time.monotonic()
             codes = [each.poll() for each in launch.processes]
             for each in launch.processes:
                 each.terminate()
@@ -176,6 +177,7 @@ def run_on_hosts(hosts_job: HostsJob, folder: Path) -> HostsOutcome:
         models=[torch.load(file, weights_only=True) for file in sorted(folder.glob("host*/model-*.pt"))],
         num_left=len(left),
         num_blows=len(blows.began_s),
+        ended_s=ended_s,
     )
     stalls = [min((at for at in done if at > when), default=float("inf")) - when for when in blows.began_s]
     said = [(folder / f"host{i}.txt").read_text() for i in range(hosts_job.num_hosts)]

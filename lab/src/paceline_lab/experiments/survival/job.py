@@ -33,6 +33,7 @@ from paceline_lab.experiments.survival.training import (
 
 _MARK = "PACELINE_SURVIVAL_JOB"
 _WITHOUT_EFFECT = ("folder", "backend", "pause_ms", "workers", "compression", "fault", "parts")
+_HANG_S = 60.0
 _TRAINING = "paceline_lab.experiments.survival.training"
 
 
@@ -70,13 +71,14 @@ class Outcome:
     """What came out.
 
     Attributes:
-        code: Of the launcher; None: it hung, and was ended.
+        code: Of the launcher; None: it had to be ended.
         said: On its standard error.
         notes: What the ranks noted, process by process.
         models: The parameters that they left.
         num_left: Processes and launch folders of the job that were still there.
         kills: Times of kills from without.
         num_blows: To hosts. Each may stop the others twice: as the host is lost, and as it comes back.
+        ended_s: When it was over, or was ended.
     """
 
     code: int | None
@@ -86,11 +88,23 @@ class Outcome:
     num_left: int
     kills: list[float] = field(default_factory=list)
     num_blows: int = 0
+    ended_s: float = field(default_factory=time.monotonic)
 
     @property
     def ends(self) -> list[dict[str, Any]]:
         """The last words of the ranks that came to the end."""
         return [note for notes in self.notes for note in notes if note["what"] == "end"]
+
+    @property
+    def still_s(self) -> float:
+        """Since the last step was completed, until it was over."""
+        done = [note["at"] for notes in self.notes for note in notes if note["what"] == "done"]
+        return self.ended_s - max(done, default=0.0)
+
+    @property
+    def has_hung(self) -> bool:
+        """Whether it had to be ended, and did nothing any more; on a busy machine a job may be slow."""
+        return self.code is None and self.still_s > _HANG_S
 
     @property
     def changes(self) -> list[dict[str, Any]]:
@@ -116,6 +130,8 @@ def run_job(job: Job, folder: Path) -> Outcome:
             code: int | None = process.wait(job.limit_s)
         except subprocess.TimeoutExpired:
             code = None
+        ended_s = time.monotonic()
+        if code is None:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(20)
@@ -131,6 +147,7 @@ def run_job(job: Job, folder: Path) -> Outcome:
         [torch.load(file, weights_only=True) for file in sorted(folder.glob("model-*.pt"))],
         num_left,
         kills,
+        ended_s=ended_s,
     )
 
 
@@ -257,7 +274,8 @@ def problems(job: Job, outcome: Outcome, *, rounding: float = 1e-9) -> list[str]
     args = parser_of().parse_args(["/", *job.options])
     found = []
     if outcome.code is None:
-        found.append("it hung")
+        how = "hung" if outcome.has_hung else "was too slow"
+        found.append(f"it {how}: ended {outcome.still_s:.0f} s after its last step")
     elif outcome.code:
         found.append(f"the launcher ended with code {outcome.code}")
     if outcome.num_left:

@@ -130,7 +130,7 @@ class Found:
         self.happened = dict(sorted((Counter(self.happened) + Counter(events)).items()))
         self.num_losses += sum(len(change["lost"]) for change in history)
         self.num_joins += sum(change["num_new"] for change in history)
-        self.num_hangs += outcome.code is None
+        self.num_hangs += outcome.has_hung
         self.loads.append(round(os.getloadavg()[0], 1))
         if _ALL_LOST in outcome.said and outcome.code == 1 and not outcome.num_left:
             self.all_lost.append(seed)
@@ -199,8 +199,8 @@ def main(
         print(measure_stalls(1 if quick else cases).words())
         return
     if beside:
-        path = None if quick else report_folder / "survival-beside.json"
-        sides = compare(["paceline", *beside.split(",")], 1 if quick else cases, path)
+        stored_at = None if quick else report_folder / "survival-beside.json"
+        sides = compare(["paceline", *beside.split(",")], 1 if quick else cases, stored_at)
         print("\n".join(side.words(name) for name, side in sides.items()))
         return
     if case is not None:

@@ -46,11 +46,14 @@ MOMENTS = (
     "between steps",
     "checkpoint",
     "end of epoch",
-    # of a recovery: opening the next group, having told that it follows, as a replacement, and receiving the state
+    # of a recovery: opening the next group, having told that it follows; a replacement as it starts, takes the state
+    # from one that trains, and is let in; one that gives it
     "recovery",
     "following",
     "coming in",
+    "replaying",
     "receiving",
+    "giving",
 )
 WAYS = ("SIGKILL", "exit", "error", "memory", "SIGSTOP", "pause")
 CHECKPOINT_EVERY = 4  # steps
@@ -101,8 +104,8 @@ class Faults:
                 _fail(fault.how, self._folder)
 
     def _is_here(self, fault: Fault) -> bool:
-        if fault.moment in ("coming in", "receiving"):
-            return self.is_replacement
+        if fault.moment in ("coming in", "replaying", "receiving", "giving"):  # each happens once for a loss
+            return self.is_replacement or fault.moment == "giving"
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
         return fault.step == self.step and fault.rank == rank
 
@@ -320,7 +323,7 @@ def _save(parts: dict[str, Any], folder: Path, faults: Faults) -> None:
 
 def _fail_in_backward(faults: Faults, net: nn.Module) -> None:
     """Let faults happen as a layer's first gradient is there, its second, and behind the launch of its bucket."""
-    layers = [each for each in net if isinstance(each, nn.Linear)]  # type: ignore[union-attr]
+    layers = [each for each in net.children() if isinstance(each, nn.Linear)]
     assert len(layers) == NUM_BUCKETS
     for bucket, layer in enumerate(reversed(layers)):
         _fail_in_bucket(faults, bucket, layer)
@@ -339,10 +342,11 @@ def _fail_in_bucket(faults: Faults, bucket: int, layer: nn.Linear) -> None:
 
 
 def _fail_in_recovery(faults: Faults) -> None:
-    """Let faults happen as a rank opens the next group, and as it has just told that it follows."""
+    """Let faults happen as a rank opens the next group, has just told that it follows, gives its state or takes one."""
     from paceline.ddp.membership import Membership
+    from paceline.elastic import replay
 
-    rebuild = Membership.rebuild
+    rebuild, take, give = Membership.rebuild, replay._take, replay.Giver.go_on
     faults.at("coming in")
 
     def failing(*given: Any, **named: Any) -> None:
@@ -353,7 +357,17 @@ def _fail_in_recovery(faults: Faults) -> None:
         if given[0].epoch > 1:
             faults.at("following")
 
+    def taking(*given: Any) -> None:
+        faults.at("replaying")
+        take(*given)
+
+    def giving(giver: replay.Giver) -> None:
+        faults.at("giving")
+        give(giver)
+
     Membership.rebuild = failing  # type: ignore[method-assign]
+    replay._take = taking
+    replay.Giver.go_on = giving  # type: ignore[method-assign]
 
 
 def _note_parts(notes: Notes) -> None:
@@ -378,7 +392,8 @@ def _note_parts(notes: Notes) -> None:
         goes_on(crew, *given)
         notes.write(what="moved", **times)
 
-    _Crew.next_seat, _Crew.open, _Crew.go_on = seated, opened, gone_on  # type: ignore[method-assign]
+    for name, method in (("next_seat", seated), ("open", opened), ("go_on", gone_on)):
+        setattr(_Crew, name, method)
 
 
 if __name__ == "__main__":
