@@ -125,7 +125,7 @@ def test_on_behind_a_slow_link(decided):
     trials = [entry for entry in report["history"] if entry["what"] == "tried"]
     num_rounds, left = divmod(num_coded - 3, 5)
     assert left == 0
-    assert len(trials) <= num_rounds <= 4 * len(trials)  # on a busy machine steps vary too much for one
+    assert len(trials) <= num_rounds <= 6 * len(trials)  # on a busy machine steps vary too much for one
     assert num_rounds > 1 or report["saved_s"] == pytest.approx(
         3 * (trials[0]["without_s"] - trials[0]["step_s"])
     )

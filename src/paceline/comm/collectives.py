@@ -129,8 +129,14 @@ def carries(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def device_for_metadata(group: ProcessGroup, device: torch.device) -> torch.device:
-    """Where counts, shapes and settings that ranks exchange should lie: on the host, if the group reaches it."""
-    return torch.device("cpu") if "cpu" in _device_types(group) else device
+    """Where counts, shapes and settings that ranks exchange should lie: on the host, if the group reaches it.
+
+    Else on `device`, or on one that the group does reach.
+    """
+    known = _device_types(group)
+    if "cpu" in known:
+        return torch.device("cpu")
+    return device if not known or device.type in known else torch.device(known[0])
 
 
 def _device_types(group: ProcessGroup) -> list[str]:

@@ -101,8 +101,8 @@ def _of_model(model: DistributedDataParallel) -> Iterator[str]:
         )
     if setting.droppable:
         yield (
-            "droppable= drops what lots say, which depend on steps that a rank has begun, and a rank that comes has "
-            "begun none. Leave it out."
+            "droppable= leaves out what the script draws in each step, by a generator that a rank which comes has not "
+            "drawn from. Leave it out."
         )
     groups = [*model.membership.groups.asked_for, model.membership.groups.for_batch_norm, None]
     norms = [each for each in model.module.modules() if isinstance(each, torch.nn.SyncBatchNorm)]
@@ -131,6 +131,8 @@ def _of_determinism(model: DistributedDataParallel) -> Iterator[str]:
     if model._setting.shares is not None and model._setting.shares.balance is not None:
         yield f"{words}shares that follow measured times are no fixed ones. Leave out balance=."
     for name, each in model.module.named_modules():
+        if isinstance(each, torch.nn.SyncBatchNorm):
+            yield f"{words}{name or type(each).__name__} normalises over the ranks that there are. Use GroupNorm."
         if getattr(each, "track_running_stats", False):
             yield (
                 f"{words}{name or type(each).__name__} keeps running statistics of what rank 0 has seen, which depends "

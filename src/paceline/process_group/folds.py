@@ -75,7 +75,7 @@ class Fold:
             target.copy_(wide)
 
     def _widened(self, values: Tensor) -> Tensor:
-        return values.to(self.accumulate_in)  # the same tensor, unless it widens
+        return values.to(self.accumulate_in) if self.widens else values
 
     def average(self, completed: Tensor, num_ranks: int) -> None:
         """Divide a completed sum in place; integers are cut off towards zero."""

@@ -5,6 +5,7 @@ Calls are completed with torch's settings of the moment when they were made: who
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -56,9 +57,10 @@ class Moment:
             yield
 
 
-def _kinds() -> list[str]:
-    """Types of devices on which operations may be cast."""
-    return [kind for kind in ("cpu", accelerator_type()) if kind is not None]
+@functools.cache
+def _kinds() -> tuple[str, ...]:
+    """Types of devices on which operations may be cast; the same as long as the process lives."""
+    return tuple(kind for kind in ("cpu", accelerator_type()) if kind is not None)
 
 
 @contextmanager

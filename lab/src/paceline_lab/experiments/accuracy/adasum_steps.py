@@ -462,11 +462,12 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
             )
         )
     panels.append(_squares(record["summaries"]["least squares"]))
-    title = "Adasum and the mean, each at its best rate"
+    title = "Adasum stops near the optimum of least squares, unless all ranks have the same one"
+    note = "Eight ranks, whole gradients, a constant rate: the best of ten. 1e-9 stands for less."
     if steps:
         ratios = [found[ADASUM] / found[MEAN] for found in steps.values()]
         title = f"Adasum takes {min(ratios):.2f} to {max(ratios):.2f} of the mean's steps to a loss"
-    note = "Masked bytes of Shakespeare: means, and bands of all seeds. Each side at its best rate."
+        note = f"Masked bytes of Shakespeare: means, and bands of all seeds. Least squares: {note[0].lower()}{note[1:]}"
     return draw_figure(path, title, panels, note, columns=1 if len(panels) == 1 else 2)
 
 

@@ -274,9 +274,9 @@ class Plan:
         return [outcome for outcome in map(self.store.get, trials) if outcome is not None]
 
     def spread(self, row: str, factor: int, which: str = PLAIN) -> Spread | None:
-        """Test accuracies in percent."""
+        """Test accuracies in percent; None while seeds are missing."""
         found = self.outcomes(row, factor, which)
-        return Spread(tuple(100 * outcome.test for outcome in found)) if found else None
+        return Spread(tuple(100 * one.test for one in found)) if len(found) == self.num_seeds else None
 
 
 @dataclass(frozen=True)
@@ -397,7 +397,7 @@ def _curves(trials: list[dict[str, Any]], title: str, factor: int, key: str, lab
             if (trial["row"], trial["factor"], trial["statistics"]) == (row, at, PLAIN)
             and trial["seed"] < NUM_SEEDS
         ]
-        if row in ("sqrt", "unscaled") or not runs:
+        if row in ("sqrt", "unscaled") or len(runs) < NUM_SEEDS:
             continue
         scale = 100 if key == "errors" else 1
         epochs = [[scale * one for one in epoch] for epoch in zip(*runs, strict=False)]

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import scipy.sparse as sp
 import torch.distributed as dist
 import typer
 from sklearn import svm as theirs
@@ -113,7 +114,8 @@ def _is_everyones(side: str) -> bool:
 
 def objective(split: Split, model: Any) -> float:
     """Return the dual objective, to be minimised, from a fitted model's coefficients alone."""
-    at, beta = model.support_, np.asarray(model.dual_coef_).ravel()
+    found = model.dual_coef_  # of sparse rows scikit-learn's are sparse
+    at, beta = model.support_, np.asarray(found.toarray() if sp.issparse(found) else found).ravel()
     total = sum(
         float(
             beta[k : k + 1000]

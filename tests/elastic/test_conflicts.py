@@ -1,0 +1,66 @@
+"""What cannot go on with other ranks is refused before training, with the reason; what follows is not."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from harness.ranks import pool
+from paceline import DistributedDataParallel, convert_sync_batchnorm
+from paceline.data import GlobalBatch, GlobalShuffle
+from paceline.elastic import conflicts
+from paceline.errors import ConfigurationError
+
+
+def layers():
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+def said(_rank, num_ranks, cases):
+    """What the check says of each case, by its name."""
+    found = {}
+    for case, is_deterministic, options in cases:
+        net = layers()
+        if case == "synchronized":
+            net = convert_sync_batchnorm(net)
+        if case == "synchronized apart":
+            net = convert_sync_batchnorm(net, dist.new_group())
+        shuffle = GlobalShuffle(range(8), GlobalBatch.of(4, num_ranks))
+        drops = {"droppable": [net[0]]} if case == "droppable" else {}
+        model = DistributedDataParallel(net, batch_sampler=shuffle, **options, **drops)
+        if case == "hook":
+            model.register_comm_hook(None, allreduce_hook)
+        try:
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            conflicts.check(model, [optimizer], [], shuffle, is_deterministic)
+            found[case] = ""
+        except ConfigurationError as error:
+            found[case] = str(error)
+    return found
+
+
+@pytest.mark.processes
+def test_what_follows_and_what_is_refused():
+    """Each refusal names what to leave out or to take instead."""
+    follow = [
+        ("plain", False, {}),
+        ("residuals", False, {"compression": "topk"}),
+        ("adasum", False, {"reduction": "adasum"}),
+        ("balance", False, {"balance": "auto"}),
+        ("unused", False, {"skip_all_reduce_unused_params": True}),
+        ("synchronized", False, {}),
+    ]
+    refused = [
+        ("synchronized apart", False, {}),
+        ("hook", False, {}),
+        ("droppable", False, {}),
+        ("deterministic", True, {}),
+    ]
+    (found,) = pool(1).run(said, [*follow, *refused])
+    assert {case: found[case] for case, *_ in follow} == dict.fromkeys((case for case, *_ in follow), "")
+    for (case, *_), words in zip(
+        refused, ("process_group", "HookReduction", "droppable=", "running statistics"), strict=True
+    ):
+        assert found[case].startswith("Elastic: ")
+        assert words in found[case]
