@@ -120,7 +120,7 @@ class Elastic:
         self._place = self._place_of_sampler(0)
         line = Line.of_this_process()
         if line is None:
-            self._crew: _Crew | None = None
+            self._crew: Crew | None = None
             return
         if _in_use:
             raise ConfigurationError(
@@ -133,7 +133,7 @@ class Elastic:
         self._is_given_up = False  # the step under way, or the last one
         self._is_in_step = False
         self._agreed_at = _NOT_YET  # the step at which all ranks were seen to be
-        self._crew = _Crew(line, model, carried, sampler)
+        self._crew = Crew(line, model, carried, sampler)
         model._steps.survive(self)
         peers.ask_first(self._crew.witness)
         card = conflicts.card(model, optimizers, others, sampler)
@@ -295,7 +295,7 @@ def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-class _Crew:
+class Crew:
     """This rank's place among the others: its line to the agent, the group, and what is carried between ranks."""
 
     def __init__(
@@ -305,7 +305,7 @@ class _Crew:
         self._model, self._sampler = model, sampler
         world = model.membership.process_group
         self._kind = WorldKind(backend_of(world), timeout_of(world))
-        self._watcher = Watcher(line)
+        self.watcher = Watcher(line)
         self._limit_s = float(os.environ.get(LOST_AFTER, "30"))
         self._first_batch: GlobalBatch = sampler.batch  # of the job; a rank that comes is told
         self._samples = sampler.batch.samples  # of each rank in a step
@@ -316,14 +316,14 @@ class _Crew:
         self._replayed: Replayed | None = None  # what this rank, which is new, has received until now
         self._digest = 0  # of what others have received from this one
         assert self._shares is not None
-        self._shares.pause_when(lambda: self._watcher.wants_pause)
+        self._shares.pause_when(lambda: self.watcher.wants_pause)
 
     # ---- the end of a membership
 
     @property
     def is_new(self) -> bool:
         """Whether this rank has not been in a membership."""
-        return self._watcher.epoch == NO_EPOCH
+        return self.watcher.epoch == NO_EPOCH
 
     @property
     def is_leaving(self) -> bool:
@@ -331,47 +331,47 @@ class _Crew:
         assert self._shares is not None
         if self._shares.pauses and self._pauses_since_s is None:
             self._pauses_since_s = time.monotonic()
-        return self._watcher.is_over or self._shares.pauses
+        return self.watcher.is_over or self._shares.pauses
 
     def is_over_because_of(self, error: Exception) -> bool:
         """Whether an error comes from a lost rank. Waits for the agent's word, if it looks like that."""
-        if self._watcher.is_over:
+        if self.watcher.is_over:
             return True
         if isinstance(error, (PeerLostError, ProtocolError)):
             self._tell_trouble(str(error))
-            return self._watcher.wait_until_over(self._limit_s)
-        return isinstance(error, RuntimeError) and self._watcher.wait_until_over(_WORD_S)
+            return self.watcher.wait_until_over(self._limit_s)
+        return isinstance(error, RuntimeError) and self.watcher.wait_until_over(_WORD_S)
 
     def witness(self) -> str | None:
         """As `peers.ask_first`: who is gone, by the agent's word."""
-        if not self.is_new and not self._watcher.is_over:
+        if not self.is_new and not self.watcher.is_over:
             self._tell_trouble("communication failed")
-            self._watcher.wait_until_over(_WORD_S)
-        return self._watcher.why if self._watcher.is_over else None
+            self.watcher.wait_until_over(_WORD_S)
+        return self.watcher.why if self.watcher.is_over else None
 
     def _tell_trouble(self, words: str) -> None:
-        epoch = self._watcher.epoch
+        epoch = self.watcher.epoch
         if epoch != self._troubled_in:
             self._troubled_in = epoch
             self.line.tell(Trouble(epoch, words[:500]))
 
     def next_seat(self, step: int) -> Seat:
         """Leave this membership, after so many completed steps; returns the place in the next one. Blocks."""
-        self._watcher.acknowledge()
+        self.watcher.acknowledge()
         progress.begin_again()
         if not self.is_new:
-            self.line.tell(Stopped(self._watcher.epoch, step))
+            self.line.tell(Stopped(self.watcher.epoch, step))
         self._digest = max((each.end(step) for each in self._givers), default=0)
         self._givers.clear()
-        told = self._watcher.next_seat()
+        told = self.watcher.next_seat()
         while not isinstance(told, Seat):
             self._replayed = receive(told, self.carried, lambda: self.line.tell(CaughtUp()))
-            told = self._watcher.next_seat()
+            told = self.watcher.next_seat()
         return told
 
     def give(self) -> None:
         """A step begins: let those that wait to come in have some of this rank's state. Local."""
-        while (end := self._watcher.to_give()) is not None:
+        while (end := self.watcher.to_give()) is not None:
             self._givers.append(Giver(end, self.carried))
         for each in self._givers:
             each.go_on()
@@ -380,9 +380,9 @@ class _Crew:
 
     def open(self, seat: Seat, step: int) -> Standings:
         """Open the group of a seat, and tell each other how far all are. Collective; blocks."""
-        if not self.is_new and seat.epoch <= self._watcher.epoch:
-            raise OverError(f"a seat of epoch {seat.epoch} came after epoch {self._watcher.epoch}")
-        self._watcher.begin(seat.epoch)
+        if not self.is_new and seat.epoch <= self.watcher.epoch:
+            raise OverError(f"a seat of epoch {seat.epoch} came after epoch {self.watcher.epoch}")
+        self.watcher.begin(seat.epoch)
         forget_world()
         host, port = seat.store
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._kind.timeout)
@@ -428,10 +428,10 @@ class _Crew:
             self._sampler.move(first, seat.rank, place.epoch, place.position, logical[seat.rank])
             samples = tuple(sum(first.samples[each] for each in own) for own in logical)
         before, self._samples = self._samples, samples
-        self._watcher.settle(seat.store[1])
+        self.watcher.settle(seat.store[1])
         began_s, self._pauses_since_s = self._pauses_since_s, None
         if seat.num_new < seat.size:
-            since_s = began_s or self._watcher.since_s or time.monotonic()
+            since_s = began_s or self.watcher.since_s or time.monotonic()
             moved = sum(before[rank] for rank in seat.lost if rank < len(before))
             moved += sum(samples[seat.size - seat.num_new :])
             stalled_s = time.monotonic() - since_s

@@ -136,7 +136,7 @@ def receive(end: socket.socket, carried: Carried, caught_up: Callable[[], object
                 if "end" in tree:
                     return Replayed(tree["end"], carried.digest()) if is_whole else None
                 is_whole = is_whole or "is_whole" in tree
-                _take(tree, carried)
+                take(tree, carried)
                 if is_whole and not has_told and not select.select([end], [], [], 0)[0]:
                     has_told = True
                     caught_up()
@@ -148,7 +148,8 @@ def receive(end: socket.socket, carried: Carried, caught_up: Callable[[], object
     return None
 
 
-def _take(tree: Any, carried: Carried) -> None:
+def take(tree: Any, carried: Carried) -> None:
+    """Do with one frame what it says. Local."""
     if "state" in tree:
         carried.put(carried.parameters[tree["place"]], tree["state"])
     elif "gradients" in tree:

@@ -10,18 +10,23 @@ Source: Goyal et al. 2017, section 4.1, "3 times" on 32 servers, which had 50 Gb
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.schedules import halving_doubling, ring
 from paceline.schedules.price import price
+from paceline.schedules.schedule import Schedule
 from paceline.schedules.topology import Link, Links, Topology
 from paceline_lab.bench.provenance import collect
 from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, ReportFolder
 from paceline_lab.experiments.runner import conclude
 from paceline_lab.report.publication import Report
 
-SCHEDULES = {"ring": ring.all_reduce, "halving-doubling": halving_doubling.all_reduce}
+SCHEDULES: dict[str, Callable[[int], Schedule]] = {
+    "ring": ring.all_reduce,
+    "halving-doubling": halving_doubling.all_reduce,
+}
 
 
 @dataclass(frozen=True)
@@ -43,15 +48,17 @@ def main(as_json: AsJson = False, report_folder: ReportFolder = REPORT_FOLDER) -
     rows = []
     for name, latency_s, rate in config.links:
         links = Links(Link(latency_s, rate), Link(latency_s, rate))
-        for P in config.counts:
-            found = summaries.setdefault(name, {}).setdefault(str(P), {})
+        for num_hosts in config.counts:
+            found = summaries.setdefault(name, {}).setdefault(str(num_hosts), {})
             for size in config.sizes_bytes:
                 times = {
-                    side: price(build(P), size, Topology.one_rank_a_host(P), links).time_s
+                    side: price(build(num_hosts), size, Topology.one_rank_a_host(num_hosts), links).time_s
                     for side, build in SCHEDULES.items()
                 }
                 found[str(size)] = times | {"faster": times["ring"] / times["halving-doubling"]}
-            rows.append((name, str(P), *(f"{found[str(size)]['faster']:.2f}" for size in config.sizes_bytes)))
+            rows.append(
+                (name, str(num_hosts), *(f"{found[str(size)]['faster']:.2f}" for size in config.sizes_bytes))
+            )
     report = Report(
         name="halving-doubling",
         question="How many times as fast as the ring is halving-doubling, by its price?",

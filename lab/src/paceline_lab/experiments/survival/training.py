@@ -347,7 +347,7 @@ def _fail_in_recovery(faults: Faults) -> None:
     from paceline.ddp.membership import Membership
     from paceline.elastic import replay
 
-    rebuild, take, give = Membership.rebuild, replay._take, replay.Giver.go_on
+    rebuild, take, give = Membership.rebuild, replay.take, replay.Giver.go_on
     faults.at("coming in")
 
     def failing(*given: Any, **named: Any) -> None:
@@ -367,34 +367,34 @@ def _fail_in_recovery(faults: Faults) -> None:
         give(giver)
 
     Membership.rebuild = failing  # type: ignore[method-assign]
-    for owner, name, method in ((replay, "_take", taking), (replay.Giver, "go_on", giving)):
+    for owner, name, method in ((replay, "take", taking), (replay.Giver, "go_on", giving)):
         setattr(owner, name, method)
 
 
 def _note_parts(notes: Notes) -> None:
     """Note of each membership that is followed when the last one's end was heard of, and what came when."""
-    from paceline.elastic.elastic import _Crew
+    from paceline.elastic.elastic import Crew
 
-    next_seat, opens, goes_on = _Crew.next_seat, _Crew.open, _Crew.go_on
+    next_seat, opens, goes_on = Crew.next_seat, Crew.open, Crew.go_on
     times: dict[str, float] = {}
 
-    def seated(crew: _Crew, *given: Any) -> Any:
-        times.update(heard=crew._watcher.since_s, left=time.monotonic())
+    def seated(crew: Crew, *given: Any) -> Any:
+        times.update(heard=crew.watcher.since_s, left=time.monotonic())
         seat = next_seat(crew, *given)
         times["seat"] = time.monotonic()
         return seat
 
-    def opened(crew: _Crew, *given: Any) -> Any:
+    def opened(crew: Crew, *given: Any) -> Any:
         standings = opens(crew, *given)
         times["open"] = time.monotonic()
         return standings
 
-    def gone_on(crew: _Crew, *given: Any) -> None:
+    def gone_on(crew: Crew, *given: Any) -> None:
         goes_on(crew, *given)
         notes.write(what="moved", **times)
 
     for name, method in (("next_seat", seated), ("open", opened), ("go_on", gone_on)):
-        setattr(_Crew, name, method)
+        setattr(Crew, name, method)
 
 
 if __name__ == "__main__":
