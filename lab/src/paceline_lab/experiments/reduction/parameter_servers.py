@@ -42,7 +42,7 @@ from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, Quick, Repor
 from paceline_lab.experiments.runner import conclude
 from paceline_lab.report.figures import draw_figure, show_ratio
 from paceline_lab.report.look import CURVE_COLORS, OURS, look_of
-from paceline_lab.report.panels import Line, Lines
+from paceline_lab.report.panels import Bar, Bars, Line, Lines
 from paceline_lab.report.publication import Report, stored_report
 from paceline_lab.report.summary import Summary, slowest_rank
 
@@ -394,7 +394,7 @@ def main(
 
     if case not in CASES:
         raise ConfigurationError(f"--case {case}: there are {', '.join(CASES)}.")
-    name = f"parameter_servers-{case}" + f"-{loss:.0%}" * (case == "loss") + "-quick" * quick
+    name = f"parameter_servers-{case}" + f"-{100 * loss:g}" * (case == "loss") + "-quick" * quick
     if rescore:
         stored = stored_report(report_folder / f"{name}.json")
         config = Config(**stored["config"] | {"servers": tuple(stored["config"]["servers"])})
@@ -483,9 +483,9 @@ def _scored(
 def draw(record: Mapping[str, Any], path: Path) -> bool:
     """Draw steps against the number of servers, with all-reduces as levels, from a stored report."""
     summaries, config = record["summaries"], record["config"]
-    if config["case"] == "loss":
-        return False
     steps = {side: Summary(**found).times(1e3) for side, found in summaries["steps"].items()}
+    if config["case"] == "loss":
+        return _draw_loss(steps, config, record["notes"][0], path)
     numbers = list(config["servers"])
     measured = Line.of("measured", [(n, steps[f"{n} servers"]) for n in numbers], OURS)
     predicted = [(n, 1e3 * summaries["predicted_s"][f"{n} servers"]) for n in numbers]
@@ -510,3 +510,16 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
         }
     panel = Lines("", "parameter servers", "step time, ms", lines, ticks)
     return draw_figure(path, title, [panel], record["notes"][0])
+
+
+def _draw_loss(steps: Mapping[str, Summary], config: Mapping[str, Any], note: str, path: Path) -> bool:
+    """Draw a bar a side, of steps where packets are lost."""
+    over_tcp = f"{config['servers'][0]} servers"
+    names = {"torch": "all-reduce, TCP (torch)", "ours": "all-reduce, TCP", over_tcp: "a server, TCP"}
+    names |= {f"{over_tcp}, {words}": f"a server, UDP, {words}" for words in BOUNDS}
+    colors = {"torch": look_of("torch").color, over_tcp: CURVE_COLORS[2]}
+    bars = [Bar(name, steps[side], colors.get(side, OURS)) for side, name in names.items()]
+    ratio = steps[f"{over_tcp}, bound 5 %"].median / steps[over_tcp].median
+    words = show_ratio(ratio, "by TCP")
+    title = f"At {config['loss']:.0%} loss, a step that pushes by UDP with a bound of 5 % is {words}"
+    return draw_figure(path, title, [Bars("", "step time, ms; lower is better", bars)], note)

@@ -145,8 +145,10 @@ def _run(kind: str, kills: Sequence[str], folder: Path) -> tuple[int | None, str
     words += ["--steps", str(_STEPS), "--batch", str(_BATCH), *(w for k in kills for w in ("--kill", k))]
     restarts = ["--max-restarts", str(_MOST_RESTARTS if kills else 0)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", *restarts]
-    # torch 2.13's restarted ranks otherwise share a store with those before, and find the addresses of dead ones in it
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if kind == "torchrun":
+        # torch 2.13's restarted ranks else share a store with those before, and find the addresses of dead ones in it
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with ExitStack() as stack, (folder / "said.txt").open("w") as said:
         if kind == "torchft":
             environment |= {"TORCHFT_LIGHTHOUSE": stack.enter_context(_lighthouse(folder, environment, said))}

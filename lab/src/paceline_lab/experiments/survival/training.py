@@ -95,7 +95,8 @@ class Faults:
     def __init__(self, faults: list[Fault], folder: Path, notes: Notes) -> None:
         self._faults, self._folder, self._notes = faults, folder, notes
         self.step = 0
-        self.is_replacement = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        # not one of a second beginning, if a rank has died in the first
+        self.is_replacement = any('"try"' in each.read_text() for each in folder.glob("rank-*.jsonl"))
 
     def at(self, moment: str) -> None:
         for number, fault in enumerate(self._faults):
@@ -366,8 +367,8 @@ def _fail_in_recovery(faults: Faults) -> None:
         give(giver)
 
     Membership.rebuild = failing  # type: ignore[method-assign]
-    replay._take = taking
-    replay.Giver.go_on = giving  # type: ignore[method-assign]
+    for owner, name, method in ((replay, "_take", taking), (replay.Giver, "go_on", giving)):
+        setattr(owner, name, method)
 
 
 def _note_parts(notes: Notes) -> None:
