@@ -216,7 +216,7 @@ BY_FILE: dict[str, tuple[str, ...]] = {
     "reductions/compressed.py": ("compression int8", "shortened onebit", "compression topk"),
     "reductions/powersgd.py": ("low rank",),
     "reductions/lossy.py": (
-        "compressed beside sparse",
+        "compressed and sparse",
         "compression bf16",
         "shortened onebit",
         "compression topk",

@@ -378,6 +378,6 @@ CASES: dict[str, Callable[[Here, str], list[Tensor]]] = {
     "adasum optimizer": adasum_optimizer,
     "local SGD": local_steps("LocalSGD"),
     "DiLoCo": local_steps("DiLoCo", compression="bf16"),
-    "compressed beside sparse": sparse(compression="bf16"),
+    "compressed and sparse": sparse(compression="bf16"),
     **{f"shortened {name}": shortened(name) for name in ("onebit", "randomk")},
 }

@@ -197,9 +197,9 @@ def check_device(parameters: Sequence[Parameter], process_groups: Sequence[Proce
             if not carries(group, device):
                 raise ConfigurationError(
                     f"the module is on {device}, and the process group's backend {backend_of(group)!r} does not "
-                    f"support it. Move the module to the backend's device, or open the group with a backend for "
-                    f'both: dist.init_process_group("cpu:gloo,{accelerator_type() or "cuda"}:..."), or "paceline", '
-                    "which takes an accelerator's tensors through the host's memory."
+                    f"support it. Move the module, or open the group for both: "
+                    f'dist.init_process_group("cpu:gloo,{accelerator_type() or "cuda"}:..."), or "paceline", which '
+                    "takes them through the host's memory."
                 )
 
 
