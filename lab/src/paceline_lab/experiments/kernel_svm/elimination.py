@@ -75,14 +75,14 @@ class _Reconstructions:
         self._took_s, self._num_values = 0.0, 0
         unshrink = ShrunkSamples.unshrink
 
-        def timed(shrunk: ShrunkSamples, *arguments: Any) -> Any:
-            started_s, before = now_s(), shrunk.num_kernel_values
-            found = unshrink(shrunk, *arguments)
+        def timed(self_: Any, active: Any, rows: Any) -> Any:
+            started_s, before = now_s(), self_.num_kernel_values
+            found = unshrink(self_, active, rows)
             self._took_s += now_s() - started_s
-            self._num_values += shrunk.num_kernel_values - before
+            self._num_values += self_.num_kernel_values - before
             return found
 
-        ShrunkSamples.unshrink = timed  # type: ignore[method-assign]
+        setattr(ShrunkSamples, "unshrink", timed)  # noqa: B010  mypy takes no other method
 
     def take(self) -> tuple[float, int]:
         found, self._took_s, self._num_values = (self._took_s, self._num_values), 0.0, 0
@@ -98,7 +98,8 @@ def measure(config: Config, tell: TellProgress) -> dict[str, Cost]:
     settings: dict[str, Any] = {"C": split.cost, "gamma": split.gamma, "tol": TOL, "cache_size": size}
     models = {name: SVC(**settings, shrinking=name) for name in config.heuristics}
     times: dict[str, list[float]] = {name: [] for name in config.heuristics}
-    reconstructions, of_fits = _Reconstructions(now_s), {name: [] for name in config.heuristics}
+    reconstructions = _Reconstructions(now_s)
+    of_fits: dict[str, list[tuple[float, int]]] = {name: [] for name in config.heuristics}
     for turn in range(config.num_rounds + 1):
         for name in config.heuristics[:: 1 if turn % 2 else -1]:
             started_s = now_s()

@@ -10,18 +10,23 @@ Source: Goyal et al. 2017, section 4.1, "3 times" on 32 servers, which had 50 Gb
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.schedules import halving_doubling, ring
 from paceline.schedules.price import price
+from paceline.schedules.schedule import Schedule
 from paceline.schedules.topology import Link, Links, Topology
 from paceline_lab.bench.provenance import collect
 from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, ReportFolder
 from paceline_lab.experiments.runner import conclude
 from paceline_lab.report.publication import Report
 
-SCHEDULES = {"ring": ring.all_reduce, "halving-doubling": halving_doubling.all_reduce}
+SCHEDULES: dict[str, Callable[[int], Schedule]] = {
+    "ring": ring.all_reduce,
+    "halving-doubling": halving_doubling.all_reduce,
+}
 
 
 @dataclass(frozen=True)
