@@ -109,7 +109,7 @@ class Peers:
         """Remember how far this rank has got, to tell those who wait when it leaves. Local."""
         self._failure_detection.progress.num_steps = number
 
-    def gather_rows(self, row: Tensor, process_group: ProcessGroup, doing: str) -> list[Tensor]:
+    def rows_of_all(self, row: Tensor, process_group: ProcessGroup, doing: str) -> list[Tensor]:
         """Every rank's `row`, which all have in the same shape. Collective; blocks, and raises, as `wait`."""
         rows = [torch.empty_like(row) for _ in range(process_group.size())]
         self.wait(all_gather(rows, row, process_group), doing)

@@ -145,5 +145,5 @@ def _median_step_s(timings: StepTimings) -> float:
 
 def _slowest_rank_s(mine_s: float, device: torch.device, group: ProcessGroup, peers: Peers) -> float:
     row = torch.tensor([mine_s], dtype=torch.float64, device=device)
-    rows = peers.gather_rows(row, group, "comparing bucket caps")
+    rows = peers.rows_of_all(row, group, "comparing bucket caps")
     return max(float(each) for each in rows)

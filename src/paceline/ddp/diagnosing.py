@@ -24,9 +24,9 @@ def diagnose_together(
     """What delays the last steps; the same on every rank. Collective; blocks for two all-gathers, of text."""
     place = device_for_metadata(group, device)
     own = recorder.lines()
-    longest = max(map(int, peers.gather_rows(torch.tensor([len(own)], device=place), group, _DOING)))
+    longest = max(map(int, peers.rows_of_all(torch.tensor([len(own)], device=place), group, _DOING)))
     padded = torch.frombuffer(bytearray(own.ljust(longest, b"\n")), dtype=torch.uint8).to(place)
-    rows = peers.gather_rows(padded, group, _DOING)
+    rows = peers.rows_of_all(padded, group, _DOING)
     run_id = recorder.header.run_id
     files = {f"rank {rank}": bytes(row.cpu().numpy().tobytes()) for rank, row in enumerate(rows)}
     return diagnose(run_of(RunHeader(run_id, (), time.time(), __version__), files))

@@ -97,7 +97,7 @@ def verify(
     digest = hashlib.sha256(encoded).digest()
     words = [len(encoded)] + [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 32, 8)]
     mine = torch.tensor([*words, on_cpu, knows_beside, number], device=device)
-    gathered = [row.tolist() for row in peers.gather_rows(mine, process_group, _COMPARING)]
+    gathered = [row.tolist() for row in peers.rows_of_all(mine, process_group, _COMPARING)]
     numbers = [row.pop() for row in gathered]
     knowing = [row.pop() for row in gathered]
     are_on_cpu = [bool(row.pop()) for row in gathered]
@@ -105,7 +105,7 @@ def verify(
         return Verified(are_on_cpu, numbers[0], all(knowing))
     longest = max(row[0] for row in gathered)
     padded = torch.tensor(list(encoded.ljust(longest)), dtype=torch.uint8, device=device)
-    texts = peers.gather_rows(padded, process_group, _COMPARING)
+    texts = peers.rows_of_all(padded, process_group, _COMPARING)
     described = [Description.decode(bytes(text.tolist())) for text in texts]
     raise ReplicaMismatchError(_difference(described))
 

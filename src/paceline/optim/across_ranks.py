@@ -165,7 +165,7 @@ class AcrossRanks(Optimizer, ABC):
             return [digest]
         device = device_for_metadata(self._group, self._parameters()[0].device)
         row = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-        rows = self._peers.gather_rows(row, self._group, "comparing the ranks' parameters or gradients")
+        rows = self._peers.rows_of_all(row, self._group, "comparing the ranks' parameters or gradients")
         return [bytes(each.tolist()) for each in rows]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -179,7 +179,7 @@ class Agreement:
         with_s = lasted_s[UNSTEADY_STEPS : 1 - COMPARED_STEPS]
         without_s = lasted_s[1 - COMPARED_STEPS :]
         row = torch.tensor([_median_s(with_s), _median_s(without_s)], dtype=torch.float64)
-        rows = self._peers.gather_rows(row, self._group, "comparing steps with and without forward overlap")
+        rows = self._peers.rows_of_all(row, self._group, "comparing steps with and without forward overlap")
         with_median_s, without_median_s = torch.stack(rows).amax(0).tolist()
         was_worth_it = self.seen is not None
         self.seen = Gain(without_s=without_median_s, with_s=with_median_s)
@@ -229,7 +229,7 @@ def agree(pieces: Sequence[Piece], mine: MeasuredStep, group: ProcessGroup, peer
     row = torch.tensor(
         [-mine.reduced_s, mine.rate_bytes_per_s, mine.backward_s, *mine.ready_s], dtype=torch.float64
     )
-    rows = peers.gather_rows(row, group, "gathering the times of a step")
+    rows = peers.rows_of_all(row, group, "gathering the times of a step")
     words = torch.zeros(len(pieces) + 3, dtype=torch.float64)
     if group.rank() == 0:
         slowest = _slowest(rows, mine)
