@@ -1,5 +1,6 @@
 """A rank that comes has the others' bits although they went on training meanwhile; and knows it if it has not."""
 
+import math
 import socket
 import threading
 import types
@@ -36,9 +37,8 @@ def train(it):
 
 def given(kind, monkeypatch, meddle=lambda _: None):
     """One training, another that has followed it, the former's digest and what the latter says."""
-    monkeypatch.setattr(
-        "paceline.elastic.replay._LEAST_BYTES", 100
-    )  # so that the snapshot takes several steps
+    monkeypatch.setattr("paceline.elastic.replay._LEAST_BYTES", 100)  # so that the snapshot takes several steps
+    monkeypatch.setattr("paceline.elastic.replay._MOST_STATES", math.inf)  # these steps wait for nobody
     old, new = training(kind), training(kind)
     for _ in range(3):
         train(old)
