@@ -37,7 +37,9 @@ def train(it):
 
 def given(kind, monkeypatch, meddle=lambda _: None):
     """One training, another that has followed it, the former's digest and what the latter says."""
-    monkeypatch.setattr("paceline.elastic.replay._LEAST_BYTES", 100)  # so that the snapshot takes several steps
+    monkeypatch.setattr(
+        "paceline.elastic.replay._LEAST_BYTES", 100
+    )  # so that the snapshot takes several steps
     monkeypatch.setattr("paceline.elastic.replay._MOST_STATES", math.inf)  # these steps wait for nobody
     old, new = training(kind), training(kind)
     for _ in range(3):
