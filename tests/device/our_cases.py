@@ -325,7 +325,7 @@ def servers_that_step(here: Here, side: str) -> list[Tensor]:
 
 
 def lossy_servers(here: Here, side: str) -> list[Tensor]:
-    """Gradients are pushed to servers by datagrams, of which none may be lost."""
+    """Datagrams carry gradients to servers, and none may be lost."""
     from paceline.reductions import BoundedLoss
 
     with _servers(here) as servers:

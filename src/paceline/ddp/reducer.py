@@ -307,7 +307,7 @@ class Reducer:
         try:
             has_late = self.verdict.reach(self.num_steps + 1, self.setting.reduction)
         except ProtocolError:
-            flight.wait()
+            flight.wait()  # the words came last: for Gloo, whose threads may end in another order
             self.recovery.drop_gradients()
             raise
         if backward.by_autograd and (unused or self.setting.find_unused_parameters):
@@ -419,7 +419,7 @@ class Reducer:
         with suppress(StepDroppedError):  # the other ranks raise it; nothing was launched
             self._flight.close()
             self._complete(status)
-            self._flight.wait()
+            self._flight.wait()  # as in `_finish`
             return self.verdict.only_out_of_memory()
         return ()
 
