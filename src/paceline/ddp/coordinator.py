@@ -1,9 +1,9 @@
 """What a wrapped module does around its steps: before a forward, in a window of micro-batches, beside joined ranks.
 
-The wrapper, its windows (`accumulation`) and the shadows of joined ranks (`shadow`) meet here: each backward's `Terms`
-are returned from here to the reducer. The wrapper is held weakly. The parameters' hooks keep the reducer, and the
-reducer keeps this: a strong reference would keep a dropped wrapper alive, and wrapping its module again would reduce
-twice.
+The wrapper, its windows (`accumulation`) and the shadows of joined ranks (`torch_surface`) meet here: each backward's
+`Terms` are returned from here to the reducer. The wrapper is held weakly. The parameters' hooks keep the reducer, and
+the reducer keeps this: a strong reference would keep a dropped wrapper alive, and wrapping its module again would
+reduce twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Uneven inputs: what ranks tell each other within `join` (torch's), before each step; see `shadow`, too."""
+"""Uneven inputs: what ranks tell each other within `join` (torch's), before each step; see `Shadow`, too."""
 
 from __future__ import annotations
 

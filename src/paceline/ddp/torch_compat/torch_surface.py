@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.nn import Module, Parameter
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
@@ -23,7 +24,6 @@ from paceline.ddp.arguments import ONE_WRAPPER, choose_devices
 from paceline.ddp.buffers import BROADCAST_BYTES, BufferHook
 from paceline.ddp.conflicts import check_comm_hook, check_join
 from paceline.ddp.reducer import Reducer
-from paceline.ddp.shadow import Shadow
 from paceline.ddp.torch_compat.logging_data import Logger, logging_data
 from paceline.ddp.torch_compat.torchs_reducer import TorchsReducer, take_over_optimizers
 from paceline.errors import ConfigurationError
@@ -350,3 +350,37 @@ def _mark_low_precision(module: Module, dtype: torch.dtype | None) -> None:
             low.untyped_storage().resize_(0)
             marked: Any = parameter
             marked._mp_param, marked._fp_param = low, parameter.data
+
+
+class Shadow(JoinHook):
+    """What a rank that has run out of batches does for each forward and backward of the others (torch's `Join`)."""
+
+    def __init__(self, joinable: Joinable, steps: StepCoordinator) -> None:
+        self._joinable, self._steps = joinable, steps
+        super().__init__()
+
+    def main_hook(self) -> None:
+        """Match one forward and, if the others will synchronize, one backward, contributing zeros. Collective."""
+        steps = self._steps
+        others = steps.joining.announce(is_active=False)
+        if not (others.synchronizes or others.opens_window):
+            return
+        is_window = others.opens_window and not others.synchronizes
+        exchange = steps.weighing.exchange() if is_window else None  # before the first forward
+        if steps.wrapped.training and steps.has_synchronized_buffers():
+            steps.buffers.synchronize(steps.joining.agree_on_source(is_candidate=False))
+        steps.reducer.prepare()
+        steps.buffers.come_at_end(False)
+        steps.recovery.drop_gradients()
+        if exchange is not None:
+            steps.match_window(exchange.finish())
+        elif others.opens_window:
+            steps.weighing.exchange().finish().raise_if_refused(steps.membership.rank)  # as backward begins
+            steps.run_without_autograd(share=0.0)
+        else:
+            steps.run_without_autograd()
+        steps.recovery.drop_gradients()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._steps.take_final_model(is_last_joiner)
+        self._joinable._join_config = _JoinConfig.construct_disabled_join_config()  # torch leaves it enabled
