@@ -78,6 +78,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path, capsys):
     assert "--paused needs --record" in refused(capsys, "--paused", "--", "true")
     assert "compares two run folders" in refused(capsys, "--was", str(tmp_path))
     assert "compares two run folders" in refused(capsys, "--was", str(tmp_path), "--", "true")
+    assert "leave out --json" in refused(capsys, str(tmp_path), "--was", str(tmp_path), "--json")
     begin_run(tmp_path / "run", ["x"])
     taken = refused(capsys, "--record", str(tmp_path / "run"), "--", "true")
     assert "holds a run already" in taken

@@ -102,6 +102,8 @@ def doctor(
             "--record, --steps and --paused are for a command. Pass one behind --, as in `paceline doctor -- torchrun "
             "train.py`."
         )
+    if was is not None and as_json:
+        raise ConfigurationError("--was says its comparison in words: leave out --json.")
     if run is None:
         if was is not None:
             raise ConfigurationError("--was compares two run folders: pass the later one, too.")
@@ -111,7 +113,7 @@ def doctor(
 
     now = diagnose_folder(run)
     _show(now, as_json=as_json)
-    if was is not None and not as_json:
+    if was is not None:
         print("\n".join(scored(diagnose_folder(was), now)))
     return 0
 
