@@ -29,6 +29,7 @@ class Message:
         gradients: Views of `flat`, one for each parameter, in its shape and dtype.
         parameters: The parameters, in the order of `gradients`.
         process_group: The ranks.
+        start: Where `flat` begins in the bucket, if it is a piece of one; `gradients` and `parameters` are the bucket's.
     """
 
     index: int
@@ -38,6 +39,7 @@ class Message:
     gradients: Sequence[Tensor]
     parameters: Sequence[Parameter]
     process_group: ProcessGroup
+    start: int = 0
 
     @property
     def body(self) -> Tensor:
@@ -62,6 +64,12 @@ class Reduction(ABC):
 
     needs_all_buckets: bool = False
     """Whether every step has to launch every bucket, on every rank; else those that no rank needs may be left out."""
+
+    pieces_at_once: int = 0
+    """How many pieces of buckets it may be sending, launched in one order on every rank; 0: it takes whole ones only.
+
+    Threads of the network's may launch them, and all pieces of a bucket are launched in a step.
+    """
 
     num_averaged: int | None = None
     """By how many sums are divided, where that is not the number of ranks that take part."""
