@@ -18,7 +18,8 @@ from paceline.reductions import BoundedLoss
 
 pytestmark = [pytest.mark.compiles, pytest.mark.processes]
 
-STEPS, BOUND = 9, 0.2
+STEPS, BOUND = 9, 0.3
+OUTPUTS = 600  # of 200 inputs: pieces of several datagrams on the loopback interface
 
 
 def _trained(rank, mode, reduction):
@@ -41,20 +42,14 @@ def _trained(rank, mode, reduction):
 
 def _exact(rank, _num_ranks):
     with mock.patch.object(planning, "PIECE_BYTES", 512):
-        return [
-            _trained(rank, mode, BoundedLoss(0.0, compensation=how, priorities=priorities))
-            for mode, how, priorities in (
-                (False, "survivors", False),
-                ("always", "survivors", False),
-                ("always", "feedback", True),
-            )
-        ]
+        without = _trained(rank, False, BoundedLoss(0.0))
+        return without, _trained(rank, "always", BoundedLoss(0.0, compensation="feedback", priorities=True))
 
 
 def test_with_a_bound_of_0_parameters_are_bitwise_those_of_training_without_it():
     found = [each for of_rank in pool(3).run(_exact) for each in of_rank]
     assert len({bits for bits, _ in found}) == 1
-    assert [deferred for _, deferred in found] == [0, STEPS - 3, STEPS - 3] * 3
+    assert [deferred for _, deferred in found] == [0, STEPS - 3] * 3
 
 
 class Parallel(torch.nn.Module):
@@ -62,7 +57,7 @@ class Parallel(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.front, self.rare, self.back = (torch.nn.Linear(200, 200, bias=False) for _ in range(3))
+        self.front, self.rare, self.back = (torch.nn.Linear(200, OUTPUTS, bias=False) for _ in range(3))
         self.uses_rare = True
 
     def forward(self, x):
@@ -73,7 +68,7 @@ class Parallel(torch.nn.Module):
 def _fed_back(rank, _num_ranks):
     """For each layer all that this rank gave, by how much it changed, and what is kept; the last step's losses."""
     warnings.simplefilter("ignore")
-    with mock.patch.object(planning, "PIECE_BYTES", 50_000):
+    with mock.patch.object(planning, "PIECE_BYTES", 170_000):
         torch.manual_seed(0)
         model = DistributedDataParallel(
             Parallel(),
@@ -84,7 +79,7 @@ def _fed_back(rank, _num_ranks):
         )
         optimizer = overlap(torch.optim.SGD(model.parameters(), lr=1.0), model)
         before = [p.detach().clone() for p in model.parameters()]
-        given = [torch.zeros(200, 200) for _ in before]
+        given = [torch.zeros(OUTPUTS, 200) for _ in before]
         for step in range(STEPS):
             model.module.uses_rare = step % 2 == 0
             inputs = torch.randn(4, 200, generator=generator(rank, step))
@@ -95,7 +90,8 @@ def _fed_back(rank, _num_ranks):
                 given[place] += inputs.sum(0)
         assert model.forward_overlap.has_outstanding
         reduction = model.reduction
-        kept = [each.view(200, 200).clone() for each in reduction.state_dict()["residual"].values()]
+        residuals = reduction.state_dict()["residual"]
+        kept = [residuals[name].view(OUTPUTS, 200) for name, _ in model.module.named_parameters()]
         changed = [was - p.detach() for was, p in zip(before, model.parameters(), strict=True)]
     return given, changed, kept, reduction.losses
 
@@ -107,10 +103,10 @@ def test_what_is_lost_of_a_piece_is_kept_for_the_next_step():
     losses = first[3]
     assert 0 < losses.lost <= BOUND * losses.sent
     assert len(losses.by_bucket) == 3
-    for place, (name, lost) in enumerate(losses.by_parameter.items()):
+    for name, lost in losses.by_parameter.items():
         layer = ("front.weight", "rare.weight", "back.weight").index(name)
         num_kept = sum(int((kept[layer] != 0).sum()) for _, _, kept, _ in outcomes)
-        assert lost == pytest.approx(num_kept / (2 * 40_000)), (place, name)
+        assert lost == pytest.approx(num_kept / (2 * 200 * OUTPUTS)), name
     for layer in range(3):
         assert all((changed[layer] == first[1][layer]).all() for _, changed, _, _ in outcomes)
         given = sum(given[layer] for given, _, _, _ in outcomes) / 3
