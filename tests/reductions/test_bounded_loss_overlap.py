@@ -1,4 +1,4 @@
-"""`BoundedLoss` with `overlap_forward`: pieces of a deferred step as datagrams, over real sockets on the loopback interface.
+"""`BoundedLoss` with `overlap_forward`: pieces of a deferred step as datagrams, over real sockets.
 
 Steps are deferred by force, and buckets cut small, so that one has several pieces.
 """

@@ -20,7 +20,9 @@ class Mean(Reduction):
         Li et al., VLDB 2020, Algorithm 1.
     """
 
-    pieces_at_once = 2  # what Gloo performs at once; a third would wait in its queue, where nothing can overtake it
+    pieces_at_once = (
+        2  # what Gloo performs at once; a third would wait in its queue, where nothing can overtake it
+    )
 
     @property
     def carries_words(self) -> bool:

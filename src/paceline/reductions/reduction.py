@@ -29,7 +29,7 @@ class Message:
         gradients: Views of `flat`, one for each parameter, in its shape and dtype.
         parameters: The parameters, in the order of `gradients`.
         process_group: The ranks.
-        start: Where `flat` begins in the bucket, if it is a piece of one; `gradients` and `parameters` are the bucket's.
+        start: Where `flat` begins in the bucket, if it is a piece; `gradients` and `parameters` are the bucket's.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""The communication of one backward in pieces: sent in the agreed order, a few at a time, as their buckets become ready.
+"""The communication of one backward in pieces: sent in the agreed order, some at a time, as buckets become ready.
 
 Rules
 1. The order is the same on every rank, and nothing overtakes: if the next piece of the order is not ready on this rank,
