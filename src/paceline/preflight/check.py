@@ -149,7 +149,8 @@ def differences(hosts: Sequence[Host]) -> list[Finding]:
     if len(set(said.values())) == 1:
         return []
     words = "; ".join(f"rank {rank} ({hosts[rank].name}): {text}" for rank, text in said.items())
-    return [Finding("versions differ", words, "bad", "install the same versions on every machine")]
+    remedy = "install the same versions on every machine"
+    return [Finding(words, "bad", remedy, topic="versions differ")]
 
 
 def judge_links(hosts: Sequence[Host], links: Sequence[Link]) -> list[Finding]:
@@ -159,10 +160,10 @@ def judge_links(hosts: Sequence[Host], links: Sequence[Link]) -> list[Finding]:
     name = {host.rank: f"rank {host.rank} ({host.name})" for host in hosts}
     found = [
         Finding(
-            "unreachable",
             f"{name[link.source]} does not reach {name[link.target]}: {link.error}",
             "bad",
             "open the firewall between them for all ports, or name a common network: export GLOO_SOCKET_IFNAME=eth0",
+            topic="unreachable",
         )
         for link in links
         if link.error and link.source < link.target
@@ -174,11 +175,11 @@ def judge_links(hosts: Sequence[Host], links: Sequence[Link]) -> list[Finding]:
     slow = [link for link in good if link.bytes_per_s < _SLOW_RATIO * usual]
     found += [
         Finding(
-            "slow link",
             f"{name[link.source]} to {name[link.target]}: {show_rate(8 * link.bytes_per_s, 3)}, others "
             f"{show_rate(8 * usual, 3)}",
             "bad",
             "ethtool eth0  # on either host: its speed and errors; ss -ti shows what else sends there",
+            topic="slow link",
         )
         for link in sorted(slow, key=lambda link: link.bytes_per_s)[:_MOST_SLOW]
     ]
@@ -187,9 +188,9 @@ def judge_links(hosts: Sequence[Host], links: Sequence[Link]) -> list[Finding]:
         latency_s = statistics.median(link.latency_s for link in good)
         found.append(
             Finding(
-                "links",
                 f"every pair is reachable; {show_rate(8 * lowest.bytes_per_s, 3)} to "
                 f"{show_rate(8 * highest.bytes_per_s, 3)}, {show_seconds(latency_s)} a message",
+                topic="links",
             )
         )
     return found

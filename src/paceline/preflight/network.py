@@ -22,7 +22,6 @@ def name() -> Finding:
         found = sorted({str(each[4][0]) for each in socket.getaddrinfo(own, None, type=socket.SOCK_STREAM)})
     except OSError as error:
         return Finding(
-            "name of this host",
             f"{own} has no address ({error}): groups between hosts cannot be opened by it",
             "bad",
             f"echo '{own_address_towards(ELSEWHERE) or '10.0.0.5'} {own}' >> /etc/hosts",
@@ -31,12 +30,11 @@ def name() -> Finding:
     outside = [address for address in found if not is_loopback(address)]
     if not outside and (address := own_address_towards(ELSEWHERE)):
         return Finding(
-            "name of this host",
             f"{said}, which means each host itself. With several hosts, Gloo would listen where nobody comes",
             "note",
             f"export {_INTERFACE}={_interface_of_route() or 'eth0'}  # or in /etc/hosts: {address} {own}",
         )
-    return Finding("name of this host", said)
+    return Finding(said)
 
 
 def interfaces(root: Path = _ROOT) -> Finding:
@@ -56,12 +54,9 @@ def interfaces(root: Path = _ROOT) -> Finding:
     missing = [part for part in chosen.split(",") if part and part not in names]
     if missing:
         return Finding(
-            "interfaces",
-            f"{_INTERFACE} names {missing[0]}, which is not up; {said}",
-            "bad",
-            f"unset {_INTERFACE}",
+            f"{_INTERFACE} names {missing[0]}, which is not up; {said}", "bad", f"unset {_INTERFACE}"
         )
-    return Finding("interfaces", f"{said}; {_INTERFACE}={chosen}" if chosen else said)
+    return Finding(f"{said}; {_INTERFACE}={chosen}" if chosen else said)
 
 
 def tcp(root: Path = _ROOT) -> Finding:
@@ -75,16 +70,15 @@ def tcp(root: Path = _ROOT) -> Finding:
     )
     if (small := min(windows, key=lambda kind: windows[kind])) and windows[small] < _LEAST_WINDOW_BYTES:
         return Finding(
-            "TCP",
             f"{said}: too small for fast links with latency",
             "note",
             f"sysctl -w net.ipv4.tcp_{small}mem='4096 131072 67108864'",
         )
     advice = tuning.advice()
     if advice is None:
-        return Finding("TCP", said)
+        return Finding(said)
     return Finding(
-        "TCP", f"{said}; matters where packets are dropped", "note", advice.rpartition("on every host: ")[2]
+        f"{said}; matters where packets are dropped", "note", advice.rpartition("on every host: ")[2]
     )
 
 
@@ -99,8 +93,8 @@ def loopback() -> Finding:
             client.sendall(b"x")
             accepted.settimeout(2)
             if accepted.recv(1) == b"x":
-                return Finding("loopback", "127.0.0.1 carries")
-    return Finding("loopback", "127.0.0.1 does not carry", "bad", "ip link set lo up")
+                return Finding("127.0.0.1 carries")
+    return Finding("127.0.0.1 does not carry", "bad", "ip link set lo up")
 
 
 def _speed(folder: Path) -> str:

@@ -26,14 +26,12 @@ def versions() -> Finding:
     found = _installed("torch")
     said = f"Paceline {__version__}, Python {platform.python_version()}, torch {found or 'not installed'}"
     if found is None:
-        return Finding("versions", said, "bad", "pip install torch")
+        return Finding(said, "bad", "pip install torch")
     numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
     if numbers < _OLDEST_TORCH:
         oldest = ".".join(map(str, _OLDEST_TORCH))
-        return Finding(
-            "versions", f"{said}, which is older than {oldest}", "bad", f"pip install 'torch>={oldest}'"
-        )
-    return Finding("versions", f"{said}, numpy {_installed('numpy') or 'not installed'}")
+        return Finding(f"{said}, which is older than {oldest}", "bad", f"pip install 'torch>={oldest}'")
+    return Finding(f"{said}, numpy {_installed('numpy') or 'not installed'}")
 
 
 def extras() -> Finding:
@@ -41,9 +39,9 @@ def extras() -> Finding:
     missing = {name: use for name, use in _EXTRAS.items() if _installed(name) is None}
     here = [f"{name} {_installed(name)}" for name in _EXTRAS if name not in missing]
     if not missing:
-        return Finding("optional packages", ", ".join(here))
+        return Finding(", ".join(here))
     lacks = "; ".join(f"no {name}: {use}" for name, use in missing.items())
-    return Finding("optional packages", "; ".join([", ".join(here), lacks] if here else [lacks]))
+    return Finding("; ".join([", ".join(here), lacks] if here else [lacks]))
 
 
 def stacks() -> Finding:
@@ -53,61 +51,57 @@ def stacks() -> Finding:
     allowed = scope.read_text().strip() if scope.exists() else "0"
     if path is None:
         return Finding(
-            "stacks of hung ranks",
             "py-spy is not installed: they are read by a signal, which may wake the rank",
             "note",
             "pip install py-spy",
         )
     if allowed in ("2", "3") and os.geteuid() != 0:
         return Finding(
-            "stacks of hung ranks",
             f"kernel.yama.ptrace_scope is {allowed}: only root may look",
             "note",
             "sysctl -w kernel.yama.ptrace_scope=1",
         )
-    return Finding("stacks of hung ranks", f"py-spy {_installed('py-spy') or path}")
+    return Finding(f"py-spy {_installed('py-spy') or path}")
 
 
 def devices() -> Finding:
     """Accelerators as torch sees them."""
     torch = _torch()
     if torch is None:
-        return Finding("devices", "torch is not there to ask", "note")
+        return Finding("torch is not there to ask", "note")
     cores = len(os.sched_getaffinity(0))
     if not torch.accelerator.is_available():
         seen = _unused_gpus()
         if seen:
             return Finding(
-                "devices",
                 f"{cores} cores; {seen}, but this torch ({torch.__version__}) cannot use them",
                 "bad",
                 "pip install torch --index-url https://download.pytorch.org/whl/cu126",
             )
-        return Finding("devices", f"{cores} cores, no accelerator")
+        return Finding(f"{cores} cores, no accelerator")
     kind = torch.accelerator.current_accelerator().type
     module = getattr(torch, kind)
     names = [module.get_device_name(number) for number in range(torch.accelerator.device_count())]
     words = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     if len(set(names)) > 1:
         return Finding(
-            "devices",
             f"{words}; {cores} cores. They are unequal",
             "note",
             "pass balance='auto' to DistributedDataParallel",
         )
-    return Finding("devices", f"{words}; {cores} cores")
+    return Finding(f"{words}; {cores} cores")
 
 
 def backends() -> Finding:
     """Which process groups this torch can open."""
     if _torch() is None:
-        return Finding("backends", "torch is not there to ask", "note")
+        return Finding("torch is not there to ask", "note")
     import torch.distributed as dist  # noqa: PLC0415
 
     if not dist.is_available():
-        return Finding("backends", "this torch has no torch.distributed", "bad", "pip install torch")
+        return Finding("this torch has no torch.distributed", "bad", "pip install torch")
     here = [name for name in ("gloo", "nccl", "mpi", "xccl", "ucc") if dist.is_backend_available(name)]
-    return Finding("backends", f"{', '.join(here) or 'none'}; paceline (our own)")
+    return Finding(f"{', '.join(here) or 'none'}; paceline (our own)")
 
 
 def _unused_gpus() -> str:

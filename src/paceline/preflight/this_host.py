@@ -26,17 +26,14 @@ def threads() -> Finding:
     given = os.environ.get("OMP_NUM_THREADS")
     if given is None:
         said = f"OMP_NUM_THREADS is not set: {cores} a rank, all cores; torchrun gives 1, paceline run shares them out"
-        return Finding("threads", said)
+        return Finding(said)
     if not given.split(",")[0].isdecimal():
-        return Finding("threads", f"OMP_NUM_THREADS is {given!r}, no number", "bad", "unset OMP_NUM_THREADS")
+        return Finding(f"OMP_NUM_THREADS is {given!r}, no number", "bad", "unset OMP_NUM_THREADS")
     if int(given.split(",")[0]) > cores:
         return Finding(
-            "threads",
-            f"OMP_NUM_THREADS is {given}, and there are {cores} cores",
-            "bad",
-            "unset OMP_NUM_THREADS",
+            f"OMP_NUM_THREADS is {given}, and there are {cores} cores", "bad", "unset OMP_NUM_THREADS"
         )
-    return Finding("threads", f"OMP_NUM_THREADS is {given} on {cores} cores")
+    return Finding(f"OMP_NUM_THREADS is {given} on {cores} cores")
 
 
 def quota(root: Path = _ROOT) -> Finding:
@@ -44,9 +41,8 @@ def quota(root: Path = _ROOT) -> Finding:
     cores = len(os.sched_getaffinity(0))
     allowed = _allowed_cores(root)
     if allowed is None or allowed >= cores:
-        return Finding("quota of the container", "none below the number of cores")
+        return Finding("none below the number of cores")
     return Finding(
-        "quota of the container",
         f"{allowed:g} of {cores} cores: threads beyond them are stopped in the middle of a step",
         "bad",
         f"export OMP_NUM_THREADS={max(1, int(allowed))}  # or start the container with --cpus={cores}",
@@ -59,9 +55,8 @@ def shared_memory(root: Path = _ROOT) -> Finding:
     total, free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
     said = f"/dev/shm has {total / _GIB:.2g} GiB, {free / _GIB:.2g} GiB free"  # noqa: S108  it is looked at
     if free >= _LEAST_SHARED_BYTES:
-        return Finding("shared memory", said)
+        return Finding(said)
     return Finding(
-        "shared memory",
         f"{said}: loader workers and ranks end with a bus error once it is full",
         "bad",
         "mount -o remount,size=8G /dev/shm  # in a container: docker run --shm-size=8g",
@@ -73,10 +68,9 @@ def open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     said = f"{_count(soft)} open files a process (at most {_count(hard)})"
     if soft == resource.RLIM_INFINITY or soft >= _LEAST_FILES:
-        return Finding("limits", said)
+        return Finding(said)
     can_raise = hard == resource.RLIM_INFINITY or hard >= _LEAST_FILES
     return Finding(
-        "limits",
         f"{said}: many ranks, or loader workers that share tensors by files, need more",
         "note",
         "ulimit -n 65536" if can_raise else "set nofile in /etc/security/limits.conf, then log in again",
@@ -89,8 +83,8 @@ def locked_memory() -> Finding:
     said = f"{'unlimited' if soft == resource.RLIM_INFINITY else f'{soft / 2**20:.0f} MiB'} may be locked"
     has_rdma = Path("/sys/class/infiniband").is_dir()
     if soft == resource.RLIM_INFINITY or not has_rdma:
-        return Finding("locked memory", said)
-    return Finding("locked memory", f"{said}, and RDMA needs all it sends", "bad", "ulimit -l unlimited")
+        return Finding(said)
+    return Finding(f"{said}, and RDMA needs all it sends", "bad", "ulimit -l unlimited")
 
 
 def clocks(root: Path = _ROOT) -> Finding:
@@ -102,14 +96,13 @@ def clocks(root: Path = _ROOT) -> Finding:
     said = f"clock {source}, {is_kept}"
     if source not in _GOOD_CLOCKS:
         return Finding(
-            "clocks",
             f"{said}: reading it takes a system call each time",
             "note",
             "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource",
         )
     if state == _TIME_ERROR:
-        return Finding("clocks", f"{said}. Only log lines of several hosts need that", "good")
-    return Finding("clocks", said)
+        return Finding(f"{said}. Only log lines of several hosts need that", "good")
+    return Finding(said)
 
 
 def frequency(root: Path = _ROOT) -> Finding:
@@ -117,15 +110,14 @@ def frequency(root: Path = _ROOT) -> Finding:
     files = sorted((root / "sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor"))
     governors = {file.read_text().strip() for file in files}
     if not governors:
-        return Finding("frequency of the cores", "the kernel here does not set it")
+        return Finding("the kernel here does not set it")
     if governors & {"powersave", "conservative"} and not _is_intel_pstate(root):
         return Finding(
-            "frequency of the cores",
             f"governor {', '.join(sorted(governors))}: cores start slowly",
             "note",
             "cpupower frequency-set -g performance",
         )
-    return Finding("frequency of the cores", f"governor {', '.join(sorted(governors))}")
+    return Finding(f"governor {', '.join(sorted(governors))}")
 
 
 def memory(root: Path = _ROOT) -> Finding:
@@ -136,10 +128,8 @@ def memory(root: Path = _ROOT) -> Finding:
     said = f"{lines['MemAvailable'] / _GIB:.1f} of {lines['MemTotal'] / _GIB:.1f} GiB available"
     if used > lines["MemTotal"] / 50:
         said += f", {used / _GIB:.1f} GiB swapped out"
-        return Finding(
-            "memory", said, "note", "swapoff -a  # if it fits; or start fewer ranks and loader workers"
-        )
-    return Finding("memory", said)
+        return Finding(said, "note", "swapoff -a  # if it fits; or start fewer ranks and loader workers")
+    return Finding(said)
 
 
 def temporary_files() -> Finding:
@@ -148,8 +138,8 @@ def temporary_files() -> Finding:
     free = shutil.disk_usage(folder).free
     said = f"{folder} has {free / _GIB:.1f} GiB free"
     if free >= _LEAST_FREE_BYTES:
-        return Finding("temporary files", said)
-    return Finding("temporary files", said, "note", "export TMPDIR=/a/larger/place")
+        return Finding(said)
+    return Finding(said, "note", "export TMPDIR=/a/larger/place")
 
 
 def _allowed_cores(root: Path) -> float | None:
