@@ -18,8 +18,8 @@ from paceline.reductions.reduction import launch_sparse_sum
 class SparseBucket(Bucket):
     """One parameter whose gradient is a sparse COO tensor (`nn.Embedding(sparse=True)`).
 
-    A `Bucket` without a buffer: the gradient stays where autograd put it until it is reduced. Nobody looks whether it is
-    finite, because dense gradients show it as well.
+    A `Bucket` without a buffer: the gradient stays where autograd put it until it is reduced. Nobody looks whether it
+    is finite, because dense gradients show it as well.
     """
 
     def __init__(self, index: int, member: int, parameter: Parameter) -> None:
