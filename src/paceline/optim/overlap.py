@@ -71,12 +71,6 @@ class Defers(Protocol):
         """Complete everything."""
 
 
-class Wrapped(Protocol):
-    """A wrapped model, as this module uses it."""
-
-    forward_overlap: Defers | None
-
-
 def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False) -> AnyOptimizer:
     """Let `optimizer.step()` return at once, each parameter being stepped when the next forward needs it.
 

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from paceline.host.thread_times import cpu_groups
 from paceline.preflight.findings import Finding
 
 _GIB = 2**30
@@ -144,32 +145,21 @@ def temporary_files() -> Finding:
 
 def _allowed_cores(root: Path) -> float | None:
     """Of this process's cgroup and those around it, by either version of cgroups."""
-    found = []
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        v2, v1 = controllers == "", "cpu" in controllers.split(",")
-        if not (v1 or v2):
-            continue
-        mount = root / "sys/fs/cgroup" / ("" if v2 else "cpu")
-        for folder in [mount / path.lstrip("/"), *(mount / path.lstrip("/")).parents]:
-            if not folder.is_relative_to(mount):
-                break
-            found.append(_v2_cores(folder) if v2 else _v1_cores(folder))
-    limits = [cores for cores in found if cores is not None]
-    return min(limits, default=None)
+    mount = root / "sys/fs/cgroup"
+    folders = [each for folder in cpu_groups(root) for each in (folder, *folder.parents)]
+    limits = [_cores(folder) for folder in folders if folder.is_relative_to(mount)]
+    return min((cores for cores in limits if cores is not None), default=None)
 
 
-def _v2_cores(folder: Path) -> float | None:
-    file = folder / "cpu.max"
-    limit, period = file.read_text().split() if file.exists() else ("max", "1")
-    return None if limit == "max" else int(limit) / int(period)
-
-
-def _v1_cores(folder: Path) -> float | None:
-    limit, period = folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"
-    if not limit.exists() or int(limit.read_text()) <= 0:
+def _cores(folder: Path) -> float | None:
+    """What one cgroup allows; None: as many as there are."""
+    if (file := folder / "cpu.max").exists():
+        limit, period = file.read_text().split()
+    elif (file := folder / "cpu.cfs_quota_us").exists():
+        limit, period = file.read_text(), (folder / "cpu.cfs_period_us").read_text()
+    else:
         return None
-    return int(limit.read_text()) / int(period.read_text())
+    return int(limit) / int(period) if limit != "max" and int(limit) > 0 else None
 
 
 def _is_intel_pstate(root: Path) -> bool:
