@@ -96,6 +96,17 @@ def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False)
             step parameters one by one, or its `step` was replaced.
     """
     steps = getattr(model, "forward_overlap", _MISSING)
+    _check(optimizer, model, steps, per_parameter)
+    if steps is not None:  # else one rank, or one host: there is nothing to hide
+        _adopt(optimizer, cast("Defers", steps))
+    return optimizer
+
+
+_MISSING = object()
+
+
+def _check(optimizer: Any, model: Any, steps: object, per_parameter: bool) -> None:
+    """Raise ConfigurationError if the optimizer's steps cannot be deferred; `steps` is the model's forward overlap."""
     if steps is _MISSING or not hasattr(model, "flush"):
         raise ConfigurationError(
             f"overlap(optimizer, model): the model is a {type(model).__name__}. Pass what "
@@ -131,12 +142,6 @@ def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False)
             "steps is the model's, so there is nothing to defer. Make it of model.parameters(), or pass the model "
             "whose parameters it steps."
         )
-    if steps is not None:  # else one rank, or one host: there is nothing to hide
-        _adopt(optimizer, cast("Defers", steps))
-    return optimizer
-
-
-_MISSING = object()
 
 
 def _adopt(optimizer: Optimizer, steps: Defers) -> None:

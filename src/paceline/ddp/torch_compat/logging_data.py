@@ -45,13 +45,8 @@ OF_NCCL = {
 
 def logging_data(wrapped: Any) -> dict[str, Any]:
     """A flat dictionary of strings and integers; times in nanoseconds."""
-    return (
-        _construction(wrapped)
-        | _environment(wrapped)
-        | _used(wrapped)
-        | _runtime(wrapped)
-        | wrapped._logged_error
-    )
+    error: dict[str, Any] = wrapped._logged_error
+    return _construction(wrapped) | _environment(wrapped) | _used(wrapped) | _runtime(wrapped) | error
 
 
 class Logger:
