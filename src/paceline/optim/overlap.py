@@ -6,7 +6,7 @@ Rules
    that is the same arithmetic on the same numbers: bitwise the same parameters.
 2. What is there already is stepped at once; so with nothing under way it is the optimizer that it was.
 3. Everything that shows the optimizer's state completes the step first: `state`, `state_dict`, copies, adding groups.
-   What runs around a step (hooks of the optimizer) has it made at once.
+   An optimizer with step hooks is stepped at once.
 4. A part of a step may be made on any thread, the one that reads a parameter.
 5. An optimizer may have parameters of several models. A call is noted with each that has some of them under way.
 """

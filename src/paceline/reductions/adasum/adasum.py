@@ -81,7 +81,7 @@ class Adasum(Reduction):
             raise ConfigurationError(f'hosts={hosts!r}: give None, "auto" or lists of ranks.')
         self.hosts: Hosts = hosts if hosts is None or isinstance(hosts, str) else tuple(map(tuple, hosts))
         self.orthogonality = math.nan
-        self._connection: Connection | None = None
+        self._connection: AdasumConnection | None = None
         self._prepared_for: ProcessGroup | None = None
         self._lock = threading.Lock()  # `_keep` is called on the lane's thread
         self._norms: list[Norms] = []
@@ -136,7 +136,7 @@ class Adasum(Reduction):
             return C10dWork(work)
         if self._connection is None:
             find_topology = None if self.hosts is None else self._find_topology
-            self._connection = Connection(message.process_group, message.flat.device, find_topology)
+            self._connection = AdasumConnection(message.process_group, message.flat.device, find_topology)
         return self._connection.launch(message.body, segments, self._keep)
 
     def end_step(self, timing: StepTiming) -> None:
@@ -173,7 +173,7 @@ class Adasum(Reduction):
         return found
 
 
-class Connection:
+class AdasumConnection:
     """Transport and thread of the Adasums over one process group. Collective: making one, and `launch`; neither blocks.
 
     `find_topology`, a collective, returns which ranks' mean is taken, as those of a host, given an executor and a

@@ -10,7 +10,7 @@ Level = Literal["good", "note", "bad"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One thing that was looked at.
 
     Attributes:
@@ -26,9 +26,9 @@ class Finding:
     remedy: str = ""
 
 
-def looked_at(topic: str, check: Callable[[], Finding]) -> Finding:
+def looked_at(topic: str, check: Callable[[], CheckResult]) -> CheckResult:
     """Return what a check finds. One that cannot look says so; it does not end the others."""
     try:
         return replace(check(), topic=topic)
     except (OSError, ValueError, IndexError, KeyError, ImportError) as error:
-        return Finding(f"could not be read ({type(error).__name__}: {error})", "note", topic=topic)
+        return CheckResult(f"could not be read ({type(error).__name__}: {error})", "note", topic=topic)
