@@ -198,11 +198,13 @@ class Council:
         return [n for n in names if n != self.own.name and (n not in self.peers or self.peers[n].is_missing)]
 
     def is_all_over(self) -> bool:
-        """Whether the job has ended well, without this host."""
+        """Whether the job has ended well, without ranks of this host."""
         decree = self.state.decree
-        if decree is None or decree.trained == NOT_STARTED or self.own.name in decree.names:
+        if self.is_done or decree is None or decree.trained == NOT_STARTED:
             return False
-        return all(name in self.peers and self.peers[name].is_done for name in decree.names)
+        others = [self.peers.get(name) for name in decree.names if name != self.own.name]
+        is_in = any(member.member.host == self.own.name for member in decree.members)
+        return bool(others) and not is_in and all(peer is not None and peer.is_done for peer in others)
 
     def all_done(self) -> bool:
         """Whether nobody needs this agent any more: all others' ranks have ended well, or they are gone."""
@@ -279,8 +281,8 @@ class Council:
     def _consider(self, now_s: float) -> None:
         """Whether an attempt is due because somebody is missing or wants to join."""
         decree = self.state.decree
-        if decree is None or not self.state.is_voter or self._wants_vote:
-            return
+        if decree is None or not self.state.is_voter or self._wants_vote or self.is_done:
+            return  # nobody can train with ranks that have ended
         gone = [name for name in self.missing() if not (name in self.peers and self.peers[name].is_done)]
         for name in self.state.joiners:
             if name in self.peers and self.peers[name].is_missing:
