@@ -61,10 +61,13 @@ def test_a_host_that_is_cut_off_is_left_out_after_silence_and_comes_back(world: 
     world.check()
     assert world.training() == {0, 1, 2} - {place}
     assert world.longest_stall_s() < 4
+    others = [host for i, host in enumerate(world.hosts) if i != place]
+    stops = [host.num_stops for host in others]
     world.cut.clear()
     world.run(5)
     world.check()
     assert world.training() == {0, 1, 2}
+    assert [host.num_stops for host in others] == stops  # they paused
 
 
 def test_a_short_cut_costs_nothing(world: World) -> None:
