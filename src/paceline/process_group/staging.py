@@ -14,8 +14,10 @@ Rules
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from paceline.transports.shared_memory.arena import NUM_ANNOUNCED, Place
 PIECE_BYTES = 1024 * 1024  # a slot's; in the cache until it is copied out. Less only adds calls and barriers
 STAGING_BYTES = 2 * PIECE_BYTES
 _STAGED, _GIVES_NOTHING = -1, -2
+_NO_NUMBERS = array("q")
 _MOST_KNOWN = 64  # views of slots that are kept
 _ALIGNMENT = 64  # of a lane
 MOST_NUMBERS = NUM_ANNOUNCED - NUM_INTEGERS  # that a rank announces beside a descriptor
@@ -50,6 +53,7 @@ class Staging:
         self._start = place.start  # the first allocation: at the same place in every arena
         self._whole = KeptMemory(lambda num_bytes: host.me.arena.allocate(num_bytes, torch.uint8))
         self._turn = 0  # which slot the next piece takes
+        self._number = 0  # of the last collective
         self._known_slots: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         self._known_lanes: dict[tuple[object, ...], list[Tensor]] = {}
         # Of a slot that has a lane for each rank
@@ -63,7 +67,7 @@ class Staging:
         if enters:
             slots[self._me].copy_(flat)
             self.copied_bytes += flat.nbytes
-        self.open(what, _STAGED)
+        self._open(what, _NO_NUMBERS)
         return slots
 
     def is_resident(self, flat: Tensor) -> bool:
@@ -153,7 +157,8 @@ class Staging:
         """Perform a collective in which all stage their inputs, in as many pieces as the rank with the most has."""
         if numbers[0]:
             self.copied_bytes += enter(0, self._turn)
-        announced = self._open(what, numbers)
+        rows = self._open(what, array("q", numbers))
+        announced = [row[NUM_INTEGERS : NUM_INTEGERS + len(numbers)].tolist() for row in rows]
         if check is not None:
             check(announced)
         most = max(announced)[0]
@@ -202,18 +207,19 @@ class Staging:
 
     def open(self, what: Descriptor, number: int = _GIVES_NOTHING) -> list[int]:
         """Wait for all, compare descriptors, and return every rank's `number`."""
-        return [integers[0] for integers in self._open(what, (number,))]
+        return [row[NUM_INTEGERS] for row in self._open(what, array("q", (number,)))]
 
-    def _open(self, what: Descriptor, numbers: Sequence[int]) -> list[list[int]]:
-        """As `open`, of several numbers."""
-        self._barrier.announce([*what.to_integers(), *numbers])
+    def _open(self, what: Descriptor, numbers: array[int]) -> list[memoryview]:
+        """As `open`, of several numbers: they are behind the descriptor in every rank's row."""
+        self._number += 1
+        self._barrier.announce(what.integers + numbers if numbers else what.integers)
         self.wait(what)
-        announced = self._barrier.announcements(NUM_INTEGERS + len(numbers))
-        check_agreement(what, self._me, self._ranks, announced)
-        return [integers[NUM_INTEGERS:] for integers in announced]
+        announced = self._barrier.announced()
+        check_agreement(what, self._number, self._me, self._ranks, announced)
+        return announced
 
     def wait(self, what: Descriptor) -> None:
-        self._barrier.wait(lambda: f"in {what}")
+        self._barrier.wait(lambda: f"in {replace(what, number=self._number)}")
 
 
 def spans_of(num_elements: int, bytes_each: int) -> list[Span]:

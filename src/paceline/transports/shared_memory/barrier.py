@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable
 
 from paceline.errors import PeerLostError
 from paceline.host.processes import GONE, is_stopped, start_time_of, state_of
@@ -33,20 +34,21 @@ class HostBarrier:
     def __init__(self, host: Host, timeout_s: float) -> None:
         self._me = host.me
         self._others = [other for other in host.neighbours if other.rank != host.me.rank]
-        self._statuses = [neighbour.status for neighbour in host.neighbours]
+        statuses = [neighbour.status for neighbour in host.neighbours]
+        self._announced = [[status.announcements[parity] for status in statuses] for parity in (0, 1)]
         self._number = 0  # of the last barrier that this rank has arrived at
         self._starts = {other.rank: start_time_of(other.pid) for other in self._others}
         self._patience_s = PATIENCE_S if host.num_ranks <= len(os.sched_getaffinity(0)) else 0.0
         self.timeout_s = timeout_s
         self.is_broken = False
 
-    def announce(self, integers: Sequence[int]) -> None:
-        """Let every rank read these after the next barrier."""
-        self._me.status.announce(self._number + 1, integers)
+    def announce(self, integers: array[int]) -> None:
+        """Let every rank read these, of 64 bits, after the next barrier."""
+        self._me.status.announcements[(self._number + 1) % 2][: len(integers)] = memoryview(integers)
 
-    def announcements(self, num_integers: int) -> list[list[int]]:
-        """Return what each rank of the host announced before the last barrier, in the order of the ranks."""
-        return [status.announced(self._number, num_integers) for status in self._statuses]
+    def announced(self) -> list[memoryview]:
+        """What begins with what each rank announced before the last barrier, in the order of the ranks."""
+        return self._announced[self._number % 2]
 
     def wait(self, doing: Callable[[], str]) -> None:
         """Wait for all others, at most `timeout_s`, or PeerLostError; `doing` returns what this rank does, for it."""
