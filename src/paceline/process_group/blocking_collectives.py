@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 
 from paceline.process_group.across_hosts import AcrossHosts
 from paceline.process_group.connections import Gloo
@@ -33,12 +33,12 @@ class BlockingCollectives:
         self._alone = host.is_only_one
         self._num_ranks = inner.size()
 
-    def all_reduce(self, tensor: Tensor, options: dist.AllreduceOptions) -> None:
-        if tensor.is_sparse:
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp, fold: Fold | None) -> None:
+        if fold is None:
+            options = AllreduceOptions()
+            options.reduceOp = op
             self.inner("all-reduce", lambda: self._inner.allreduce([tensor], options))
             return
-        op = options.reduceOp
-        fold = fold_by(op, tensor.dtype)
         flat = flat_of(tensor)
         if fold.premultiplies:
             flat.mul_(factor_of(op))
@@ -174,10 +174,9 @@ class BlockingCollectives:
         launch().wait()
 
 
-def check_reducible(op: Any, tensor: Tensor) -> None:
-    """Raise ConfigurationError, before anything is launched, for an operation that does not exist for the dtype."""
-    if not tensor.is_sparse:
-        fold_by(op, tensor.dtype)
+def reducible(op: Any, tensor: Tensor) -> Fold | None:
+    """How to fold such tensors, None if they are sparse; ConfigurationError if the dtype has no such operation."""
+    return None if tensor.is_sparse else fold_by(op, tensor.dtype)
 
 
 def _simplify(options: Any, fold: Fold) -> None:

@@ -119,28 +119,25 @@ class Descriptor:
 def described(
     kind: str, dtype: torch.dtype | None = None, num_elements: int = 0, reduction: str = "", root: int = -1
 ) -> Descriptor:
-    """A collective of one host, without its number; `num_elements` of one rank's input, or output if that is smaller."""
+    """A collective of one host, without its number; of one rank's input, or of its output if that is smaller."""
     return Descriptor(0, kind, "" if dtype is None else _DTYPE_NAMES[dtype], num_elements, reduction, root)
 
 
 NUM_INTEGERS = len(described(KINDS[0]).integers)
-_INTEGERS = slice(NUM_INTEGERS)
 
 
-def check_agreement(
+def mismatch(
     mine: Descriptor, number: int, index: int, ranks: Sequence[int], announced: Sequence[memoryview]
-) -> None:
-    """Compare what the ranks `announced` as collective `number`; CollectiveMismatchError, on all, names two."""
-    my_row = announced[index][_INTEGERS]
-    for rank, row in zip(ranks, announced, strict=True):
-        if row[_INTEGERS] != my_row:
-            theirs = Descriptor.from_integers(number, row[_INTEGERS].tolist())
-            raise CollectiveMismatchError(
-                f"rank {ranks[index]} launched {replace(mine, number=number)} while rank {rank} launched {theirs}. "
-                "Every rank of a process group launches the same collectives in the same order, with equal shapes and "
-                "dtypes. Look for a branch that only some ranks take. The contents of both tensors are undefined, and "
-                "the group can no longer be used."
-            )
+) -> CollectiveMismatchError:
+    """What to raise as ranks `announced`, as integers, different collectives of this `number`; names two."""
+    other = next(place for place, integers in enumerate(announced) if integers != announced[index])
+    theirs = Descriptor.from_integers(number, announced[other].tolist())
+    return CollectiveMismatchError(
+        f"rank {ranks[index]} launched {replace(mine, number=number)} while rank {ranks[other]} launched {theirs}. "
+        "Every rank of a process group launches the same collectives in the same order, with equal shapes and dtypes. "
+        "Look for a branch that only some ranks take. The contents of both tensors are undefined, and the group can no "
+        "longer be used."
+    )
 
 
 def _size(size_bytes: int) -> str:

@@ -152,7 +152,7 @@ def flat_of(tensor: Tensor) -> Tensor:
 
 def write_back(flat: Tensor, tensor: Tensor) -> None:
     """Copy `flat`, made of `tensor`, into it, unless it is its memory."""
-    if not _is_in_place(tensor):
+    if flat is not tensor and not _is_in_place(tensor):
         to_device(tensor, flat)
 
 

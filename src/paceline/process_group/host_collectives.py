@@ -214,9 +214,7 @@ class HostCollectives:
             "can no longer be used."
         )
 
-    def on_all_vectors(
-        self, kind: str, flat: Tensor, perform: Callable[[SharedVectors], None]
-    ) -> None:
+    def on_all_vectors(self, kind: str, flat: Tensor, perform: Callable[[SharedVectors], None]) -> None:
         """Call `perform` while all ranks' vectors are where it can see them, whole (as in rule 5)."""
         what = described(kind, flat.dtype, flat.numel())
         if not flat.numel():

@@ -14,7 +14,6 @@ Rules
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +21,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.process_group.descriptor import NUM_INTEGERS, Descriptor, check_agreement
+from paceline.process_group.descriptor import NUM_INTEGERS, Descriptor, mismatch
 from paceline.process_group.executor import KeptMemory
 from paceline.transports.shared_memory import Host, HostBarrier
 from paceline.transports.shared_memory.arena import NUM_ANNOUNCED, Place
@@ -30,7 +29,6 @@ from paceline.transports.shared_memory.arena import NUM_ANNOUNCED, Place
 PIECE_BYTES = 1024 * 1024  # a slot's; in the cache until it is copied out. Less only adds calls and barriers
 STAGING_BYTES = 2 * PIECE_BYTES
 _STAGED, _GIVES_NOTHING = -1, -2
-_NO_NUMBERS = array("q")
 _MOST_KNOWN = 64  # views of slots that are kept
 _ALIGNMENT = 64  # of a lane
 MOST_NUMBERS = NUM_ANNOUNCED - NUM_INTEGERS  # that a rank announces beside a descriptor
@@ -47,6 +45,12 @@ class Staging:
         self._barrier = barrier
         self._ranks = [neighbour.rank for neighbour in host.neighbours]
         self._areas = [neighbour.arena for neighbour in host.neighbours]
+        # By the parity of a barrier: what every rank announces before it, cut into a descriptor and further numbers.
+        rows = [
+            [neighbour.status.announcements[parity] for neighbour in host.neighbours] for parity in (0, 1)
+        ]
+        self._descriptors = [[row[:NUM_INTEGERS] for row in of_all] for of_all in rows]
+        self._numbers = [[row[NUM_INTEGERS:] for row in of_all] for of_all in rows]
         self._kept = host.me.arena.allocate(STAGING_BYTES, torch.uint8)
         place = host.me.arena.place_of(self._kept)
         assert place is not None
@@ -67,7 +71,7 @@ class Staging:
         if enters:
             slots[self._me].copy_(flat)
             self.copied_bytes += flat.nbytes
-        self._open(what, _NO_NUMBERS)
+        self._open(what)
         return slots
 
     def is_resident(self, flat: Tensor) -> bool:
@@ -157,8 +161,7 @@ class Staging:
         """Perform a collective in which all stage their inputs, in as many pieces as the rank with the most has."""
         if numbers[0]:
             self.copied_bytes += enter(0, self._turn)
-        rows = self._open(what, array("q", numbers))
-        announced = [row[NUM_INTEGERS : NUM_INTEGERS + len(numbers)].tolist() for row in rows]
+        announced = [row[: len(numbers)].tolist() for row in self._open(what, numbers)]
         if check is not None:
             check(announced)
         most = max(announced)[0]
@@ -207,15 +210,20 @@ class Staging:
 
     def open(self, what: Descriptor, number: int = _GIVES_NOTHING) -> list[int]:
         """Wait for all, compare descriptors, and return every rank's `number`."""
-        return [row[NUM_INTEGERS] for row in self._open(what, array("q", (number,)))]
+        return [numbers[0] for numbers in self._open(what, (number,))]
 
-    def _open(self, what: Descriptor, numbers: array[int]) -> list[memoryview]:
-        """As `open`, of several numbers: they are behind the descriptor in every rank's row."""
+    def _open(self, what: Descriptor, numbers: Sequence[int] = ()) -> list[memoryview]:
+        """As `open`, of several numbers; what is behind them is of earlier collectives."""
         self._number += 1
-        self._barrier.announce(what.integers + numbers if numbers else what.integers)
+        parity = (self._barrier.number + 1) % 2
+        descriptors, announced = self._descriptors[parity], self._numbers[parity]
+        mine = descriptors[self._me]
+        mine[:] = what.integers
+        for place, number in enumerate(numbers):
+            announced[self._me][place] = number
         self.wait(what)
-        announced = self._barrier.announced()
-        check_agreement(what, self._number, self._me, self._ranks, announced)
+        if descriptors.count(mine) < len(descriptors):
+            raise mismatch(what, self._number, self._me, self._ranks, descriptors)
         return announced
 
     def wait(self, what: Descriptor) -> None:

@@ -60,8 +60,12 @@ def fence() -> None:
 
 
 def full_fence() -> None:
-    """Memory barrier: what was written is seen before anything is read, as a lock is released, and acquired again."""
+    """Memory barrier: what was written is seen before anything is read.
+
+    A lock's acquisition is one on x86; elsewhere its release followed by its acquisition.
+    """
     with _fence_lock:
         pass
-    with _fence_lock:
-        pass
+    if _KEEPS_NO_ORDER:
+        with _fence_lock:
+            pass
