@@ -56,7 +56,7 @@ class Fold:
         self.function(left, right, out=accumulated)
 
     def all_of(self, inputs: Sequence[Tensor], target: Tensor, num_averaged: int) -> None:
-        """Replace `target` by the fold of `inputs`, shape (n,) each, of which it may be the first; rounded once.
+        """Replace `target` by the fold of `inputs`, shape (n,) each, or of one of the first two; rounded once.
 
         The target is seen as `view_as`. An average is taken over `num_averaged` ranks; 0: it is not complete yet.
         """

@@ -6,7 +6,7 @@ Rules
 3. In a reduction, rank i of k folds the i-th of k shares: it reads that share from all ranks, in their order, and
    writes the result to all of them. Each element is computed once, so all ranks end with the same bits.
 4. A small all-reduce, broadcast or all-gather is staged whole, and takes a single barrier; the result of the first is
-   folded by every rank for itself, in the same order.
+   folded by every rank for itself, in the same order, from what others have staged and its own tensor.
 5. What goes on to other hosts goes in one piece, as they may stage where we do not: it is copied into the arena whole.
 
 Cost:
@@ -58,7 +58,7 @@ class HostCollectives:
     def all_reduce(self, what: Descriptor, flat: Tensor, fold: Fold, across: Across | None = None) -> None:
         """Replace `flat` on every rank by the fold of all."""
         if across is None and self.is_small(flat.nbytes):
-            fold.all_of(self._staging.gather(what, flat), flat, self._num_averaged)
+            self._all_reduce_small(what, flat, fold)
         elif across is not None and len(self._ranks) == 1:
             self._reduce_across(flat, fold, across)
         elif across is not None and not self._staging.is_resident(flat):
@@ -70,6 +70,16 @@ class HostCollectives:
     def is_small(self, size_bytes: int) -> bool:
         """Whether such a message of each rank is staged whole (rule 4)."""
         return size_bytes <= SMALL_BYTES and size_bytes * len(self._ranks) <= 4 * SMALL_BYTES
+
+    def _all_reduce_small(self, what: Descriptor, flat: Tensor, fold: Fold) -> None:
+        inputs = [*self._staging.gather(what, flat)]
+        inputs[self._me] = flat
+        # Of two ranks each folds into the other's slot, which nobody else reads: it takes the memory out of the other
+        # core's cache. Memory that both caches have had takes its owner four times as long to write, or more.
+        target = inputs[1 - self._me] if len(inputs) == 2 else flat
+        fold.all_of(inputs, target, self._num_averaged)
+        if target is not flat:
+            flat.copy_(target)
 
     def _all_reduce_by_shares(
         self, what: Descriptor, flat: Tensor, fold: Fold, across: Across | None
