@@ -6,7 +6,7 @@ Rules
 3. In a reduction, rank i of k folds the i-th of k shares: it reads that share from all ranks, in their order, and
    writes the result to all of them. Each element is computed once, so all ranks end with the same bits.
 4. A small all-reduce, broadcast or all-gather is staged whole, and takes a single barrier; the result of the first is
-   folded by every rank for itself, in the same order, from what others have staged and its own tensor.
+   folded by every rank for itself, in the same order.
 5. What goes on to other hosts goes in one piece, as they may stage where we do not: it is copied into the arena whole.
 
 Cost:
@@ -72,14 +72,15 @@ class HostCollectives:
         return size_bytes <= SMALL_BYTES and size_bytes * len(self._ranks) <= 4 * SMALL_BYTES
 
     def _all_reduce_small(self, what: Descriptor, flat: Tensor, fold: Fold) -> None:
-        inputs = [*self._staging.gather(what, flat)]
-        inputs[self._me] = flat
+        slots = self._staging.gather(what, flat)
+        if len(slots) != 2:
+            fold.all_of(slots, flat, self._num_averaged)
+            return
         # Of two ranks each folds into the other's slot, which nobody else reads: it takes the memory out of the other
         # core's cache. Memory that both caches have had takes its owner four times as long to write, or more.
-        target = inputs[1 - self._me] if len(inputs) == 2 else flat
-        fold.all_of(inputs, target, self._num_averaged)
-        if target is not flat:
-            flat.copy_(target)
+        target = slots[1 - self._me]
+        fold.all_of([target, flat] if self._me else [flat, target], target, self._num_averaged)
+        flat.copy_(target)
 
     def _all_reduce_by_shares(
         self, what: Descriptor, flat: Tensor, fold: Fold, across: Across | None

@@ -4,8 +4,8 @@ Rules
 1. A tensor that lies in its owner's arena is worked on where it is. Any other goes through the owner's staging area,
    piece by piece, and only what others read or write of it.
 2. The staging area is two slots, taken in turn by the pieces of all collectives. A piece is put into its slot before a
-   barrier; what others do to it they do before the next one, and who is the only other may write there, too. So while others work on a piece, its owner fills the other
-   slot with the next: one barrier a piece, and what is staged stays in the cache.
+   barrier; what others do to it they do before the next one, and the only other may use it up. So while others work on
+   a piece, its owner fills the other slot with the next: one barrier a piece, and what is staged stays in the cache.
 3. Every rank goes through the same turns: the number of pieces follows from what all have announced.
 4. A slot is used again after two pieces; the barrier between them proves that its readers are done. That holds across
    collectives, too: the last piece may still be read when the next collective fills the other slot and waits at its
