@@ -296,7 +296,7 @@ class Lane:
         return is_idle
 
 
-class HandedOn:
+class HandedOn(Work):
     """The handle of what a lane begins and others go on with: a `Work`.
 
     `begin` runs on the lane, and may block; it returns the handle of the rest. `finish` is called once, by the first
@@ -336,7 +336,12 @@ class HandedOn:
 
     def on_done(self, callback: Callable[[], None]) -> None:
         def when_begun() -> None:
-            if self._rest is not None:  # else it has failed
+            if self._rest is not None:
                 self._rest.on_done(callback)
+            else:  # it has failed
+                callback()
 
         self._begun.on_done(when_begun)
+
+    def failure(self) -> Exception | None:
+        return self._begun.failure() if self._rest is None else self._rest.failure()
