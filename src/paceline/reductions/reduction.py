@@ -75,6 +75,9 @@ class Reduction(ABC):
     num_averaged: int | None = None
     """By how many sums are divided, where that is not the number of ranks that take part."""
 
+    why_not_elastic: str = ""
+    """Why it cannot go on without lost ranks, and what to do instead, said behind its name; empty: it can."""
+
     times_steps: bool = False
     """Whether it needs a step's true times in `end_step`, for which the host then waits where a device computes."""
 
