@@ -305,6 +305,13 @@ class DenseBucket(Bucket):
             )
         )
 
+    def launch_piece(self, reduction: Reduction, group: ProcessGroup, start: int, stop: int) -> Work:
+        """Start reducing elements start <= i < stop. As `launch`."""
+        flat = self.body[start:stop]
+        return reduction.launch(
+            Message(self.index, False, flat, stop - start, self.views, self.parameters, group, start)
+        )
+
     def attach(self, is_used: Callable[[int], bool]) -> None:
         if self.left_out:
             self.drop_installed()
