@@ -35,7 +35,7 @@ from paceline.host.processes import whereabouts
 from paceline.observe import StepTiming
 from paceline.process_group.connections import open_transport, open_vectors, store_of_job
 from paceline.process_group.executor import Executor
-from paceline.process_group.folds import flat_view
+from paceline.process_group.folds import flat_of, write_back
 from paceline.process_group.host_collectives import HostVectors
 from paceline.process_group.shared_vectors import shared_vectors_of
 from paceline.reductions.adasum.in_shared_memory import combine_shared
@@ -200,12 +200,13 @@ class AdasumConnection:
         """
 
         def perform() -> None:
-            with flat_view(flat, is_output=True) as values:
-                combiner = self._connect()
-                if isinstance(combiner, AdasumOverRanks):
-                    keep(combiner.run(values, segments))
-                else:
-                    combiner.on_all("adasum", values, lambda vectors: keep(combine_shared(vectors, segments)))
+            values = flat_of(flat)
+            combiner = self._connect()
+            if isinstance(combiner, AdasumOverRanks):
+                keep(combiner.run(values, segments))
+            else:
+                combiner.on_all("adasum", values, lambda vectors: keep(combine_shared(vectors, segments)))
+            write_back(values, flat)
 
         work = LaneWork(perform, [flat], "adasum")
         self._lane.launch(work, at_once=False)
