@@ -271,8 +271,8 @@ class LocalSGD(AcrossRanks):
         The model's parameters come first, after this object was made: it gives every rank rank 0's.
 
         Raises:
-            ConfigurationError: It is the state of another rank or kind of optimizer, or of other parameters. Nothing was
-                changed.
+            ConfigurationError: It is the state of another rank or kind of optimizer, or of other parameters. Nothing
+                was changed.
         """
         self._check_state(state_dict)
         # The reduction may refuse its state, so it comes before anything else is loaded.
