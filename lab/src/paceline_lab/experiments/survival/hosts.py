@@ -216,7 +216,9 @@ class _Blows:
             host.set_loss(_ALMOST_ALL)
         if blow.kind == "agent killed":
             launch.signal(host.index, signal.SIGKILL, only_agent=True)
-        while blow.kind == "switched off" and launch.pids(host.index):  # an agent may just have started a rank
+        while blow.kind == "switched off" and launch.pids(
+            host.index
+        ):  # an agent may just have started a rank
             launch.signal(host.index, signal.SIGKILL)
             time.sleep(_POLL_S)
         if blow.kind in ("agent stopped", "host stopped"):
