@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _COMPUTES = {"forward", "backward", "computation", "other"}
 _SLOW_CORE = {"throttled", "stolen", "core shared", "computes longer"}
 """Fewer samples help against these; a wait of so many milliseconds stays as it is."""
+SLOWS_ALL = {"throttled", "stolen", "core shared"}
+"""A process has these in all that it does, in its part of collectives as well."""
 _PER_SAMPLE = ("forward", "backward")
 _WORTH = 0.97  # of a step: a remedy that is predicted to leave more is not named
 _HALF_RATIO = 0.5  # of the exposed communication that bf16 leaves where the link's rate limits
@@ -54,7 +56,7 @@ _OF_CAUSE = {
 
 def remedies_of(table: StepTable, culprit: Culprit, cause: Cause) -> tuple[Remedy, ...]:
     """For a late rank: what removes the cause, and shares by speed where these help and others do not."""
-    removed = without(table, culprit)
+    removed = without(table, culprit, slows_all=cause.kind in SLOWS_ALL)
     found = [Remedy(_OF_CAUSE[cause.kind], removed)]
     is_lasting = culprit.when in {"always", "since"}
     if is_lasting and culprit.phase in _COMPUTES and cause.kind in _SLOW_CORE:

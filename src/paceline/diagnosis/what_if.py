@@ -19,6 +19,7 @@ _DRAWS = 20  # replays of a run
 _RESAMPLED = 200  # medians, for the range
 # phases with a larger excess are replaced: of the delay, or of the step without it
 _GUILTY_RATIO, _GUILTY_STEP_RATIO = 0.1, 0.01
+_RECORDING = frozenset({"recording"})
 
 
 @dataclass(frozen=True)
@@ -38,20 +39,27 @@ class Prediction:
     mean_s: float
 
 
-def without(table: StepTable, culprit: Culprit) -> Prediction:
-    """The step if the culprit took for its guilty phases what others take."""
+def without(table: StepTable, culprit: Culprit, *, slows_all: bool = False) -> Prediction:
+    """The step if the culprit took for its guilty phases what others take.
+
+    Where something `slows_all` that its process does, its part in collectives is as many times as long as its work.
+    Recording takes a share of the time, not of the steps: of shorter ones, less.
+    """
     guilty = _guilty(table, culprit)
+    recorded = min(1.0, culprit.delay_s / table.step_s) * (len(culprit.indices) / len(table))
     affected = set(culprit.indices)
     chance = random.Random(0)  # noqa: S311  the same answer every time
     steps_s = []
     for _ in range(_DRAWS):
         for index, row in enumerate(table.rows):
-            works = {rank: x.work_s for rank, x in enumerate(row)}
+            works = {rank: x.work_s - recorded * _phases_s(x, _RECORDING) for rank, x in enumerate(row)}
+            left = 1.0
             if index in affected:
                 place = culprit.places[index]
                 other = chance.choice([x for x in range(len(row)) if x != place])
-                works[place] = _replaced_s(row[place], row[other], guilty)
-            steps_s.append(_step_s(row, works))
+                works[place] += _phases_s(row[other], guilty) - _phases_s(row[place], guilty)
+                left = min(1.0, works[place] / row[place].work_s) if slows_all else 1.0
+            steps_s.append(_step_s(row, works, left))
     return _prediction(steps_s, len(table), chance)
 
 
@@ -99,18 +107,14 @@ def _guilty(table: StepTable, culprit: Culprit) -> frozenset[str]:
     return frozenset(phase for phase, x in by_phase.items() if x > least_s)
 
 
-def _replaced_s(guilty_one: RankStep, other: RankStep, guilty: frozenset[str]) -> float:
-    return guilty_one.work_s - _phases_s(guilty_one, guilty) + _phases_s(other, guilty)
-
-
 def _phases_s(rank: RankStep, phases: frozenset[str]) -> float:
     return sum(seconds for (phase, _), seconds in rank.parts.items() if phase in phases)
 
 
-def _step_s(row: tuple[RankStep, ...], works: Mapping[int, float]) -> float:
-    """With the exposed communication of now, which does not depend on who was last."""
+def _step_s(row: tuple[RankStep, ...], works: Mapping[int, float], left: float = 1.0) -> float:
+    """With what is left of the exposed communication of now, which does not depend on who was last."""
     before_s = max(x.work_s for x in row)
-    return median(x.step_s for x in row) - before_s + max(works.values())
+    return left * (median(x.step_s for x in row) - before_s) + max(works.values())
 
 
 def _prediction(steps_s: list[float], num_steps: int, chance: random.Random) -> Prediction:
