@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
@@ -221,6 +222,31 @@ def test_a_slow_direction_is_told_by_how_fast_data_arrive_at_best(slow, directio
     assert (found.finding.rank, found.finding.direction) == (2, direction)
     assert words in found.words
     assert "which direction of a link is slow" not in found.not_measured
+
+
+def test_in_a_ring_the_others_mean_falls_and_arrivals_tell():
+    def samples(arrival):
+        slow = lambda a, b: 4.5e6 if 2 in {a, b} else 6e6  # noqa: E731
+        return lambda rank: link_samples(rank, 3, slow, peak=arrival)
+
+    found = MadeRun(num_ranks=3, hosts=("a", "b", "c"), samples=samples(lambda *_: 20e6)).make()
+    assert diagnose(found).finding is None
+    arrival = lambda a, b: 6e6 if b == 2 else 20e6  # noqa: E731
+    found = MadeRun(num_ranks=3, hosts=("a", "b", "c"), samples=samples(arrival)).make()
+    assert (diagnose(found).finding.rank, diagnose(found).finding.direction) == (2, "towards")
+
+
+def test_a_link_s_repaired_step_plays_the_buckets_at_the_others_rate():
+    """Each step sends 60 kB in two buckets, the last of 4 of 9 parts: 27 kB at 15 MB/s are all that is exposed."""
+    run = meshed(3, lambda a, b: 2.4e6 if 2 in {a, b} else 15e6).make()
+    for rank in run.ranks:
+        rank.samples[-1] = replace(rank.samples[-1], step=rank.samples[0].step + 40)
+    work_s = median(max(x.work_s for x in row) for row in run.rows()[3:])
+    last_s = 2.4e6 / 40 * 4 / 9 / 15e6
+    assert diagnose(run).finding.without.step_s == pytest.approx(work_s + last_s, rel=1e-3)
+    for rank in run.ranks:
+        rank.sizes = ()  # recorded by an earlier version
+    assert diagnose(run).finding.without is None
 
 
 # ---- all ranks

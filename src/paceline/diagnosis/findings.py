@@ -304,7 +304,7 @@ def _not_measured(run: Run) -> tuple[str, ...]:
     if run.ranks and not any(sample.links for x in run.ranks for sample in x.samples):
         found.append("links: no TCP connection between ranks was seen")
     elif len({x.header.host for x in run.ranks}) > 1 and not any(
-        link.peak_bytes_per_s for x in run.ranks for sample in x.samples[-1:] for link in sample.links
+        link.arrival_bytes_per_s for x in run.ranks for sample in x.samples[-1:] for link in sample.links
     ):
         found.append("which direction of a link is slow")
     return tuple(found)

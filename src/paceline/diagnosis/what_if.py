@@ -14,6 +14,9 @@ from statistics import median
 
 from paceline.diagnosis.culprit import Culprit
 from paceline.diagnosis.step_table import RankStep, StepTable
+from paceline.observe.run_reading import RankRun, Run
+from paceline.observe.run_records import StepRecord
+from paceline.planning.replay import Wire, replay
 
 _DRAWS = 20  # replays of a run
 _RESAMPLED = 200  # medians, for the range
@@ -71,13 +74,34 @@ def with_work(table: StepTable, work_s: Mapping[int, float]) -> Prediction:
     return _prediction(steps_s, len(table), random.Random(0))  # noqa: S311  as above
 
 
-def with_exposed(table: StepTable, ratio: float) -> Prediction:
-    """The step if so much of the exposed communication were left."""
-    steps_s = []
-    for row in table.rows:
-        last_s = max(x.work_s for x in row)
-        steps_s.append(last_s + ratio * max(0.0, median(x.step_s for x in row) - last_s))
+def with_wire(run: Run, table: StepTable, wire_s: float) -> Prediction | None:
+    """The step if its gradients took so long on the wire, bucket after bucket; None: nothing is known of buckets."""
+    steps_s, of_step = [], dict(zip(table.steps, table.rows, strict=True))
+    for records in run.rows():
+        row = of_step.get(records[0].step)
+        if row is None:
+            continue
+        last = max(range(len(row)), key=lambda place: row[place].work_s)  # whose buckets the others wait for
+        ready_s, sizes = _buckets(records[last], run.ranks[last])
+        if not sum(sizes):
+            return None
+        wires = [Wire(0.0, x, x) for x in (wire_s * size / sum(sizes) for size in sizes)]
+        steps_s.append(row[last].work_s + replay(ready_s, wires, records[last].work_ended_s).exposed_s)
     return _prediction(steps_s, len(table), random.Random(0))  # noqa: S311  as above
+
+
+def _buckets(record: StepRecord, rank: RankRun) -> tuple[list[float], list[int]]:
+    """When each was ready, and its bytes; of torch's DDP as it fills them, layer after layer as they are ready."""
+    if record.buckets:
+        return [x.ready_s for x in record.buckets], [x.size_bytes for x in record.buckets]
+    ready_s, sizes, filled = [], [], 0
+    for index, at_s in record.gradient_marks if rank.sizes else ():
+        filled += rank.sizes[index]
+        if filled >= rank.bucket_bytes or index == record.gradient_marks[-1][0]:
+            ready_s.append(at_s)
+            sizes.append(filled)
+            filled = 0
+    return ready_s, sizes
 
 
 def shorter_by(table: StepTable, gain_s: float) -> Prediction:
