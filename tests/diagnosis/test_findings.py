@@ -231,8 +231,8 @@ def test_in_a_ring_the_others_mean_falls_and_arrivals_tell():
 
     found = MadeRun(num_ranks=3, hosts=("a", "b", "c"), samples=samples(lambda *_: 20e6)).make()
     assert diagnose(found).finding is None
-    arrival = lambda a, b: 6e6 if b == 2 else 20e6  # noqa: E731
-    found = MadeRun(num_ranks=3, hosts=("a", "b", "c"), samples=samples(arrival)).make()
+    found = samples(lambda _, target: 6e6 if target == 2 else 20e6)
+    found = MadeRun(num_ranks=3, hosts=("a", "b", "c"), samples=found).make()
     assert (diagnose(found).finding.rank, diagnose(found).finding.direction) == (2, "towards")
 
 

@@ -54,19 +54,21 @@ class PeerSockets:
         watched = [(file, ends) for file, ends in list(self._ends.items()) if _crosses_hosts(ends)]
         if not watched or time.monotonic() - self._asked_s > _WATCHED_S:
             return
-        before_s, before = time.perf_counter(), [_arrived(file) for file, _ in watched]
+        began_s, before = time.perf_counter(), [_arrived(file) for file, _ in watched]
         num_quiet = 0
         for _ in range(_LOOKS):
             time.sleep(_APART_S)
-            now_s, now = time.perf_counter(), [_arrived(file) for file, _ in watched]
+            at_s, now = time.perf_counter(), [_arrived(file) for file, _ in watched]
+            # Whoever is put off its core meanwhile sees data arrive slower, never faster.
+            apart_s = time.perf_counter() - began_s
             num_quiet = num_quiet + 1 if now == before else 0
             for (_, ends), first, last in zip(watched, before, now, strict=True):
                 if last > first:
                     kept = self._arrivals.setdefault(ends, deque(maxlen=_KEPT))
-                    kept.append((last - first, now_s - before_s))
+                    kept.append((last - first, apart_s))
             if num_quiet == _QUIET:
                 return
-            before_s, before = now_s, now
+            began_s, before = at_s, now
 
     @property
     def knows_arrivals(self) -> bool:
