@@ -11,6 +11,7 @@ from paceline import DistributedDataParallel, convert_sync_batchnorm
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.elastic import conflicts
 from paceline.errors import ConfigurationError
+from paceline.reductions import GradientNoiseScale, ParameterServers
 
 
 def layers():
@@ -64,3 +65,8 @@ def test_what_follows_and_what_is_refused():
     ):
         assert found[case].startswith("Elastic: ")
         assert words in found[case]
+
+
+def test_what_a_reduction_measures_says_whether_it_outlives_ranks():
+    assert not GradientNoiseScale().why_not_elastic
+    assert GradientNoiseScale(ParameterServers()).why_not_elastic == ParameterServers.why_not_elastic != ""

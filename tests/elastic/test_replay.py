@@ -47,7 +47,7 @@ def given(kind, monkeypatch, meddle=lambda _: None):
     here, there = socket.socketpair()
     told, result = [], []
     receiver = threading.Thread(
-        target=lambda: result.append(receive(there, new.carried, lambda: told.append(1)))
+        target=lambda: result.append(receive(there, new.carried, bool, lambda: told.append(1)))
     )
     receiver.start()
     giver = Giver(here, old.carried)
@@ -97,7 +97,7 @@ def test_a_giver_that_dies_is_no_giver():
     here.sendall((100).to_bytes(8, "big") + b"half")
     here.close()
     told = []
-    assert receive(there, training(torch.optim.SGD).carried, lambda: told.append(1)) is None
+    assert receive(there, training(torch.optim.SGD).carried, bool, lambda: told.append(1)) is None
     assert told == [1]
 
 

@@ -30,6 +30,8 @@ class Host:
     steps: dict[Member, int] = field(default_factory=dict)
     is_frozen: bool = False
     is_dead: bool = False
+    has_paused: bool = False  # its ranks stop, or have stopped, between two steps
+    num_stops: int = 0  # times that they had to stop within one
 
     @property
     def epoch(self) -> int:
@@ -119,7 +121,10 @@ class World:
     def _live(self, host: Host) -> None:
         """What the agent of one host does."""
         if host.council.is_over(host.epoch) and host.trains:
-            host.stops_s = self.now_s + _STOP_S
+            host.stops_s, host.has_paused = self.now_s + _STOP_S, False
+            host.num_stops += 1
+        if host.council.wants_pause(host.epoch) and host.trains:
+            host.stops_s, host.has_paused = self.now_s + _STEP_S, True
         waits = host.plan is None or (host.stops_s is not None and self.now_s >= host.stops_s)
         is_out = host.plan is not None and not any(m.host == host.council.own.name for m in host.plan.members)
         if not (waits or is_out):
@@ -128,7 +133,8 @@ class World:
             host.members = [Member(host.council.own.name, next(self._numbers))]
             host.steps = {host.members[0]: NOT_STARTED}
         store = Address(host.address.host, 2)
-        plan = host.council.decide(Proposal(host.epoch + 1, dict(host.steps), store), self.now_s)
+        proposal = Proposal(host.epoch + 1, dict(host.steps), store, host.has_paused)
+        plan = host.council.decide(proposal, self.now_s)
         if plan is not None:
             host.plan, host.stops_s = plan, None
             host.steps = {m: plan.step if m in plan.members else s for m, s in host.steps.items()}

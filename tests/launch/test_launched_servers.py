@@ -13,7 +13,7 @@ from paceline.errors import ConfigurationError
 from paceline.launch import parse
 from paceline.launch.local_servers import LocalServers, parse_servers
 from paceline.servers.handshake import RefusedError
-from paceline.servers.link import Link, Rank
+from paceline.servers.link import Identity, ServerLink
 
 pytestmark = pytest.mark.processes
 
@@ -98,8 +98,8 @@ def test_a_server_by_itself_makes_a_token_imports_no_torch_and_ends_on_a_signal(
         name, _, token = process.stderr.readline().split()[0].partition("=")
         assert name == TOKEN
         with pytest.raises(RefusedError):
-            Link([address], Rank(0, 1, "s", 60.0, ""))
-        Link([address], Rank(0, 1, "s", 60.0, token)).close(2.0)
+            ServerLink([address], Identity(0, 1, "s", 60.0, ""))
+        ServerLink([address], Identity(0, 1, "s", 60.0, token)).close(2.0)
         assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 128 + signal.SIGTERM
@@ -109,6 +109,6 @@ def test_a_token_that_is_given_is_not_printed(tmp_path, monkeypatch):
     monkeypatch.setenv(TOKEN, "sesame")
     with started(["paceline", "serve"], tmp_path, cold=True) as process:
         assert process.stdout is not None
-        Link([process.stdout.readline().strip()], Rank(0, 1, "s", 60.0, "sesame")).close(2.0)
+        ServerLink([process.stdout.readline().strip()], Identity(0, 1, "s", 60.0, "sesame")).close(2.0)
         process.send_signal(signal.SIGTERM)
         assert "sesame" not in process.communicate(timeout=30)[1]

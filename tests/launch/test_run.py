@@ -140,10 +140,10 @@ def test_stores_listen_on_one_address(flags, scripts):
 
 def test_the_address_of_a_store(monkeypatch):
     """Its own name's; not loopback with several machines; a name that is not this machine's: everywhere."""
-    from paceline.launch.stores import _Listening
+    from paceline.launch.stores import Listening
 
     notes = []
-    one, several = _Listening(1, notes.append), _Listening(2, notes.append)
+    one, several = Listening(1, notes.append), Listening(2, notes.append)
     assert one._place("localhost") == one._place("192.0.2.1") == "127.0.0.1"
     assert one._place("127.0.1.1") == "127.0.1.1"
     assert several._place("192.0.2.1") is None

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.preflight import check, network, software, this_host
 from paceline.preflight.check import Checkup, Host, differences, judge_links
-from paceline.preflight.findings import Finding, looked_at
+from paceline.preflight.check_result import CheckResult, looked_at
 from paceline.preflight.pairs import Link
 
 
@@ -142,7 +142,7 @@ def test_what_cannot_be_read_says_so():
     assert "Permission denied" in found.found
 
 
-HOSTS = tuple(Host(rank, f"host{rank}", (Finding("versions", "torch 2.13"),)) for rank in range(3))
+HOSTS = tuple(Host(rank, f"host{rank}", (CheckResult("torch 2.13", topic="versions"),)) for rank in range(3))
 FAST = [Link(a, b, 1e-4, 1e8) for a in range(3) for b in range(3) if a != b]
 
 
@@ -166,7 +166,7 @@ def test_a_pair_that_is_cut_is_named_once():
 
 
 def test_versions_that_differ():
-    other = replace(HOSTS[1], findings=(Finding("versions", "torch 2.8"),))
+    other = replace(HOSTS[1], findings=(CheckResult("torch 2.8", topic="versions"),))
     assert differences(HOSTS) == []
     assert differences((HOSTS[0], other))[0].level == "bad"
 

@@ -11,7 +11,7 @@ import pytest
 
 from harness.running_servers import in_threads
 from paceline.errors import ConfigurationError
-from paceline.servers.link import Link, Rank
+from paceline.servers.link import Identity, ServerLink
 from paceline.servers.response_future import ResponseFuture
 from paceline.servers.session import Session
 from paceline.servers.wire import DType, Frame, Kind, pack
@@ -63,12 +63,12 @@ def test_a_server_goes_on_while_it_imports_what_one_job_needs(module, kind, monk
     monkeypatch.setattr(sys, "meta_path", [blocked, *sys.meta_path])
     with in_threads(1) as addresses:
         try:
-            first = Link(addresses, Rank(0, 2, "slow", LIMIT_S, ""))
+            first = ServerLink(addresses, Identity(0, 2, "slow", LIMIT_S, ""))
             awaited = ResponseFuture(1)
             first.ask(0, Frame(kind, body=(pack({"optimizer": "none"}),)), awaited)
             assert blocked.has_begun.wait(LIMIT_S)
-            second = Link(addresses, Rank(1, 2, "slow", LIMIT_S, ""))
-            other = Link(addresses, Rank(0, 1, "quick", LIMIT_S, ""))
+            second = ServerLink(addresses, Identity(1, 2, "slow", LIMIT_S, ""))
+            other = ServerLink(addresses, Identity(0, 1, "quick", LIMIT_S, ""))
             assert push(other).wait(LIMIT_S)
             assert not awaited.wait(0), "it has not been imported"
         finally:
@@ -97,7 +97,7 @@ def test_a_server_that_stood_still_blames_nobody_for_it(comes, monkeypatch):
     monkeypatch.setattr("paceline.servers.server.time", clock)
     monkeypatch.setattr("paceline.servers.server.Session", Still)
     with in_threads(1) as addresses:
-        links = [Link(addresses, Rank(number, 2, "s", 5.0, "")) for number in range(2)]
+        links = [ServerLink(addresses, Identity(number, 2, "s", 5.0, "")) for number in range(2)]
         awaited = [push(links[0])]
         assert stands.wait(LIMIT_S)
         if comes == "meanwhile":
@@ -123,7 +123,7 @@ def test_a_rank_that_stood_still_reads_before_it_misses_a_server(monkeypatch):
     clock, stands, goes_on = _Clock(), threading.Event(), threading.Event()
     monkeypatch.setattr("paceline.servers.link.time", clock)
     with in_threads(1) as addresses:
-        links = [Link(addresses, Rank(number, 2, "s", 5.0, "")) for number in range(2)]
+        links = [ServerLink(addresses, Identity(number, 2, "s", 5.0, "")) for number in range(2)]
         queue, server = links[0]._queue, links[0]._servers[0]
         sent = server.connection.bytes_sent
 

@@ -11,7 +11,7 @@ import pytest
 
 from harness.running_servers import as_processes, in_threads
 from paceline.errors import PeerLostError, ServerLostError
-from paceline.servers.link import Link, Rank
+from paceline.servers.link import Identity, ServerLink
 from paceline.servers.response_future import ResponseFuture
 from paceline.servers.wire import DType, Frame, Kind
 
@@ -25,11 +25,11 @@ import os, sys
 import numpy as np
 from paceline.servers import link as links
 from paceline.servers.response_future import ResponseFuture
-from paceline.servers.link import Link, Rank
+from paceline.servers.link import ServerLink, Identity
 from paceline.servers.wire import DType, Frame, Kind
 rank, fatal, addresses = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 links.GRACE_S = {grace}
-link = Link(addresses, Rank(rank, 3, "session", {timeout}, ""))
+link = ServerLink(addresses, Identity(rank, 3, "session", {timeout}, ""))
 values = np.full(4, rank + 1.0, np.float32)
 print("connected", flush=True)
 input()  # until all are: a push waits for all ranks, and no longer than the timeout
@@ -110,8 +110,8 @@ def test_who_is_told_of_a_loss_is_not_blamed_for_leaving(monkeypatch):
     monkeypatch.setattr("paceline.servers.link.GRACE_S", 60.0)  # no rank misses a server first
     values = np.ones(4, np.float32)
     with in_threads(2) as addresses:
-        patient = Link(addresses[1:], Rank(2, 3, "session", 60.0, ""))
-        told = Link(addresses, Rank(0, 3, "session", 0.5, ""))
+        patient = ServerLink(addresses[1:], Identity(2, 3, "session", 60.0, ""))
+        told = ServerLink(addresses, Identity(0, 3, "session", 0.5, ""))
         awaited = []
         for link, num_servers in ((patient, 1), (told, 2)):
             awaited.append(ResponseFuture(num_servers))
@@ -125,7 +125,7 @@ def test_who_is_told_of_a_loss_is_not_blamed_for_leaving(monkeypatch):
 
 def test_a_link_may_be_closed_by_whoever_holds_its_lock():
     """The garbage collector runs on any thread, and may close the link of a model that is gone."""
-    link = Link([], Rank(0, 1, "session", 3.0, ""))
+    link = ServerLink([], Identity(0, 1, "session", 3.0, ""))
 
     def collect():
         with link._lock:
@@ -143,8 +143,8 @@ def test_a_stopped_server_is_named_and_not_the_rank_that_waits_for_it():
     """It has answered rank 0 and not rank 1, which therefore owes the other server a piece."""
     values = np.ones(4, np.float32)
     with as_processes(2) as (addresses, servers):
-        waiting = Link(addresses, Rank(1, 2, "session", 3.0, ""))
-        ahead = Link(addresses[:1], Rank(0, 2, "session", 3.0, ""))
+        waiting = ServerLink(addresses, Identity(1, 2, "session", 3.0, ""))
+        ahead = ServerLink(addresses[:1], Identity(0, 2, "session", 3.0, ""))
         os.kill(servers[1].pid, signal.SIGSTOP)
         awaited = []
         for link, server in ((waiting, 1), (ahead, 0)):
@@ -162,7 +162,7 @@ def test_a_rank_that_waits_for_the_server_which_misses_it_is_named():
     with in_threads(1) as addresses:
         awaited = []
         for rank in range(2):
-            link = Link(addresses, Rank(rank, 2, "session", 1.0, ""))
+            link = ServerLink(addresses, Identity(rank, 2, "session", 1.0, ""))
             awaited.append((link, ResponseFuture(1)))
             link.ask(0, Frame(Kind.PUSH, rank, 0, DType.FLOAT32, (values,)), awaited[-1][1])
         for _, answers in awaited:

@@ -23,7 +23,7 @@ from paceline.servers.handshake import (
     ServerSide,
     enter,
 )
-from paceline.servers.link import Link, Rank
+from paceline.servers.link import Identity, ServerLink
 from paceline.servers.process import listen, serve_on
 from paceline.servers.response_future import ResponseFuture
 from paceline.servers.server import Server
@@ -34,7 +34,7 @@ LIMIT_S = 30.0  # for what is about to happen, on a busy machine
 
 
 def rank(token="secret", number=0, num_ranks=1, session="s"):
-    return Rank(number, num_ranks, session, LIMIT_S, token)
+    return Identity(number, num_ranks, session, LIMIT_S, token)
 
 
 def wait_for(condition):
@@ -79,7 +79,7 @@ def dialled(address):
 
 def test_strangers_are_dropped_and_the_job_goes_on():
     with in_threads(1, "secret") as addresses:
-        link = Link(addresses, rank())
+        link = ServerLink(addresses, rank())
         for words in (
             b"x" * KNOCK_BYTES,
             b"GET / HTTP/1.1\r\n\r\n" + b" " * KNOCK_BYTES,
@@ -87,17 +87,17 @@ def test_strangers_are_dropped_and_the_job_goes_on():
         ):
             assert talk(addresses[0], words) == REFUSAL
         with pytest.raises(RefusedError, match="another PACELINE_TOKEN"):
-            Link(addresses, rank("guess"))
+            ServerLink(addresses, rank("guess"))
         push_alone(link, 0)
         link.close(2.0)
 
 
 def test_a_rank_that_is_there_already_or_has_another_version_is_told(monkeypatch):
     with in_threads(1) as addresses:
-        first = Link(addresses, rank("", 0, 2))
+        first = ServerLink(addresses, rank("", 0, 2))
         for again in (rank("", 0, 2), rank("", 1, 3), rank("", 7, 2)):
             with pytest.raises(ConfigurationError, match="cannot join a session of 2 ranks"):
-                Link(addresses, again)
+                ServerLink(addresses, again)
         first.close(2.0)
         with monkeypatch.context() as patch:
             patch.setattr(version, "__version__", "0.0.0")
@@ -105,7 +105,7 @@ def test_a_rank_that_is_there_already_or_has_another_version_is_told(monkeypatch
             with pytest.raises(
                 ConfigurationError, match=r"rank 0 has Paceline 0\.0\.0, and the parameter server 9\.9\.9"
             ):
-                Link(addresses, rank("", session="t"))
+                ServerLink(addresses, rank("", session="t"))
 
 
 def test_something_else_at_the_address_is_refused():
@@ -122,16 +122,16 @@ def test_something_else_at_the_address_is_refused():
         thread = threading.Thread(target=greet)
         thread.start()
         with pytest.raises(RefusedError, match="it is not a parameter server"):
-            Link([address], rank())
+            ServerLink([address], rank())
         thread.join()
     finally:
         listener.close()
     with pytest.raises(ConfigurationError, match="is not an address of a parameter server"):
-        Link(["nowhere:x"], rank())
+        ServerLink(["nowhere:x"], rank())
     with socket.socket() as deaf:  # bound, so that nobody else listens there
         deaf.bind(("127.0.0.1", 0))
         with pytest.raises(ServerLostError, match="cannot be reached"):
-            Link([f"127.0.0.1:{deaf.getsockname()[1]}"], rank())
+            ServerLink([f"127.0.0.1:{deaf.getsockname()[1]}"], rank())
 
 
 def test_who_only_greets_like_a_server_is_refused():
@@ -185,7 +185,7 @@ def test_who_knows_the_token_and_says_nonsense_does_not_end_the_server(words):
             with pytest.raises((ConnectionResetError, ConnectionAbortedError, StopIteration)):
                 if not liar.recv(100):
                     raise StopIteration
-        Link(addresses, rank()).close(2.0)
+        ServerLink(addresses, rank()).close(2.0)
 
 
 HELLO = pack(
@@ -197,7 +197,7 @@ HELLO = pack(
 def test_who_says_nothing_or_too_little_is_dropped_after_a_while_and_nobody_else(monkeypatch):
     monkeypatch.setattr("paceline.servers.server.PATIENCE_S", 600.0)
     with in_threads(1, "secret") as addresses:
-        link = Link(addresses, rank())
+        link = ServerLink(addresses, rank())
         host, port = addresses[0].split(":")
         strangers = [socket.create_connection((host, int(port)), LIMIT_S) for _ in range(5)]
         _silent, half, *known = strangers
@@ -219,8 +219,8 @@ def test_who_says_nothing_or_too_little_is_dropped_after_a_while_and_nobody_else
 def test_who_was_refused_leaves_no_session():
     with in_threads(1) as addresses:
         with pytest.raises(ConfigurationError, match="rank 7 of 2 cannot join"):
-            Link(addresses, rank("", 7, 2))
-        Link(addresses, rank("", 0, 1)).close(2.0)  # of the same name, with another number of ranks
+            ServerLink(addresses, rank("", 7, 2))
+        ServerLink(addresses, rank("", 0, 1)).close(2.0)  # of the same name, with another number of ranks
 
 
 class _NoneLeft:
@@ -297,7 +297,7 @@ def test_ranks_that_are_far_ahead_wait_in_the_network_and_not_in_the_servers_mem
     monkeypatch.setattr("paceline.servers.server.Session", make)
     values, body = np.ones(size // 4, np.float32), np.empty(size // 4, np.float32)
     with in_threads(1) as addresses:
-        links = [Link(addresses, rank("", number, 3)) for number in range(3)]
+        links = [ServerLink(addresses, rank("", number, 3)) for number in range(3)]
         waiting = []
         for number, link in enumerate(links):
             if number == 2:
@@ -325,7 +325,7 @@ def test_strangers_who_say_nothing_make_room_for_ranks_and_for_each_other(monkey
         slow = strangers.enter_context(dialled(addresses[0]))
         enter(slow, "secret", "the server")  # a rank that has not said yet who it is, and is no stranger
         held = [strangers.enter_context(dialled(addresses[0])) for _ in range(70)]
-        link = Link(addresses, rank())
+        link = ServerLink(addresses, rank())
         push_alone(link, 0)
         for stranger in held[:-8]:
             assert stranger.recv(1) == b"", "the oldest are shed"
@@ -362,7 +362,7 @@ def test_where_descriptors_are_scarce_a_stranger_goes_for_a_rank(monkeypatch):
                 listener.are_some = True
 
             monkeypatch.setattr(server, "_drop", dropped)
-            link = Link([address], rank())
+            link = ServerLink([address], rank())
             assert stranger.recv(1) == b""
             link.close(2.0)
     finally:
@@ -397,7 +397,7 @@ def test_a_rank_that_was_shed_comes_again():
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        Link([f"127.0.0.1:{listener.getsockname()[1]}"], rank("")).close(2.0)
+        ServerLink([f"127.0.0.1:{listener.getsockname()[1]}"], rank("")).close(2.0)
         assert listener.left == 0
     finally:
         mine.close()
@@ -418,7 +418,7 @@ def test_a_connection_that_closes_without_a_word_accuses_nobody(monkeypatch):
     thread.start()
     try:
         with pytest.raises(ServerLostError, match="closes them without a word") as error:
-            Link([f"127.0.0.1:{listener.getsockname()[1]}"], rank())
+            ServerLink([f"127.0.0.1:{listener.getsockname()[1]}"], rank())
         assert "PACELINE_TOKEN" not in str(error.value)
     finally:
         listener.shutdown(socket.SHUT_RDWR)
@@ -433,8 +433,8 @@ def test_a_connection_that_closes_without_a_word_accuses_nobody(monkeypatch):
 def test_numbers_that_cannot_be_are_refused_before_anything_is_made_of_them(num_ranks, timeout_s):
     with in_threads(1) as addresses:
         with pytest.raises(ConfigurationError, match="A parameter server serves 1 to"):
-            Link(addresses, Rank(0, num_ranks, "s", timeout_s, ""))
-        Link(addresses, rank("")).close(2.0)
+            ServerLink(addresses, Identity(0, num_ranks, "s", timeout_s, ""))
+        ServerLink(addresses, rank("")).close(2.0)
 
 
 def test_nobody_has_memory_reserved_before_it_has_said_who_it_is():
@@ -469,7 +469,7 @@ def test_nobody_waits_for_a_server_that_says_nothing_of_its_failure():
     thread = threading.Thread(target=fail)
     thread.start()
     with pytest.raises(ProtocolError, match="the connections to the parameter servers broke"):
-        Link([f"127.0.0.1:{listener.getsockname()[1]}"], rank())
+        ServerLink([f"127.0.0.1:{listener.getsockname()[1]}"], rank())
     thread.join()
     listener.close()
 

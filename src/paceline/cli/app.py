@@ -164,15 +164,10 @@ app.command("doctor", cls=doctor.TakesACommand)(doctor.doctor)
 @app.command("trace", cls=doctor.TakesACommand)
 def _trace(
     context: typer.Context,
-    run: Annotated[
-        Path | None, typer.Argument(help="A run folder that was recorded.", show_default=False)
-    ] = None,
+    run: doctor.RunFolder = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("trace.json"),
     last: Annotated[int, typer.Option(min=1, help="Number of steps to show: the last ones.")] = 500,
-    record: Annotated[
-        Path | None,
-        typer.Option(help="Keep what is recorded of the command in this new folder.", show_default=False),
-    ] = None,
+    record: doctor.Record = None,
 ) -> int:
     """Write all ranks' steps as one timeline, for ui.perfetto.dev or chrome://tracing.
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from paceline.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from paceline.diagnosis import Diagnosis
 
@@ -28,53 +30,58 @@ class TakesACommand(TyperCommand):
         return found
 
 
+RunFolder = Annotated[Path | None, typer.Argument(help="A run folder that was recorded.", show_default=False)]
+Record = Annotated[
+    Path | None,
+    typer.Option(help="Keep what is recorded of the command in this new folder.", show_default=False),
+]
+Earlier = Annotated[
+    Path | None,
+    typer.Option(
+        help="An earlier run folder: say how good its predictions were for this one.", show_default=False
+    ),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        min=12,
+        help="Record so many steps of the command, then let it train on unrecorded.",
+        show_default="all",
+    ),
+]
+Paused = Annotated[
+    bool,
+    typer.Option(
+        "--paused", help="Begin unrecorded: removing the file `detached` of the --record folder begins it."
+    ),
+]
+Machines = Annotated[
+    str | None,
+    typer.Option(
+        "--nnodes",
+        help="Check so many machines and every link between them. Give the same on each, with --rdzv-endpoint.",
+        show_default="this one",
+    ),
+]
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--rdzv-endpoint", help="HOST:PORT of the first machine, as for paceline run.", show_default=False
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, the command's output to stderr.")]
+
+
 def doctor(
     context: typer.Context,
-    run: Annotated[
-        Path | None, typer.Argument(help="A run folder that was recorded.", show_default=False)
-    ] = None,
-    record: Annotated[
-        Path | None,
-        typer.Option(help="Keep what is recorded of the command in this new folder.", show_default=False),
-    ] = None,
-    was: Annotated[
-        Path | None,
-        typer.Option(
-            help="An earlier run folder: say how good its predictions were for this one.", show_default=False
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=12,
-            help="Record so many steps of the command, then let it train on unrecorded.",
-            show_default="all",
-        ),
-    ] = None,
-    paused: Annotated[
-        bool,
-        typer.Option(
-            "--paused",
-            help="Begin unrecorded: removing the file `detached` of the --record folder begins it.",
-        ),
-    ] = False,
-    machines: Annotated[
-        str | None,
-        typer.Option(
-            "--nnodes",
-            help="Check so many machines and every link between them. Give the same on each, with --rdzv-endpoint.",
-            show_default="this one",
-        ),
-    ] = None,
-    endpoint: Annotated[
-        str | None,
-        typer.Option(
-            "--rdzv-endpoint", help="HOST:PORT of the first machine, as for paceline run.", show_default=False
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON to stdout, the command's output to stderr.")
-    ] = False,
+    run: RunFolder = None,
+    record: Record = None,
+    was: Earlier = None,
+    steps: Steps = None,
+    paused: Paused = False,
+    machines: Machines = None,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
 ) -> int:
     """Say which rank or link delays a training, why, and how long a step takes without it.
 
@@ -82,31 +89,27 @@ def doctor(
 
     `paceline doctor RUN` reads what was recorded. Without either, this machine and its network are checked.
     """
-    from paceline.errors import ConfigurationError
-
     command = context.meta[COMMAND]
-    if command is not None:
-        if run is not None or not command:
-            raise ConfigurationError(
-                "Pass a command behind --, as in `paceline doctor -- torchrun train.py`, or a run folder; not both."
-            )
-        if was is not None:
-            raise ConfigurationError("--was compares two run folders: record this run first, with --record.")
-        if paused and record is None:
-            raise ConfigurationError(
-                "--paused needs --record: recording begins when FOLDER/detached is removed."
-            )
-        return _watch(command, record, steps, is_paused=paused, as_json=as_json)
-    if record is not None or steps is not None or paused:
-        raise ConfigurationError(
+    is_run = command is not None
+    _refuse(
+        {
+            "Pass a command behind --, as in `paceline doctor -- torchrun train.py`, or a run folder; not both.": (
+                is_run and (run is not None or not command)
+            ),
+            "--was compares two run folders: record this run first, with --record.": is_run
+            and was is not None,
+            "--was compares two run folders: pass the later one, too.": was is not None and run is None,
+            "--was says its comparison in words: leave out --json.": was is not None and as_json,
+            "--paused needs --record: recording begins when FOLDER/detached is removed.": (
+                is_run and paused and record is None
+            ),
             "--record, --steps and --paused are for a command. Pass one behind --, as in `paceline doctor -- torchrun "
-            "train.py`."
-        )
-    if was is not None and as_json:
-        raise ConfigurationError("--was says its comparison in words: leave out --json.")
+            "train.py`.": not is_run and (record is not None or steps is not None or paused),
+        }
+    )
+    if command is not None:
+        return _watch(command, record, steps, is_paused=paused, as_json=as_json)
     if run is None:
-        if was is not None:
-            raise ConfigurationError("--was compares two run folders: pass the later one, too.")
         return _check(machines, endpoint, as_json=as_json)
     from paceline.diagnosis.findings import diagnose_folder
     from paceline.diagnosis.remedies import scored
@@ -116,6 +119,13 @@ def doctor(
     if was is not None:
         print("\n".join(scored(diagnose_folder(was), now)))
     return 0
+
+
+def _refuse(problems: dict[str, bool]) -> None:
+    """Raise ConfigurationError with the first of these words that holds."""
+    for words, holds in problems.items():
+        if holds:
+            raise ConfigurationError(words)
 
 
 def _check(machines: str | None, endpoint: str | None, *, as_json: bool) -> int:

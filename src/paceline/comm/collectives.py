@@ -170,12 +170,16 @@ class Work(Protocol):
     def on_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` once it is done, on whichever thread notices; not at all where that cannot be known."""
 
+    def failure(self) -> Exception | None:
+        """What went wrong, if that is known without waiting; within a callback of `on_done`, too."""
+        return None
+
 
 # c10d's word for no time limit but the group's. Always given: a work written in Python need not have a default.
 _AS_LONG_AS_IT_TAKES = timedelta(0)
 
 
-class C10dWork:
+class C10dWork(Work):
     """The handle of a c10d `Work`."""
 
     def __init__(self, work: dist.Work) -> None:
@@ -204,6 +208,13 @@ class C10dWork:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # torchft's future takes no callbacks
             self._work.get_future().add_done_callback(lambda _: callback())
 
+    def failure(self) -> Exception | None:
+        try:
+            self._work.get_future().value()
+        except RuntimeError as error:
+            return error
+        return None
+
     def future(self) -> torch.futures.Future[Any]:
         """Return the work's future, as torch's communication hooks hand it on; its value depends on the backend."""
         return self._work.get_future()
@@ -218,7 +229,7 @@ def _outlive_works() -> None:
     atexit.register(time.sleep, 0.05)
 
 
-class FutureWork:
+class FutureWork(Work):
     """The handle of a communication hook's future; its value replaces the bucket's gradients."""
 
     def __init__(self, future: torch.futures.Future[Any], body: Tensor) -> None:
@@ -238,7 +249,7 @@ class FutureWork:
         self._future.add_done_callback(lambda _: callback())
 
 
-class Done:
+class Done(Work):
     """The handle of what needed no communication."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -248,7 +259,7 @@ class Done:
         callback()
 
 
-class Chain:
+class Chain(Work):
     """The handle of collectives that follow each other, and of what is done locally between and after them.
 
     Args:

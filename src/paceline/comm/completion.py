@@ -35,6 +35,10 @@ class Completion:
                 return
         callback()
 
+    def failure(self) -> Exception | None:
+        """As of a `Work`: set before callbacks are called."""
+        return self.error
+
     def complete(self, error: Exception | None = None) -> None:
         """Wake up those who wait; a second time changes nothing. By whoever ends it."""
         with self._lock:

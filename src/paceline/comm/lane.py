@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -44,23 +44,28 @@ class LaneWork(dist.Work):
         what: Its name, for the profiler and errors.
     """
 
+    _devices: Sequence[torch.device] = ()
+    _launched: Mark | None = None  # on accelerators: behind what it is performed
+    _performed: Mark | None = None  # on accelerators: where the lane's streams have done it
+    _is_done = False
+    _error: BaseException | None = None
+    _ended: Future[Any] | None = None
+    _future: Future[list[Tensor]] | None = None
+    _recorded: Future[None] | None = None
+    lane: Lane | None = None  # on which it was launched
+    _lock = threading.Lock()  # of all: held for an instant, while a future is made or a work ends
+
     def __init__(self, perform: Callable[[], None], outputs: list[Tensor], what: str) -> None:
         super().__init__()
         self._perform = perform
         self._outputs = outputs
         self._what = what
-        self._devices = [] if all(map(_IS_CPU, outputs)) else devices_of(outputs)
-        self._launched: Mark | None = None  # on accelerators: behind what it is performed
-        self._performed: Mark | None = None  # on accelerators: where the lane's streams have done it
         self._ending = threading.Lock()  # held until the end: cheaper than an Event, one a collective
         self._ending.acquire()
-        self._is_done = False
-        self._error: BaseException | None = None
-        self._ended: Future[Any] | None = None
-        self._future: Future[list[Tensor]] | None = None
-        self._lock = threading.Lock()
-        self._recorded = _record(what, outputs) if _is_profiled() else None
-        self.lane: Lane | None = None  # on which it was launched
+        if not all(map(_IS_CPU, outputs)):
+            self._devices = devices_of(outputs)
+        if _is_profiled():
+            self._recorded = _record(what, outputs)
 
     def note_launch(self, lane: Lane) -> None:
         """It is launched, behind all that the current streams have been told."""
@@ -114,18 +119,20 @@ class LaneWork(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the end, at most `timeout` (0: as long as the group allows). Raises what went wrong."""
-        limit_s = timeout.total_seconds() if timeout else 0.0
-        if not self._is_done and limit_s <= 0 and self.lane is not None:
-            self.lane.help_with(self)
-        if self._ending.acquire(timeout=limit_s if limit_s > 0 else -1):
-            self._ending.release()
-        else:
-            raise RuntimeError(f"{self._what} was not done after {limit_s:g} s; it is still under way")
+        if not self._is_done:
+            self._await(timeout.total_seconds())
         if self._error is not None:
             raise self._error
         if self._performed is not None:
             self._performed.order()
         return True
+
+    def _await(self, limit_s: float) -> None:
+        if limit_s <= 0 and self.lane is not None:
+            self.lane.help_with(self)
+        if not self._ending.acquire(timeout=limit_s if limit_s > 0 else -1):
+            raise RuntimeError(f"{self._what} was not done after {limit_s:g} s; it is still under way")
+        self._ending.release()
 
     def is_completed(self) -> bool:
         return self._is_done
@@ -289,7 +296,7 @@ class Lane:
         return is_idle
 
 
-class HandedOn:
+class HandedOn(Work):
     """The handle of what a lane begins and others go on with: a `Work`.
 
     `begin` runs on the lane, and may block; it returns the handle of the rest. `finish` is called once, by the first
@@ -329,7 +336,12 @@ class HandedOn:
 
     def on_done(self, callback: Callable[[], None]) -> None:
         def when_begun() -> None:
-            if self._rest is not None:  # else it has failed
+            if self._rest is not None:
                 self._rest.on_done(callback)
+            else:  # it has failed
+                callback()
 
         self._begun.on_done(when_begun)
+
+    def failure(self) -> Exception | None:
+        return self._begun.failure() if self._rest is None else self._rest.failure()

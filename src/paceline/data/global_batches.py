@@ -3,8 +3,8 @@
 Rules
 1. At most one loop is under way. Another loop, `set_epoch` or `load_state_dict` ends it: what an ended loop still does,
    such as closing its generator, changes nothing.
-2. A state is where training stands, of whichever moment: of the end of an epoch it says the end, never the beginning of
-   the next one, so that whoever names the epoch by `set_epoch` is believed.
+2. A state says where training stands. At the end of an epoch it says so, and not that the next one begins. Then
+   `set_epoch` may name the same epoch, whose loop has no steps left, or the next one.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Rules
 1. The batches of an epoch and their order depend on (seed, epoch, lengths, tokens of a step) alone: not on the ranks,
    nor on their shares. So a job that goes on with other shares or ranks trains the same batches in the same order.
 2. Shares are of tokens. A rank's part is whole sequences, next to each other in the batch, whose tokens come nearest.
-3. A step's batch is made once; what its padding is depends on how it is cut.
+3. A step's batch is made once. How much padding it has depends on how it is cut among the ranks.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from paceline.comm.device import empty_cache
 from paceline.ddp.coordinator import StepCoordinator
 from paceline.ddp.flight import Terms
 from paceline.ddp.verdict import Status
-from paceline.ddp.weights import REFUSED, StepWeights, WeightExchange
+from paceline.ddp.weights import REFUSED, StepWeights, WeightExchange, checked_weight
 from paceline.errors import (
     ConfigurationError,
     PeerLostError,
@@ -34,7 +34,6 @@ from paceline.errors import (
     ProtocolError,
     forget_frames,
 )
-from paceline.numbers_given import number
 
 Batch = TypeVar("Batch")
 
@@ -60,17 +59,6 @@ def windows(batches: Iterable[Batch], steps: int) -> Iterator[list[Batch]]:
 def _windows(batches: Iterator[Batch], steps: int) -> Iterator[list[Batch]]:
     while window := list(itertools.islice(batches, steps)):
         yield window
-
-
-def _weight(given: object, place: int, num_batches: int) -> float:
-    weight = number(given)
-    if not 0 <= weight < math.inf:
-        words = repr(given) if math.isnan(weight) else weight
-        raise ConfigurationError(
-            f"micro-batch {place} of {num_batches} has weight {words}. A weight is a number of samples or tokens: "
-            "finite and not negative."
-        )
-    return weight
 
 
 class Window(Generic[Batch]):
@@ -169,7 +157,10 @@ class Window(Generic[Batch]):
             if shares is not None:
                 shares.own_weights()  # there is a step
             weigh = self._weight_of
-            return [_weight(weigh(batch), place, num_batches) for place, batch in enumerate(self._batches)]
+            return [
+                checked_weight(weigh(batch), f"micro-batch {place} of {num_batches}")
+                for place, batch in enumerate(self._batches)
+            ]
         if shares is None:
             return [1.0] * num_batches
         sizes = shares.own_weights()

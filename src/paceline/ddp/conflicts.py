@@ -75,7 +75,9 @@ def check_forward_overlap(
         "a module on several devices": len({p.device for p in managed.parameters}) > 1,
         "init_sync=False (it opens a process group)": not given.init_sync,
         "several process groups": len(process_groups) > 1,
-        f"gradients combined by {reduction!r} (only the mean)": type(reduction) is not Mean,
+        f"gradients combined by {reduction!r} (only the mean, or BoundedLoss)": not reduction.pieces_at_once,
+        f"gradients on an accelerator combined by {reduction!r} (only the mean)": type(reduction) is not Mean
+        and managed.parameters[0].device.type != "cpu",
         "mixed_precision (it reads all parameters before forward; torch.autocast does not)": given.mixed_precision,
         "sparse gradients": any(managed.sparse),
         "a compiled or scripted part": any(

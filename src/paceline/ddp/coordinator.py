@@ -73,7 +73,6 @@ class Wrapped(Protocol):
 
     module: Module
     training: bool
-    parameters_to_ignore: set[str]
     require_backward_grad_sync: bool
     forward_sync_buffers: bool
     find_unused_parameters: bool

@@ -56,13 +56,15 @@ class Forward:
     has_outputs: bool = False  # tensors were found that its backward will pass
     is_passed: bool = False  # a backward has passed it, or stood for it
     is_followed: bool = False  # a backward of any forward has come since, and no forward has
-    stood_by: set[int] = field(default_factory=set)  # the first nodes of graphs that stood for it (rule 3)
+    # First nodes of graphs that passed no output and were attributed to it (rule 3).
+    stood_by: set[int] = field(default_factory=set)
 
     def is_open(self, epoch: int) -> bool:
         """Whether it counts, and has had no backward."""
         return self.counts and not self.is_passed and self.epoch == epoch
 
     def may_be_stood_for(self, first_node: int) -> bool:
+        """Whether a graph that begins with this node, and passes no output, may be attributed to it (rule 3)."""
         is_over = self.is_passed or (self.has_outputs and self.is_followed)
         return not is_over or first_node in self.stood_by
 

@@ -190,13 +190,6 @@ class Reducer:
             self._by_autograd = backward.by_autograd
             self._goes_first = self.recovery.is_first_over_its_groups()
             reduction, expected = self.setting.reduction, self.tracker.pending
-            if backward.synchronizes:
-                reduction.begin_step()
-                if terms.share is not None:
-                    reduction.weigh(terms.share)
-            num_averaged = terms.num_averaged or self._num_ranks
-            self._scale = terms.weight * reduction.input_scale(num_averaged)
-            self._mean_scale = terms.weight / num_averaged
             expected.begin()
             step = Step(
                 backward,
@@ -207,7 +200,14 @@ class Reducer:
                 self._used_before,
                 expected.reached,
             )
-            self._flight = self._flights.begin(step, self.buckets)
+            self._flight = self._flights.begin(step, self.buckets)  # the step before is over now
+            if backward.synchronizes:
+                reduction.begin_step()
+                if terms.share is not None:
+                    reduction.weigh(terms.share)
+            num_averaged = terms.num_averaged or self._num_ranks
+            self._scale = terms.weight * reduction.input_scale(num_averaged)
+            self._mean_scale = terms.weight / num_averaged
             self.tracker.arm(backward.synchronizes, backward.started_s, self._flight.not_expected)
 
     def _running(self) -> Backward:
@@ -317,22 +317,27 @@ class Reducer:
         self._peers.note_step(self.num_steps)
         self._used_before.clear()
         make = self.timings.begin_record(self.num_steps, backward.started_s, ended_s)
-        record = functools.partial(self._record, flight, make)
+        is_used = self.verdict.status.is_used
+        unused_by_all = [self.managed.parameters[index] for index in unused if not is_used(index)]
+        record = functools.partial(self._record, flight, make, unused_by_all)
         # Gradients that are not finite are looked at before the next forward.
         is_plain = not has_late and not self.verdict.status.ranks_not_finite()
         is_whole = backward.by_autograd and self._on_reduced is None and is_plain
-        is_used = self.verdict.status.is_used
         if is_whole and flight.hand_over(lambda bucket: bucket.attach(is_used), record):
             return
         flight.wait()
         if has_late:
             self._reduce_late()
-        self._attach(unused)
+        self._attach()
         self.verdict.suspect_first_not_finite(self.num_steps, self.cuts.order)
         record(waited_s)
 
-    def _record(self, flight: Flight, make: Callable[..., StepTiming], waited_s: float) -> None:
+    def _record(
+        self, flight: Flight, make: Callable[..., StepTiming], unused_by_all: list[Parameter], waited_s: float
+    ) -> None:
         """All gradients of a step have arrived, and it has waited so long for them; `make` knows the rest."""
+        if unused_by_all:
+            self.setting.reduction.withdraw(unused_by_all)
         buckets = flight.timings()
         timing = make(exposed_s=min(waited_s, sum(bucket.waited_s for bucket in buckets)), buckets=buckets)
         self.timings.add(timing, flight.device_times())
@@ -378,14 +383,12 @@ class Reducer:
             pending = self._flight.launch_late(bucket, self._mean_scale)
             self._peers.wait(pending, "reducing late gradients")
 
-    def _attach(self, unused: list[int]) -> None:
+    def _attach(self) -> None:
         """Give every parameter its reduced gradient; those that no rank used get what they had."""
         with profiler_range("attached"):
             is_used = self.verdict.status.is_used
             for bucket in self.buckets:
                 bucket.attach(is_used)
-            if unused_everywhere := [index for index in unused if not is_used(index)]:
-                self.setting.reduction.withdraw([self.managed.parameters[i] for i in unused_everywhere])
             if self._on_reduced is not None:
                 for parameter in self.managed.parameters:
                     self._on_reduced(parameter)

@@ -240,8 +240,8 @@ class StepShares:
 def _work_of(step: StepCut, rank: int) -> tuple[int, float]:
     """What a rank's time in this step is said to be for, and by how much that is more than it trains.
 
-    Of tokens, as many as it should have had, so that steps of whole sequences can be compared; nothing is said of a
-    step that is far from that, as the last one of an epoch.
+    Where shares are of tokens, it is for the tokens of the rank's share, not for those of its whole sequences: then
+    steps can be compared. A step that is far from its share, as the last one of an epoch, is reported as not known.
     """
     if step.planned is None or step.tokens is None:
         return step.samples[rank], 1.0

@@ -37,6 +37,17 @@ from paceline.reductions import Reduction
 REFUSED = -1
 
 
+def checked_weight(given: object, whose: str) -> float:
+    """A weight that a caller's function has returned. Raises ConfigurationError if it is none."""
+    weight = number(given)
+    if not 0 <= weight < math.inf:
+        words = repr(given) if math.isnan(weight) else weight
+        raise ConfigurationError(
+            f"{whose} has weight {words}. A weight is a number of samples or tokens: finite and not negative."
+        )
+    return weight
+
+
 @dataclass(frozen=True)
 class StepWeights:
     """One step, over all ranks."""
@@ -165,14 +176,7 @@ class Weighing:
                 )
             self.plain = float(sizes[0])
             return
-        given = setting.weight(*inputs, **kwargs)
-        weight = number(given)
-        if not 0 <= weight < math.inf:
-            raise ConfigurationError(
-                f"weight= says that this batch counts {given!r}. A weight is a number of samples or tokens: finite and "
-                "not negative."
-            )
-        self.plain = weight
+        self.plain = checked_weight(setting.weight(*inputs, **kwargs), "this batch, by weight=,")
 
     def plain_terms(self, num_averaged: int | None) -> Terms:
         """The backward of a weighed forward outside of windows begins: what it counts. Collective; blocks (rule 1)."""

@@ -376,7 +376,11 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     @property
     def reduction(self) -> Reduction:
-        """What combines the ranks' gradients; its `state_dict()` is this rank's own, to be saved by every rank."""
+        """What combines the ranks' gradients; its `state_dict()` is this rank's own, to be saved by every rank.
+
+        A step that `overlap_forward` has deferred is completed first: as `flush`.
+        """
+        self.flush()
         return self._setting.reduction
 
     def balance_report(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress
 from rich.table import Table
 
-from paceline.demo.images import load_images
+from paceline.demo.images import Images, load_images
 from paceline.demo.training import STEP_PARTS, Job
 from paceline.errors import ConfigurationError, PacelineError
 from paceline.launch import Watchdog, launch, num_cores, parse
@@ -45,24 +45,8 @@ def run_demo(
     there.
     """
     images, batch, cores = load_images(data), 64 * ranks, num_cores()
+    _prepare(images, ranks, batch, cores, report)
     num_train, num_test = len(images.train_labels), len(images.test_labels)
-    if ranks > 4 * cores:
-        raise ConfigurationError(
-            f"--ranks-per-host {ranks} is too many for this machine: a rank is a whole process that wants a core, and "
-            f"there are {cores}. The demo takes at most {4 * cores} (4 a core)."
-        )
-    if num_train < batch or not num_test or images.side < 4:
-        raise ConfigurationError(
-            f"{images.name} has {num_train} training and {num_test} test images of {images.side} pixels a side; a step "
-            f"of {ranks} ranks takes {batch}, of 4 pixels or more. Pass fewer --ranks-per-host, or more images."
-        )
-    try:
-        report.mkdir(parents=True, exist_ok=True)
-        (report / "rows.json").touch()
-    except OSError as error:
-        raise ConfigurationError(
-            f"the report folder {report} cannot be made ({error.strerror}). Pass another one with --report."
-        ) from error
     console.print(
         f"[bold]paceline demo[/bold]: {images.name}, {num_train:,} training and {num_test:,} test images of "
         f"{images.side} x {images.side} pixels. {epochs} epochs of batches of {batch} in {dtype}. First {ranks} "
@@ -99,6 +83,28 @@ def run_demo(
             f"{apart['scale']:.3g}. Please report this with {report / 'rows.json'}."
         )
     return rows
+
+
+def _prepare(images: Images, ranks: int, batch: int, cores: int, report: Path) -> None:
+    """Make the report's folder. Raises ConfigurationError if it cannot be, or nothing can be trained so."""
+    num_train, num_test = len(images.train_labels), len(images.test_labels)
+    if ranks > 4 * cores:
+        raise ConfigurationError(
+            f"--ranks-per-host {ranks} is too many for this machine: a rank is a whole process that wants a core, and "
+            f"there are {cores}. The demo takes at most {4 * cores} (4 a core)."
+        )
+    if num_train < batch or not num_test or images.side < 4:
+        raise ConfigurationError(
+            f"{images.name} has {num_train} training and {num_test} test images of {images.side} pixels a side; a step "
+            f"of {ranks} ranks takes {batch}, of 4 pixels or more. Pass fewer --ranks-per-host, or more images."
+        )
+    try:
+        report.mkdir(parents=True, exist_ok=True)
+        (report / "rows.json").touch()
+    except OSError as error:
+        raise ConfigurationError(
+            f"the report folder {report} cannot be made ({error.strerror}). Pass another one with --report."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -19,12 +19,6 @@ from paceline.reductions import Mean
 
 _BACKENDS = ("gloo", "paceline")
 _DEFERS = "paceline.optim"
-_FOLLOWS = ("Mean", "NarrowMean", "Compressed", "PowerSGD", "Auto", "Adasum", "GradientNoiseScale")
-_REFUSED = {
-    "BoundedLoss": "counts lost packets between ranks that know each other from the beginning. Leave out transport=.",
-    "ParameterServers": "needs servers that outlive the ranks they have met, and nobody restarts them. Use the mean.",
-    "HookReduction": "runs a function of the script, which may keep ranks or gradients of its own. Leave out the hook.",
-}
 
 
 def check(
@@ -89,11 +83,8 @@ def _of_group(model: DistributedDataParallel) -> Iterator[str]:
 
 def _of_model(model: DistributedDataParallel) -> Iterator[str]:
     setting, steps = model._setting, model._steps
-    name = type(setting.reduction).__name__
-    if name in _REFUSED:
-        yield f"{name} {_REFUSED[name]}"
-    elif name not in _FOLLOWS:
-        yield f"{name} is not one of Paceline's, so nobody knows what it keeps of ranks that are lost. Use the mean."
+    if setting.reduction.why_not_elastic:
+        yield f"{type(setting.reduction).__name__} {setting.reduction.why_not_elastic}"
     if steps.forward_overlap is not None or model.overlaps_forward:
         yield (
             "overlap_forward steps parameters while the next step runs, so a lost rank leaves some stepped and others "

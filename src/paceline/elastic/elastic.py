@@ -36,6 +36,7 @@ from paceline.elastic.line import (
     Line,
     Ready,
     Seat,
+    StillReplaying,
     Stopped,
     Trouble,
 )
@@ -363,9 +364,11 @@ class Crew:
             self.line.tell(Stopped(self.watcher.epoch, step))
         self._digest = max((each.end(step) for each in self._givers), default=0)
         self._givers.clear()
-        told = self.watcher.next_seat()
+        told, say = self.watcher.next_seat(), self.line.tell
         while not isinstance(told, Seat):
-            self._replayed = receive(told, self.carried, lambda: self.line.tell(CaughtUp()))
+            self._replayed = receive(
+                told, self.carried, lambda: say(StillReplaying()), lambda: say(CaughtUp())
+            )
             told = self.watcher.next_seat()
         return told
 

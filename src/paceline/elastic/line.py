@@ -68,6 +68,11 @@ class InLoop:
 
 
 @dataclass(frozen=True)
+class StillReplaying:
+    """It is alive, and waits for more of another's state."""
+
+
+@dataclass(frozen=True)
 class CaughtUp:
     """It wants to come in: it holds what the others train, or cannot get that while they do."""
 
@@ -137,6 +142,7 @@ Message = (
     | Stopped
     | Following
     | InLoop
+    | StillReplaying
     | CaughtUp
     | Give
     | Receive

@@ -34,6 +34,7 @@ _LEAST_BYTES = 16 << 20  # of the snapshot, that are copied in a step
 _NUM_STEPS = 8  # in which all of it is copied, if it is large
 _MOST_STATES = 2.0  # that may wait to be read
 _LENGTH_BYTES = 8
+_BEAT_S = 0.2  # a receiver that waits for the next step says so again
 
 
 class Giver:
@@ -124,15 +125,22 @@ class Replayed:
     digest: int
 
 
-def receive(end: socket.socket, carried: Carried, caught_up: Callable[[], object]) -> Replayed | None:
+def receive(
+    end: socket.socket, carried: Carried, waits: Callable[[], object], caught_up: Callable[[], object]
+) -> Replayed | None:
     """Follow a giver until it ends; None: it gave up, or is dead. Blocks.
 
-    `caught_up` is called once: as soon as nothing is left to be read, or nothing comes any more.
+    `caught_up` is called once: as soon as nothing is left to be read, or nothing comes any more; until then `waits`
+    now and then while nothing comes.
     """
     has_told = is_whole = False
     try:
         with end:
-            while (tree := _read(end)) is not None:
+            while True:
+                while not (has_told or select.select([end], [], [], _BEAT_S)[0]):
+                    waits()
+                if (tree := _read(end)) is None:
+                    return None
                 if "end" in tree:
                     return Replayed(tree["end"], carried.digest()) if is_whole else None
                 is_whole = is_whole or "is_whole" in tree
@@ -145,7 +153,6 @@ def receive(end: socket.socket, carried: Carried, caught_up: Callable[[], object
     finally:
         if not has_told:
             caught_up()
-    return None
 
 
 def take(tree: Any, carried: Carried) -> None:

@@ -5,12 +5,13 @@ Each file is opened once and read by `pread`: a microsecond each, fifteen times 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_ROOT = Path("/")
 
 
 @dataclass(frozen=True)
@@ -82,18 +83,19 @@ def _throttled_s(words: bytes) -> float:
     return 0.0
 
 
-def _quota_files() -> list[Path]:
-    """Where this process's cgroup may say how often its quota stopped it, likeliest first."""
+def cpu_groups(root: Path = _ROOT) -> list[Path]:
+    """Folders of this process's cgroup, where it may be limited in cores, likeliest first. Raises OSError."""
     found = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        place = path.strip("/")
-        if "cpu" in controllers.split(","):  # version 1: by controller, mounted under one of two names
-            found += [_CGROUP_ROOT / name / place / "cpu.stat" for name in ("cpu", "cpu,cpuacct")]
-        elif not controllers:
-            found.append(_CGROUP_ROOT / place / "cpu.stat")
+        # Version 1 has a tree for each controller, mounted under one of two names.
+        is_limiting = not controllers or "cpu" in controllers.split(",")
+        names = ("cpu", "cpu,cpuacct") if controllers else ("",)
+        found += [root / "sys/fs/cgroup" / name / path.strip("/") for name in names if is_limiting]
     return found
+
+
+def _quota_files() -> list[Path]:
+    with contextlib.suppress(OSError):
+        return [folder / "cpu.stat" for folder in cpu_groups()]
+    return []

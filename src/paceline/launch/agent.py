@@ -39,7 +39,7 @@ from paceline.launch.launch_errors import InterruptedLaunchError, LaunchError
 from paceline.launch.live_view import LiveView
 from paceline.launch.local_servers import LocalServers
 from paceline.launch.machines import MachineRendezvous, MachinesDifferError, NodeInfo
-from paceline.launch.stores import bound
+from paceline.launch.stores import Listening
 from paceline.launch.tcp_tuning import advice_towards
 from paceline.launch.watchdog import MARK, Watchdog
 from paceline.observe import left_tables
@@ -86,7 +86,7 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
             enter(hangs)
         servers = enter(LocalServers(arguments.num_servers, arguments.servers, own_address, note))
         when_met = hangs.meet if arguments.hang_after_s else None
-        enter(bound(arguments.num_machines, note, rendezvous, when_met))
+        enter(Listening(arguments.num_machines, note, rendezvous, when_met))
         if arguments.shows_timings:
             stack.callback(_note_timings, watchdog.folder, note)
             enter(_environment({left_tables.VARIABLE: str(watchdog.folder)}))

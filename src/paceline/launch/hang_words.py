@@ -23,7 +23,8 @@ def headline(what: Standstill, quiet_s: float) -> str:
         return f"hang: the ranks are in different collectives, and each waits for the others: {where}."
     first, *others = what.missing
     who = f"hang: {names_of(what.missing)} are missing" if others else f"hang: rank {first} is missing"
-    return f"{who}. R{waiting(what)[1:]} for {quiet_s:.1f} s."
+    waits = waiting(what)
+    return f"{who}. {waits[0].upper()}{waits[1:]} for {quiet_s:.1f} s."
 
 
 def headline_of_all(what: Standstill, num_ranks: int, quiet_s: float) -> str:

@@ -42,6 +42,9 @@ _LINGER_S = 5.0  # keep the store open so that the others can read the error
 class MachinesDifferError(PacelineError):
     """The machines of a launch do not fit together; nothing was started on any."""
 
+    def __init__(self, words: str) -> None:
+        super().__init__(f"{words} `paceline explain does not fit` says more.")
+
 
 @dataclass(frozen=True)
 class NodeInfo:
@@ -194,37 +197,34 @@ class MachineRendezvous:
     def _does_not_fit(self, node: NodeInfo, first: NodeInfo, what: str, found: str | None, value: str) -> str:
         return (
             f"{node.name} does not fit {first.name}, where the launch began: {what} is {found} on {node.name}, {value} "
-            f"on {first.name}. All machines need the same; nothing was started on any of the {self.num_machines}. "
-            "`paceline explain does not fit` says more."
+            f"on {first.name}. All machines need the same; nothing was started on any of the {self.num_machines}."
         )
 
     def _same_number(self, one: NodeInfo, other: NodeInfo) -> str:
         return (
             f"{one.name} and {other.name} were both given --node-rank {one.node_rank}. Each machine needs a number of "
-            "its own, from 0; or leave --node-rank out. Nothing was started. `paceline explain does not fit` says more."
+            "its own, from 0; or leave --node-rank out. Nothing was started."
         )
 
     def _too_many(self, nodes: Mapping[int, NodeInfo]) -> str:
         return (
             f"{self.node.name} came too late: the {self.num_machines} machine(s) of --nnodes have met at {self.where} "
             f"already ({_names(nodes)}). If they have ended, name another port or file, or remove the file. If this "
-            f"machine belongs to them, start all with a larger --nnodes. "
-            "`paceline explain does not fit` says more."
+            f"machine belongs to them, start all with a larger --nnodes."
         )
 
     def _too_few(self, nodes: Mapping[int, NodeInfo]) -> str:
         return (
             f"only {len(nodes)} of {self.num_machines} machines came to {self.where} within {self.timeout_s:.0f} s: "
             f"{_names(nodes)}. Look at the others' launchers: they need the same --rdzv-id, and have to be paceline "
-            "run's, not torchrun's; --rdzv-conf join_timeout=3600 waits longer. Nothing was started. "
-            "`paceline explain does not fit` says more."
+            "run's, not torchrun's; --rdzv-conf join_timeout=3600 waits longer. Nothing was started."
         )
 
     def _other_token(self) -> str:
         return (
             f"{self.node.name} has another {TOKEN} than the machine where the launch began, at {self.where}. "
             "Neither can read what the other wrote there. Give every machine the same, or none. "
-            "Nothing was started here. `paceline explain does not fit` says more."
+            "Nothing was started here."
         )
 
 

@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
     dynamic_rendezvous,
     static_tcp_rendezvous,
 )
+from typing_extensions import Self
 
 from paceline.comm import TOKEN
 from paceline.host.addresses import LOOPBACK, is_loopback
@@ -34,35 +35,6 @@ from paceline.observe.workload_recording import RANKS_OF_HOST
 
 _BACKLOG = 2048
 _TOKEN_KEY, _IN_FILE = "paceline token", "paceline launchers"
-
-
-@contextlib.contextmanager
-def bound(
-    num_machines: int,
-    note: Callable[[str], None],
-    rendezvous: MachineRendezvous | None = None,
-    when_met: Callable[[dist.Store, str, int], None] | None = None,
-) -> Iterator[None]:
-    """Within this context torch's launcher opens its stores on one address each; for one machine, on loopback.
-
-    `rendezvous` compares the machines in the first store; `when_met` is called with that store, the launch's id and the
-    number of all ranks, 0 if some may still come; `note` with a line for the user.
-    """
-    listening = _Listening(num_machines, note, rendezvous, when_met)
-    with contextlib.ExitStack() as stack:
-        stack.callback(listening.leave)
-        may_serve = functools.partial(listening.store, serves_if_mine=True)
-        stack.enter_context(_replaced(c10d_rendezvous_backend, "TCPStore", may_serve))
-        stack.enter_context(_replaced(c10d_rendezvous_backend, "FileStore", listening.file_store))
-        stack.enter_context(_replaced(static_tcp_rendezvous, "TCPStore", listening.store))
-        handler: Any = dynamic_rendezvous.DynamicRendezvousHandler
-        if hasattr(handler, "_create_tcp_store_server"):
-
-            def create(_self: object, host: str, port: int) -> dist.Store:
-                return listening.store(host, port, is_master=True, multi_tenant=True)
-
-            stack.enter_context(_replaced(handler, "_create_tcp_store_server", create))
-        yield
 
 
 @contextlib.contextmanager
@@ -75,8 +47,12 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-class _Listening:
-    """Makes stores in place of `TCPStore` and `FileStore`, with their arguments."""
+class Listening:
+    """A context within which torch's launcher opens its stores on one address each; for one machine, on loopback.
+
+    `rendezvous` compares the machines in the first store; `when_met` is called with that store, the launch's id and the
+    number of all ranks, 0 if some may still come; `note` with a line for the user.
+    """
 
     def __init__(
         self,
@@ -91,6 +67,26 @@ class _Listening:
         self._rendezvous = rendezvous
         self._has_told = False
         self._file: tuple[Path, dist.Store] | None = None
+        self._within = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        enter = self._within.enter_context
+        may_serve = functools.partial(self.store, serves_if_mine=True)
+        enter(_replaced(c10d_rendezvous_backend, "TCPStore", may_serve))
+        enter(_replaced(c10d_rendezvous_backend, "FileStore", self.file_store))
+        enter(_replaced(static_tcp_rendezvous, "TCPStore", self.store))
+        handler: Any = dynamic_rendezvous.DynamicRendezvousHandler
+        if hasattr(handler, "_create_tcp_store_server"):
+
+            def create(_: object, host: str, port: int) -> dist.Store:
+                return self.store(host, port, is_master=True, multi_tenant=True)
+
+            enter(_replaced(handler, "_create_tcp_store_server", create))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._within.close()
+        self.leave()
 
     def store(
         self,
@@ -102,6 +98,7 @@ class _Listening:
         serves_if_mine: bool = False,
         **options: Any,
     ) -> dist.Store:
+        """Open one in place of `TCPStore`, with its arguments."""
         place = self._place(host_name) if is_master else None
         listener = None if place is None else _listen(place, port)
         if serves_if_mine and not is_master and self._num_machines > 1:
@@ -118,7 +115,7 @@ class _Listening:
         return store
 
     def file_store(self, path: str) -> dist.Store:
-        """Open the file by which machines meet."""
+        """Open the file by which machines meet, in place of `FileStore`."""
         with contextlib.suppress(FileExistsError):
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         store = dist.FileStore(path)  # without a number of users it stays until `leave`

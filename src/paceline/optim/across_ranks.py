@@ -10,7 +10,6 @@ Rules
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import weakref
@@ -61,7 +60,8 @@ class AcrossRanks(Optimizer, ABC):
         self._flats: list[FlatParameters] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._follow()
-        optimizer.register_load_state_dict_post_hook(functools.partial(_follow, weakref.ref(self)))
+        me = weakref.ref(self)  # the optimizer within may outlive it
+        optimizer.register_load_state_dict_post_hook(lambda _: None if (it := me()) is None else it._follow())
         self._peers = Peers(
             self._group,
             next_name(self._group, is_collective=True),
@@ -214,11 +214,6 @@ class AcrossRanks(Optimizer, ABC):
                 "and loads a file of its own. After a change of the number of ranks, either start with fresh state, "
                 "or give all ranks the same one: `.optimizer.load_state_dict(state['optimizer'])`."
             )
-
-
-def _follow(wrapping: weakref.ref[AcrossRanks], _: Optimizer) -> None:
-    if (owner := wrapping()) is not None:  # the optimizer within may outlive it
-        owner._follow()
 
 
 def _check_optimizer(owner: str, optimizer: Optimizer) -> None:

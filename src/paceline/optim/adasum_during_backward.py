@@ -1,9 +1,9 @@
 """Adasum of updates while backward still runs: a bucket of parameters is stepped when it has its gradients.
 
 Rules
-1. Buckets are in the reverse order of the parameters, about that of backward, and launched in this order. What a bucket
-   waits for in vain (a parameter that is not used) ends with backward: so every rank launches the same buckets in the
-   same order, and between the same collectives of the script.
+1. Buckets are in the reverse order of the parameters, about that of backward, and launched in this order. One that
+   lacks a gradient (a parameter is not used) is launched when backward ends. So every rank launches the same buckets in
+   the same order, and between the same collectives of the script.
 2. A launched bucket's parameters have the values of before until the optimizer's `step()`: only its update is under
    way. So backward, which may still read them, computes what it would have.
 3. It is one backward a step: all but the last are under `no_sync`. What changes gradients, or settings of the

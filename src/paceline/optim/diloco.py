@@ -14,11 +14,11 @@ from paceline.compression import Compressor
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
 from paceline.optim.flat_parameters import FlatParameters
-from paceline.optim.local_steps import LocalSteps
+from paceline.optim.local_steps import LocalSGD
 from paceline.reductions import Reduction
 
 
-class DiLoCo(LocalSteps):
+class DiLoCo(LocalSGD):
     """Steps `optimizer` on this rank's gradients; every `every` steps Nesterov SGD on the mean change.
 
     With d the mean over ranks of how parameters changed since the last synchronization, w where they then were, and m

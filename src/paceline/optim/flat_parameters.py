@@ -23,7 +23,7 @@ class FlatParameters:
         self.kept = torch.empty(num_elements, dtype=real[0].dtype, device=real[0].device)
         """What the parameters were at `take`."""
         self.update = torch.empty_like(self.kept)
-        """What has changed since; what it was replaced by."""
+        """The change since `take`; after an exchange, the change that all ranks apply instead."""
         self._kept_views = _views(self.kept, real)
         self._update_views = _views(self.update, real)
 

@@ -1,4 +1,4 @@
-"""`LocalSGD` and its base: several optimizer steps on each rank alone, then an exchange of how parameters changed.
+"""`LocalSGD`: several optimizer steps on each rank alone, then an exchange of how parameters changed.
 
 Rules
 1. Those of `across_ranks`.
@@ -11,7 +11,6 @@ Rules
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -30,13 +29,41 @@ from paceline.optim.flat_parameters import AveragedBuffers, FlatParameters
 from paceline.reductions import Auto, Lossy, Reduction, choose_reduction
 
 
-class LocalSteps(AcrossRanks):
-    """Base of LocalSGD and DiLoCo, which define how parameters follow from the mean change.
+class LocalSGD(AcrossRanks):
+    """Steps `optimizer` on this rank's gradients, and averages parameters every `every` steps.
+
+    For links where even compressed gradients take too long: it sends 1/every of the bytes. The ranks' models drift
+    apart in between, so accuracy falls at some `every`; try 2 or 4 first. With `every=1` and plain SGD (no momentum) it
+    equals averaging gradients, up to rounding.
+
+    Limits first: nothing overlaps with backward; two copies of the parameters are kept; each rank keeps its own
+    momentum, which is not averaged.
+
+    Args:
+        optimizer: Any optimizer that needs no closure. Schedulers and GradScaler may be given either it or this.
+        every: Steps between two synchronizations.
+        process_group: Over whom; None for the default group.
+        buffers: Averaged with the parameters, for example `model.buffers()`; counters become rank 0's. Left out, each
+            rank keeps its own running statistics.
+        compression: Send fewer bytes for the changes, as for `DistributedDataParallel`.
 
     Attributes:
         optimizer: The one that was given.
-        every: Steps between two synchronizations; may be changed, on all ranks alike.
+        every: May be changed, on all ranks alike.
         reduction: What takes the mean of the changes.
+
+    Contract:
+        The model is not wrapped. Collective: the constructor (parameters become rank 0's), the first `step`, every
+        `every`-th, and `synchronize`. Afterwards parameters are bitwise equal on all ranks.
+
+    Raises:
+        ConfigurationError: A setting cannot be.
+        ReplicaMismatchError: The ranks' parameters differ in number, shape or dtype; on every rank.
+        ProtocolError: The ranks took different numbers of steps; on every rank.
+        PeerLostError: A rank died or hangs.
+
+    Source:
+        Stich: "Local SGD Converges Fast and Communicates Little", ICLR 2019, algorithm 1.
     """
 
     _when_lost = "The parameters are this rank's own, those of its last step."
@@ -81,9 +108,8 @@ class LocalSteps(AcrossRanks):
         for flat in self._flats:
             flat.take()
 
-    @abstractmethod
     def _move(self, index: int, flat: FlatParameters) -> None:
-        """Turn the mean change, `flat.update`, into the change to be applied, in place; `index` says which flat."""
+        """Turn the mean change, `flat.update`, into the change to be applied, in place; here they are the same."""
 
     # ---- steps
 
@@ -277,39 +303,3 @@ class LocalSteps(AcrossRanks):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r}, {self._settings()})"
-
-
-class LocalSGD(LocalSteps):
-    """Steps `optimizer` on this rank's gradients, and averages parameters every `every` steps.
-
-    For links where even compressed gradients take too long: it sends 1/every of the bytes. The ranks' models drift
-    apart in between, so accuracy falls at some `every`; try 2 or 4 first. With `every=1` and plain SGD (no momentum) it
-    equals averaging gradients, up to rounding.
-
-    Limits first: nothing overlaps with backward; two copies of the parameters are kept; each rank keeps its own
-    momentum, which is not averaged.
-
-    Args:
-        optimizer: Any optimizer that needs no closure. Schedulers and GradScaler may be given either it or this.
-        every: Steps between two synchronizations.
-        process_group: Over whom; None for the default group.
-        buffers: Averaged with the parameters, for example `model.buffers()`; counters become rank 0's. Left out, each
-            rank keeps its own running statistics.
-        compression: Send fewer bytes for the changes, as for `DistributedDataParallel`.
-
-    Contract:
-        The model is not wrapped. Collective: the constructor (parameters become rank 0's), the first `step`, every
-        `every`-th, and `synchronize`. Afterwards parameters are bitwise equal on all ranks.
-
-    Raises:
-        ConfigurationError: A setting cannot be.
-        ReplicaMismatchError: The ranks' parameters differ in number, shape or dtype; on every rank.
-        ProtocolError: The ranks took different numbers of steps; on every rank.
-        PeerLostError: A rank died or hangs.
-
-    Source:
-        Stich: "Local SGD Converges Fast and Communicates Little", ICLR 2019, algorithm 1.
-    """
-
-    def _move(self, index: int, flat: FlatParameters) -> None:
-        """The mean change is the change."""

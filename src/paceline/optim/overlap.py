@@ -6,7 +6,7 @@ Rules
    that is the same arithmetic on the same numbers: bitwise the same parameters.
 2. What is there already is stepped at once; so with nothing under way it is the optimizer that it was.
 3. Everything that shows the optimizer's state completes the step first: `state`, `state_dict`, copies, adding groups.
-   What runs around a step (hooks of the optimizer) has it made at once.
+   An optimizer with step hooks is stepped at once.
 4. A part of a step may be made on any thread, the one that reads a parameter.
 5. An optimizer may have parameters of several models. A call is noted with each that has some of them under way.
 """
@@ -71,12 +71,6 @@ class Defers(Protocol):
         """Complete everything."""
 
 
-class Wrapped(Protocol):
-    """A wrapped model, as this module uses it."""
-
-    forward_overlap: Defers | None
-
-
 def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False) -> AnyOptimizer:
     """Let `optimizer.step()` return at once, each parameter being stepped when the next forward needs it.
 
@@ -102,6 +96,17 @@ def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False)
             step parameters one by one, or its `step` was replaced.
     """
     steps = getattr(model, "forward_overlap", _MISSING)
+    _check(optimizer, model, steps, per_parameter)
+    if steps is not None:  # else one rank, or one host: there is nothing to hide
+        _adopt(optimizer, cast("Defers", steps))
+    return optimizer
+
+
+_MISSING = object()
+
+
+def _check(optimizer: Any, model: Any, steps: object, per_parameter: bool) -> None:
+    """Raise ConfigurationError if the optimizer's steps cannot be deferred; `steps` is the model's forward overlap."""
     if steps is _MISSING or not hasattr(model, "flush"):
         raise ConfigurationError(
             f"overlap(optimizer, model): the model is a {type(model).__name__}. Pass what "
@@ -137,12 +142,6 @@ def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False)
             "steps is the model's, so there is nothing to defer. Make it of model.parameters(), or pass the model "
             "whose parameters it steps."
         )
-    if steps is not None:  # else one rank, or one host: there is nothing to hide
-        _adopt(optimizer, cast("Defers", steps))
-    return optimizer
-
-
-_MISSING = object()
 
 
 def _adopt(optimizer: Optimizer, steps: Defers) -> None:

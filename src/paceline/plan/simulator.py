@@ -167,7 +167,7 @@ class _Simulator:
         return np.array(self.cluster.speeds) if self.cluster.speeds else np.ones(1)
 
     def _factors(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """For each rank: micro-steps before the last one, and the last one, in recorded ones."""
+        """How long each rank computes, in recorded micro-steps: all but the last of a step together, and the last."""
         recorded = self.workload.relative_steps
         if len(recorded) < 2:
             return (self.plan.sync_every - 1) * self.slowness, self.slowness

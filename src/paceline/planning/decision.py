@@ -155,18 +155,7 @@ def decide(
     without = predict(profile, plain)
     sent_ratio = 2 * (num_ranks - 1) / num_ranks  # of a message, by each rank of a ring
     rate = sent_ratio / plain.link_s_per_byte if plain.link_s_per_byte else math.inf
-    options = []
-    for codec in (*codecs, *further):
-        step_s = predict(profile, codec).step_s
-        slowdown = crossover_slowdown(profile, plain, codec)
-        options.append(
-            Option(
-                codec.name,
-                step_s,
-                1 - step_s / without.step_s,
-                None if rate == math.inf else math.inf if slowdown == 0 else rate / slowdown,
-            )
-        )
+    options = [_option(profile, plain, codec, rate) for codec in (*codecs, *further)]
     options.sort(key=lambda option: option.step_s)
     candidates = tuple(option for option in options if option.name in {codec.name for codec in codecs})
     allowed = [option for option in candidates if option.name not in barred]
@@ -187,6 +176,13 @@ def decide(
         profile.backward_end_s,
         tuple(option for option in options if option not in candidates),
     )
+
+
+def _option(profile: StepProfile, plain: ReductionCost, codec: ReductionCost, rate: float) -> Option:
+    """The prediction for a codec, on a link of this rate, at which `plain` takes what it takes."""
+    step_s, slowdown = predict(profile, codec).step_s, crossover_slowdown(profile, plain, codec)
+    crossover = None if rate == math.inf else math.inf if slowdown == 0 else rate / slowdown
+    return Option(codec.name, step_s, 1 - step_s / predict(profile, plain).step_s, crossover)
 
 
 def _choose(options: Sequence[Option], rules: Rules, in_use: str | None) -> str | None:

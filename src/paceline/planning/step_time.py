@@ -40,10 +40,6 @@ class StepProfile:
     buckets: tuple[BucketLoad, ...]
     busy_ratio: float = 0.0
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(bucket.size_bytes for bucket in self.buckets)
-
 
 @dataclass(frozen=True)
 class ReductionCost:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import PacelineError
 from paceline.preflight import network, software, this_host
-from paceline.preflight.findings import Finding, looked_at
+from paceline.preflight.check_result import CheckResult, looked_at
 from paceline.preflight.pairs import Link, measure
 from paceline.quantities import show_rate, show_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_CHECKS: dict[str, Callable[[], Finding]] = {
+_CHECKS: dict[str, Callable[[], CheckResult]] = {
     "versions": software.versions,
     "devices": software.devices,
     "backends": software.backends,
@@ -57,7 +57,7 @@ class Host:
 
     rank: int
     name: str
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckResult, ...]
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class Checkup:
 
     hosts: tuple[Host, ...]  # one a rank
     links: tuple[Link, ...] = ()  # between every two ranks, in both directions; empty for a single rank
-    between: tuple[Finding, ...] = ()  # what the links and the machines' differences amount to
+    between: tuple[CheckResult, ...] = ()  # what the links and the machines' differences amount to
 
     @property
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
 
 
-def look_around() -> tuple[Finding, ...]:
+def look_around() -> tuple[CheckResult, ...]:
     """Look at this machine. Local; imports torch if it is there."""
     return tuple(looked_at(topic, check) for topic, check in _CHECKS.items())
 
@@ -136,33 +136,34 @@ def check_with_others() -> Checkup | None:
         return None
     found = [json.loads(store.get(key)) for key in keys]
     hosts = tuple(
-        Host(number, cards[number].host, tuple(Finding(**each) for each in one["findings"]))
+        Host(number, cards[number].host, tuple(CheckResult(**each) for each in one["findings"]))
         for number, one in enumerate(found)
     )
     all_links = tuple(Link(**each) for one in found for each in one["links"])
     return Checkup(hosts, all_links, (*differences(hosts), *judge_links(hosts, all_links)))
 
 
-def differences(hosts: Sequence[Host]) -> list[Finding]:
+def differences(hosts: Sequence[Host]) -> list[CheckResult]:
     """Versions have to be the same on every machine."""
     said = {host.rank: host.findings[0].found for host in hosts}
     if len(set(said.values())) == 1:
         return []
     words = "; ".join(f"rank {rank} ({hosts[rank].name}): {text}" for rank, text in said.items())
-    return [Finding("versions differ", words, "bad", "install the same versions on every machine")]
+    remedy = "install the same versions on every machine"
+    return [CheckResult(words, "bad", remedy, topic="versions differ")]
 
 
-def judge_links(hosts: Sequence[Host], links: Sequence[Link]) -> list[Finding]:
+def judge_links(hosts: Sequence[Host], links: Sequence[Link]) -> list[CheckResult]:
     """Pairs that do not reach each other, and links that are slower than the others."""
     if not links:
         return []
     name = {host.rank: f"rank {host.rank} ({host.name})" for host in hosts}
     found = [
-        Finding(
-            "unreachable",
+        CheckResult(
             f"{name[link.source]} does not reach {name[link.target]}: {link.error}",
             "bad",
             "open the firewall between them for all ports, or name a common network: export GLOO_SOCKET_IFNAME=eth0",
+            topic="unreachable",
         )
         for link in links
         if link.error and link.source < link.target
@@ -173,12 +174,12 @@ def judge_links(hosts: Sequence[Host], links: Sequence[Link]) -> list[Finding]:
     usual = statistics.median(link.bytes_per_s for link in good)
     slow = [link for link in good if link.bytes_per_s < _SLOW_RATIO * usual]
     found += [
-        Finding(
-            "slow link",
+        CheckResult(
             f"{name[link.source]} to {name[link.target]}: {show_rate(8 * link.bytes_per_s, 3)}, others "
             f"{show_rate(8 * usual, 3)}",
             "bad",
             "ethtool eth0  # on either host: its speed and errors; ss -ti shows what else sends there",
+            topic="slow link",
         )
         for link in sorted(slow, key=lambda link: link.bytes_per_s)[:_MOST_SLOW]
     ]
@@ -186,10 +187,10 @@ def judge_links(hosts: Sequence[Host], links: Sequence[Link]) -> list[Finding]:
         lowest, highest = (choose(good, key=lambda link: link.bytes_per_s) for choose in (min, max))
         latency_s = statistics.median(link.latency_s for link in good)
         found.append(
-            Finding(
-                "links",
+            CheckResult(
                 f"every pair is reachable; {show_rate(8 * lowest.bytes_per_s, 3)} to "
                 f"{show_rate(8 * highest.bytes_per_s, 3)}, {show_seconds(latency_s)} a message",
+                topic="links",
             )
         )
     return found
@@ -203,7 +204,7 @@ def page(checkup: Checkup) -> list[RenderableType]:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ["", *(["rank"] if several else []), "topic", "found"]:
         table.add_column(column, overflow="fold")
-    ranks_with: dict[Finding, list[str]] = {}
+    ranks_with: dict[CheckResult, list[str]] = {}
     for host in checkup.hosts:
         for each in host.findings:
             if not several or each.level != "good":
@@ -216,7 +217,7 @@ def page(checkup: Checkup) -> list[RenderableType]:
     return [table, *([_matrix(checkup)] if checkup.links else []), _summary(checkup)]
 
 
-def _row(finding: Finding, host: list[str]) -> list[str]:
+def _row(finding: CheckResult, host: list[str]) -> list[str]:
     from rich.markup import escape  # noqa: PLC0415
 
     remedy = f"\n  {escape(finding.remedy)}" if finding.remedy else ""

@@ -8,21 +8,20 @@ from pathlib import Path
 
 from paceline.host.addresses import ELSEWHERE, is_loopback, own_address_towards
 from paceline.launch.tcp_tuning import TcpTuning
-from paceline.preflight.findings import Finding
+from paceline.preflight.check_result import CheckResult
 
 _ROOT = Path("/")
 _LEAST_WINDOW_BYTES = 4 * 2**20
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def name() -> Finding:
+def name() -> CheckResult:
     """Whether other hosts could find this one by its name."""
     own = socket.gethostname()
     try:
         found = sorted({str(each[4][0]) for each in socket.getaddrinfo(own, None, type=socket.SOCK_STREAM)})
     except OSError as error:
-        return Finding(
-            "name of this host",
+        return CheckResult(
             f"{own} has no address ({error}): groups between hosts cannot be opened by it",
             "bad",
             f"echo '{own_address_towards(ELSEWHERE) or '10.0.0.5'} {own}' >> /etc/hosts",
@@ -30,16 +29,15 @@ def name() -> Finding:
     said = f"{own} is {', '.join(found)}"
     outside = [address for address in found if not is_loopback(address)]
     if not outside and (address := own_address_towards(ELSEWHERE)):
-        return Finding(
-            "name of this host",
+        return CheckResult(
             f"{said}, which means each host itself. With several hosts, Gloo would listen where nobody comes",
             "note",
             f"export {_INTERFACE}={_interface_of_route() or 'eth0'}  # or in /etc/hosts: {address} {own}",
         )
-    return Finding("name of this host", said)
+    return CheckResult(said)
 
 
-def interfaces(root: Path = _ROOT) -> Finding:
+def interfaces(root: Path = _ROOT) -> CheckResult:
     """Interfaces that are up, and how fast they say they are."""
     found, chosen = [], os.environ.get(_INTERFACE, "")
     names = []
@@ -55,16 +53,13 @@ def interfaces(root: Path = _ROOT) -> Finding:
     said = ", ".join(found) or "only loopback is up: ranks on this host alone"
     missing = [part for part in chosen.split(",") if part and part not in names]
     if missing:
-        return Finding(
-            "interfaces",
-            f"{_INTERFACE} names {missing[0]}, which is not up; {said}",
-            "bad",
-            f"unset {_INTERFACE}",
+        return CheckResult(
+            f"{_INTERFACE} names {missing[0]}, which is not up; {said}", "bad", f"unset {_INTERFACE}"
         )
-    return Finding("interfaces", f"{said}; {_INTERFACE}={chosen}" if chosen else said)
+    return CheckResult(f"{said}; {_INTERFACE}={chosen}" if chosen else said)
 
 
-def tcp(root: Path = _ROOT) -> Finding:
+def tcp(root: Path = _ROOT) -> CheckResult:
     """Congestion control, smallest time-out and largest window."""
     system = root / "proc/sys/net/ipv4"
     tuning = TcpTuning.towards(ELSEWHERE, system)
@@ -74,21 +69,20 @@ def tcp(root: Path = _ROOT) -> Finding:
         f"ms, windows up to {min(windows.values()) / 2**20:.0f} MiB"
     )
     if (small := min(windows, key=lambda kind: windows[kind])) and windows[small] < _LEAST_WINDOW_BYTES:
-        return Finding(
-            "TCP",
+        return CheckResult(
             f"{said}: too small for fast links with latency",
             "note",
             f"sysctl -w net.ipv4.tcp_{small}mem='4096 131072 67108864'",
         )
     advice = tuning.advice()
     if advice is None:
-        return Finding("TCP", said)
-    return Finding(
-        "TCP", f"{said}; matters where packets are dropped", "note", advice.rpartition("on every host: ")[2]
+        return CheckResult(said)
+    return CheckResult(
+        f"{said}; matters where packets are dropped", "note", advice.rpartition("on every host: ")[2]
     )
 
 
-def loopback() -> Finding:
+def loopback() -> CheckResult:
     """Whether processes of this host can reach each other."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
@@ -99,8 +93,8 @@ def loopback() -> Finding:
             client.sendall(b"x")
             accepted.settimeout(2)
             if accepted.recv(1) == b"x":
-                return Finding("loopback", "127.0.0.1 carries")
-    return Finding("loopback", "127.0.0.1 does not carry", "bad", "ip link set lo up")
+                return CheckResult("127.0.0.1 carries")
+    return CheckResult("127.0.0.1 does not carry", "bad", "ip link set lo up")
 
 
 def _speed(folder: Path) -> str:

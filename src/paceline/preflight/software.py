@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.host.stacks import py_spy
-from paceline.preflight.findings import Finding
+from paceline.preflight.check_result import CheckResult
 from paceline.version import __version__
 
 _OLDEST_TORCH = (2, 8)
@@ -21,93 +21,87 @@ _EXTRAS = {
 }
 
 
-def versions() -> Finding:
+def versions() -> CheckResult:
     """Python's, torch's, ours; a torch that is too old or missing is bad."""
     found = _installed("torch")
     said = f"Paceline {__version__}, Python {platform.python_version()}, torch {found or 'not installed'}"
     if found is None:
-        return Finding("versions", said, "bad", "pip install torch")
+        return CheckResult(said, "bad", "pip install torch")
     numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
     if numbers < _OLDEST_TORCH:
         oldest = ".".join(map(str, _OLDEST_TORCH))
-        return Finding(
-            "versions", f"{said}, which is older than {oldest}", "bad", f"pip install 'torch>={oldest}'"
-        )
-    return Finding("versions", f"{said}, numpy {_installed('numpy') or 'not installed'}")
+        return CheckResult(f"{said}, which is older than {oldest}", "bad", f"pip install 'torch>={oldest}'")
+    return CheckResult(f"{said}, numpy {_installed('numpy') or 'not installed'}")
 
 
-def extras() -> Finding:
+def extras() -> CheckResult:
     """Optional packages, and what is missing without them."""
     missing = {name: use for name, use in _EXTRAS.items() if _installed(name) is None}
     here = [f"{name} {_installed(name)}" for name in _EXTRAS if name not in missing]
     if not missing:
-        return Finding("optional packages", ", ".join(here))
+        return CheckResult(", ".join(here))
     lacks = "; ".join(f"no {name}: {use}" for name, use in missing.items())
-    return Finding("optional packages", "; ".join([", ".join(here), lacks] if here else [lacks]))
+    return CheckResult("; ".join([", ".join(here), lacks] if here else [lacks]))
 
 
-def stacks() -> Finding:
+def stacks() -> CheckResult:
     """Whether the stack of a rank that hangs can be read."""
     path = py_spy()
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     allowed = scope.read_text().strip() if scope.exists() else "0"
     if path is None:
-        return Finding(
-            "stacks of hung ranks",
+        return CheckResult(
             "py-spy is not installed: they are read by a signal, which may wake the rank",
             "note",
             "pip install py-spy",
         )
     if allowed in ("2", "3") and os.geteuid() != 0:
-        return Finding(
-            "stacks of hung ranks",
+        return CheckResult(
             f"kernel.yama.ptrace_scope is {allowed}: only root may look",
             "note",
             "sysctl -w kernel.yama.ptrace_scope=1",
         )
-    return Finding("stacks of hung ranks", f"py-spy {_installed('py-spy') or path}")
+    return CheckResult(f"py-spy {_installed('py-spy') or path}")
 
 
-def devices() -> Finding:
+def devices() -> CheckResult:
     """Accelerators as torch sees them."""
     torch = _torch()
     if torch is None:
-        return Finding("devices", "torch is not there to ask", "note")
+        return CheckResult("torch is not there to ask", "note")
     cores = len(os.sched_getaffinity(0))
     if not torch.accelerator.is_available():
         seen = _unused_gpus()
         if seen:
-            return Finding(
-                "devices",
+            return CheckResult(
                 f"{cores} cores; {seen}, but this torch ({torch.__version__}) cannot use them",
                 "bad",
                 "pip install torch --index-url https://download.pytorch.org/whl/cu126",
             )
-        return Finding("devices", f"{cores} cores, no accelerator")
+        return CheckResult(f"{cores} cores, no accelerator")
     kind = torch.accelerator.current_accelerator().type
     module = getattr(torch, kind)
     names = [module.get_device_name(number) for number in range(torch.accelerator.device_count())]
     words = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     if len(set(names)) > 1:
-        return Finding(
-            "devices",
+        return CheckResult(
             f"{words}; {cores} cores. They are unequal",
             "note",
             "pass balance='auto' to DistributedDataParallel",
         )
-    return Finding("devices", f"{words}; {cores} cores")
+    return CheckResult(f"{words}; {cores} cores")
 
 
-def backends() -> Finding:
+def backends() -> CheckResult:
     """Which process groups this torch can open."""
     if _torch() is None:
-        return Finding("backends", "torch is not there to ask", "note")
+        return CheckResult("torch is not there to ask", "note")
     import torch.distributed as dist  # noqa: PLC0415
 
     if not dist.is_available():
-        return Finding("backends", "this torch has no torch.distributed", "bad", "pip install torch")
+        return CheckResult("this torch has no torch.distributed", "bad", "pip install torch")
     here = [name for name in ("gloo", "nccl", "mpi", "xccl", "ucc") if dist.is_backend_available(name)]
-    return Finding("backends", f"{', '.join(here) or 'none'}; paceline (our own)")
+    return CheckResult(f"{', '.join(here) or 'none'}; paceline (our own)")
 
 
 def _unused_gpus() -> str:

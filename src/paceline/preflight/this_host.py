@@ -9,7 +9,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from paceline.preflight.findings import Finding
+from paceline.host.thread_times import cpu_groups
+from paceline.preflight.check_result import CheckResult
 
 _GIB = 2**30
 _LEAST_SHARED_BYTES = _GIB
@@ -20,80 +21,74 @@ _TIME_ERROR = 5  # adjtimex: the clock is not synchronized
 _ROOT = Path("/")
 
 
-def threads() -> Finding:
+def threads() -> CheckResult:
     """How many threads a rank would compute with."""
     cores = len(os.sched_getaffinity(0))
     given = os.environ.get("OMP_NUM_THREADS")
     if given is None:
         said = f"OMP_NUM_THREADS is not set: {cores} a rank, all cores; torchrun gives 1, paceline run shares them out"
-        return Finding("threads", said)
+        return CheckResult(said)
     if not given.split(",")[0].isdecimal():
-        return Finding("threads", f"OMP_NUM_THREADS is {given!r}, no number", "bad", "unset OMP_NUM_THREADS")
+        return CheckResult(f"OMP_NUM_THREADS is {given!r}, no number", "bad", "unset OMP_NUM_THREADS")
     if int(given.split(",")[0]) > cores:
-        return Finding(
-            "threads",
-            f"OMP_NUM_THREADS is {given}, and there are {cores} cores",
-            "bad",
-            "unset OMP_NUM_THREADS",
+        return CheckResult(
+            f"OMP_NUM_THREADS is {given}, and there are {cores} cores", "bad", "unset OMP_NUM_THREADS"
         )
-    return Finding("threads", f"OMP_NUM_THREADS is {given} on {cores} cores")
+    return CheckResult(f"OMP_NUM_THREADS is {given} on {cores} cores")
 
 
-def quota(root: Path = _ROOT) -> Finding:
+def quota(root: Path = _ROOT) -> CheckResult:
     """Whether a cgroup gives less time than the cores that are seen, as containers do."""
     cores = len(os.sched_getaffinity(0))
     allowed = _allowed_cores(root)
     if allowed is None or allowed >= cores:
-        return Finding("quota of the container", "none below the number of cores")
-    return Finding(
-        "quota of the container",
+        return CheckResult("none below the number of cores")
+    return CheckResult(
         f"{allowed:g} of {cores} cores: threads beyond them are stopped in the middle of a step",
         "bad",
         f"export OMP_NUM_THREADS={max(1, int(allowed))}  # or start the container with --cpus={cores}",
     )
 
 
-def shared_memory(root: Path = _ROOT) -> Finding:
+def shared_memory(root: Path = _ROOT) -> CheckResult:
     """The file system in memory by which ranks of one host and loader workers exchange tensors."""
     found = os.statvfs(root / "dev/shm")
     total, free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
     said = f"/dev/shm has {total / _GIB:.2g} GiB, {free / _GIB:.2g} GiB free"  # noqa: S108  it is looked at
     if free >= _LEAST_SHARED_BYTES:
-        return Finding("shared memory", said)
-    return Finding(
-        "shared memory",
+        return CheckResult(said)
+    return CheckResult(
         f"{said}: loader workers and ranks end with a bus error once it is full",
         "bad",
         "mount -o remount,size=8G /dev/shm  # in a container: docker run --shm-size=8g",
     )
 
 
-def open_files() -> Finding:
+def open_files() -> CheckResult:
     """The limit of files and sockets that a process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     said = f"{_count(soft)} open files a process (at most {_count(hard)})"
     if soft == resource.RLIM_INFINITY or soft >= _LEAST_FILES:
-        return Finding("limits", said)
+        return CheckResult(said)
     can_raise = hard == resource.RLIM_INFINITY or hard >= _LEAST_FILES
-    return Finding(
-        "limits",
+    return CheckResult(
         f"{said}: many ranks, or loader workers that share tensors by files, need more",
         "note",
         "ulimit -n 65536" if can_raise else "set nofile in /etc/security/limits.conf, then log in again",
     )
 
 
-def locked_memory() -> Finding:
+def locked_memory() -> CheckResult:
     """Memory that may not be swapped, as pinned memory and RDMA need it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     said = f"{'unlimited' if soft == resource.RLIM_INFINITY else f'{soft / 2**20:.0f} MiB'} may be locked"
     has_rdma = Path("/sys/class/infiniband").is_dir()
     if soft == resource.RLIM_INFINITY or not has_rdma:
-        return Finding("locked memory", said)
-    return Finding("locked memory", f"{said}, and RDMA needs all it sends", "bad", "ulimit -l unlimited")
+        return CheckResult(said)
+    return CheckResult(f"{said}, and RDMA needs all it sends", "bad", "ulimit -l unlimited")
 
 
-def clocks(root: Path = _ROOT) -> Finding:
+def clocks(root: Path = _ROOT) -> CheckResult:
     """How dear it is to read the time, and whether this host's agrees with others'."""
     source = (root / "sys/devices/system/clocksource/clocksource0/current_clocksource").read_text().strip()
     buffer = ctypes.create_string_buffer(512)  # struct timex; mode 0 only reads
@@ -101,34 +96,32 @@ def clocks(root: Path = _ROOT) -> Finding:
     is_kept = "kept in time" if state not in (-1, _TIME_ERROR) else "not synchronized with other hosts"
     said = f"clock {source}, {is_kept}"
     if source not in _GOOD_CLOCKS:
-        return Finding(
-            "clocks",
+        return CheckResult(
             f"{said}: reading it takes a system call each time",
             "note",
             "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource",
         )
     if state == _TIME_ERROR:
-        return Finding("clocks", f"{said}. Only log lines of several hosts need that", "good")
-    return Finding("clocks", said)
+        return CheckResult(f"{said}. Only log lines of several hosts need that", "good")
+    return CheckResult(said)
 
 
-def frequency(root: Path = _ROOT) -> Finding:
+def frequency(root: Path = _ROOT) -> CheckResult:
     """Whether cores may run as fast as they can."""
     files = sorted((root / "sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor"))
     governors = {file.read_text().strip() for file in files}
     if not governors:
-        return Finding("frequency of the cores", "the kernel here does not set it")
+        return CheckResult("the kernel here does not set it")
     if governors & {"powersave", "conservative"} and not _is_intel_pstate(root):
-        return Finding(
-            "frequency of the cores",
+        return CheckResult(
             f"governor {', '.join(sorted(governors))}: cores start slowly",
             "note",
             "cpupower frequency-set -g performance",
         )
-    return Finding("frequency of the cores", f"governor {', '.join(sorted(governors))}")
+    return CheckResult(f"governor {', '.join(sorted(governors))}")
 
 
-def memory(root: Path = _ROOT) -> Finding:
+def memory(root: Path = _ROOT) -> CheckResult:
     """What is free, and whether something has been swapped out."""
     text = (root / "proc/meminfo").read_text()
     lines = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in text.splitlines()}
@@ -136,50 +129,37 @@ def memory(root: Path = _ROOT) -> Finding:
     said = f"{lines['MemAvailable'] / _GIB:.1f} of {lines['MemTotal'] / _GIB:.1f} GiB available"
     if used > lines["MemTotal"] / 50:
         said += f", {used / _GIB:.1f} GiB swapped out"
-        return Finding(
-            "memory", said, "note", "swapoff -a  # if it fits; or start fewer ranks and loader workers"
-        )
-    return Finding("memory", said)
+        return CheckResult(said, "note", "swapoff -a  # if it fits; or start fewer ranks and loader workers")
+    return CheckResult(said)
 
 
-def temporary_files() -> Finding:
+def temporary_files() -> CheckResult:
     """Where a launch writes its own, and torch its compiled code."""
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     said = f"{folder} has {free / _GIB:.1f} GiB free"
     if free >= _LEAST_FREE_BYTES:
-        return Finding("temporary files", said)
-    return Finding("temporary files", said, "note", "export TMPDIR=/a/larger/place")
+        return CheckResult(said)
+    return CheckResult(said, "note", "export TMPDIR=/a/larger/place")
 
 
 def _allowed_cores(root: Path) -> float | None:
     """Of this process's cgroup and those around it, by either version of cgroups."""
-    found = []
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        v2, v1 = controllers == "", "cpu" in controllers.split(",")
-        if not (v1 or v2):
-            continue
-        mount = root / "sys/fs/cgroup" / ("" if v2 else "cpu")
-        for folder in [mount / path.lstrip("/"), *(mount / path.lstrip("/")).parents]:
-            if not folder.is_relative_to(mount):
-                break
-            found.append(_v2_cores(folder) if v2 else _v1_cores(folder))
-    limits = [cores for cores in found if cores is not None]
-    return min(limits, default=None)
+    mount = root / "sys/fs/cgroup"
+    folders = [each for folder in cpu_groups(root) for each in (folder, *folder.parents)]
+    limits = [_cores(folder) for folder in folders if folder.is_relative_to(mount)]
+    return min((cores for cores in limits if cores is not None), default=None)
 
 
-def _v2_cores(folder: Path) -> float | None:
-    file = folder / "cpu.max"
-    limit, period = file.read_text().split() if file.exists() else ("max", "1")
-    return None if limit == "max" else int(limit) / int(period)
-
-
-def _v1_cores(folder: Path) -> float | None:
-    limit, period = folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"
-    if not limit.exists() or int(limit.read_text()) <= 0:
+def _cores(folder: Path) -> float | None:
+    """What one cgroup allows; None: as many as there are."""
+    if (file := folder / "cpu.max").exists():
+        limit, period = file.read_text().split()
+    elif (file := folder / "cpu.cfs_quota_us").exists():
+        limit, period = file.read_text(), (folder / "cpu.cfs_period_us").read_text()
+    else:
         return None
-    return int(limit.read_text()) / int(period.read_text())
+    return int(limit) / int(period) if limit != "max" and int(limit) > 0 else None
 
 
 def _is_intel_pstate(root: Path) -> bool:

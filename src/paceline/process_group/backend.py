@@ -28,7 +28,7 @@ from paceline.comm.lane import Lane, LaneWork
 from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError, forget_frames
 from paceline.host.exit import end_before_exit
 from paceline.process_group.across_hosts import AcrossHosts
-from paceline.process_group.blocking_collectives import BlockingCollectives, check_reducible
+from paceline.process_group.blocking_collectives import BlockingCollectives, reducible
 from paceline.process_group.connections import INTERFACE, address_towards, make_gloo
 from paceline.process_group.host_collectives import HostCollectives
 from paceline.process_group.options import Options
@@ -72,13 +72,14 @@ class ProcessGroup(dist.ProcessGroup):
         self._used: set[int] = set()  # the uuids of earlier changes
         self._lane = Lane(f"paceline lane of rank {rank}")
         self._names = {"name": "", "description": ""}  # which c10d gives it
-        self._error: BaseException | None = None
+        self._error: BaseException | None = RuntimeError("it was not connected.")  # why it is not usable
         if waits:
             return
         known = None
         if dist.is_initialized() and size == dist.get_world_size():  # then ranks have the numbers of the job
             known = dist.PrefixStore("paceline", dist.distributed_c10d._get_default_store())
         self._connect(store, rank, size, timeout, known)
+        self._error = None
 
     def _connect(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, known: dist.Store | None = None
@@ -197,12 +198,12 @@ class ProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or dist.AllreduceOptions()
-        for tensor in tensors:
-            check_reducible(opts.reduceOp, tensor)
+        op = opts.reduceOp
+        folds = [reducible(op, tensor) for tensor in tensors]
 
         def perform() -> None:
-            for tensor in tensors:
-                self._collectives.all_reduce(tensor, opts)
+            for tensor, fold in zip(tensors, folds, strict=True):
+                self._collectives.all_reduce(tensor, op, fold)
 
         return self._launch(perform, tensors, opts, "all-reduce")
 
@@ -211,7 +212,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         tensor = only(tensors)
-        check_reducible(opts.reduceOp, tensor)
+        reducible(opts.reduceOp, tensor)
         return self._launch(lambda: self._collectives.reduce(tensor, opts), tensors, opts, "reduce")
 
     def reduce_scatter(
@@ -219,7 +220,7 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         opts = opts or dist.ReduceScatterOptions()
         for output, rows in zip(outputs, inputs, strict=True):
-            check_reducible(opts.reduceOp, output)
+            reducible(opts.reduceOp, output)
             self._rows.check("reduce-scatter", rows, output.numel())
 
         def perform() -> None:
@@ -431,16 +432,17 @@ class ProcessGroup(dist.ProcessGroup):
         return work
 
     def _check_usable(self) -> None:
+        if self._error is None:
+            return
         if not self._has_members:
             raise ProtocolError(
                 "this process group has no members before reconfigure() was called, because it was made with "
                 "enable_reconfigure=True."
             )
-        if self._error is not None:
-            raise ProtocolError(
-                "this process group can no longer be used, because an earlier collective failed: "
-                f"{self._error} Destroy it (destroy_process_group) and make a new one."
-            ) from self._error
+        raise ProtocolError(
+            "this process group can no longer be used, because an earlier collective failed: "
+            f"{self._error} Destroy it (destroy_process_group) and make a new one."
+        ) from self._error
 
     def abort(self) -> None:
         """Give up what is under way in this host's memory, on this rank and so on its neighbours; the group is broken.

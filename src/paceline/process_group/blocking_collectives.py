@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 
 from paceline.process_group.across_hosts import AcrossHosts
 from paceline.process_group.connections import Gloo
-from paceline.process_group.descriptor import Descriptor, dtype_name
-from paceline.process_group.folds import (
-    PREMULTIPLIED,
-    Fold,
-    factor_of,
-    flat_view,
-    flat_views,
-    fold_of,
-    op_name,
-)
+from paceline.process_group.descriptor import described
+from paceline.process_group.folds import Fold, factor_of, flat_of, fold_by, write_back
 from paceline.process_group.host_collectives import HostCollectives
 from paceline.process_group.shared_vectors import SharedVectors
 from paceline.process_group.staging import MOST_NUMBERS
@@ -41,102 +32,112 @@ class BlockingCollectives:
         self._inner = inner
         self._alone = host.is_only_one
         self._num_ranks = inner.size()
-        self._number = 0
 
-    def _next(self) -> int:
-        self._number += 1
-        return self._number
-
-    def all_reduce(self, tensor: Tensor, options: dist.AllreduceOptions) -> None:
-        if tensor.is_sparse:
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp, fold: Fold | None) -> None:
+        if fold is None:
+            options = AllreduceOptions()
+            options.reduceOp = op
             self.inner("all-reduce", lambda: self._inner.allreduce([tensor], options))
             return
-        fold = _fold(options.reduceOp, tensor)
-        what = Descriptor.of(self._next(), "all-reduce", tensor, fold.name)
-        with flat_view(tensor, is_output=True) as flat:
-            _premultiply([flat], options.reduceOp)
-            values = flat if flat.dtype == fold.view_as else flat.view(fold.view_as)
-            if self._alone:
-                self._here.all_reduce(what, values, fold)
-            else:
-                self._across.prepare()
-                self._here.all_reduce(what, values, fold, lambda share: self._across.all_reduce(share, fold))
+        flat = flat_of(tensor)
+        if fold.premultiplies:
+            flat.mul_(factor_of(op))
+        what = described("all-reduce", flat.dtype, flat.numel(), fold.name)
+        values = flat if flat.dtype == fold.view_as else flat.view(fold.view_as)
+        if self._alone:
+            self._here.all_reduce(what, values, fold)
+        else:
+            self._across.prepare()
+            self._here.all_reduce(what, values, fold, lambda share: self._across.all_reduce(share, fold))
+        write_back(flat, tensor)
 
     def broadcast(self, tensor: Tensor, options: dist.BroadcastOptions) -> None:
+        root = options.rootRank
         if not self._alone and not self._across.is_by_datagrams():
-            with nullcontext(tensor) if tensor.is_cpu else flat_view(tensor, is_output=True) as sent:
-                self.inner("broadcast", lambda: self._inner.broadcast([sent], options))
+            sent = tensor if tensor.is_cpu else flat_of(tensor)
+            self.inner("broadcast", lambda: self._inner.broadcast([sent], options))
+            if sent is not tensor:
+                write_back(sent, tensor)
             return
-        what = Descriptor.of(self._next(), "broadcast", tensor, root=options.rootRank)
-        with flat_view(tensor, is_output=True) as flat:
-            if not self._alone:
-                self._across.broadcast(flat, options.rootRank)
-                return
-            self._here.broadcast(what, flat, options.rootRank)
+        flat = flat_of(tensor)
+        if self._alone:
+            self._here.broadcast(described("broadcast", flat.dtype, flat.numel(), "", root), flat, root)
+        else:
+            self._across.broadcast(flat, root)
+        write_back(flat, tensor)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        if not self._alone and not self._across.is_by_datagrams():
-            options = AllgatherOptions()
-            with ExitStack() as stack:
-                rows, sent = list(outputs), tensor
-                if not tensor.is_cpu:
-                    sent = stack.enter_context(flat_view(tensor, is_output=False))
-                    rows = stack.enter_context(flat_views(outputs, are_outputs=True))
-                self.inner("all-gather", lambda: self._inner.allgather([rows], [sent], options))
+        is_by_gloo = not self._alone and not self._across.is_by_datagrams()
+        if is_by_gloo and tensor.is_cpu:
+            self._gather_by_gloo([*outputs], tensor)
             return
-        what = Descriptor.of(self._next(), "all-gather", tensor)
-        with flat_view(tensor, is_output=False) as flat, flat_views(outputs, are_outputs=True) as rows:
-            if self._alone:
-                self._here.all_gather(what, rows, flat)
-                return
+        flat, rows = flat_of(tensor), [flat_of(output) for output in outputs]
+        if self._alone:
+            self._here.all_gather(described("all-gather", flat.dtype, flat.numel()), rows, flat)
+        elif is_by_gloo:
+            self._gather_by_gloo(rows, flat)
+        else:
             every = flat.new_empty(flat.numel() * self._num_ranks)
             parts = every.split(flat.numel()) if flat.numel() else [every] * self._num_ranks
             parts[self._inner.rank()].copy_(flat)
             self._across.all_gather(every)
             for row, part in zip(rows, parts, strict=True):
                 row.copy_(part)
+        for row, output in zip(rows, outputs, strict=True):
+            write_back(row, output)
+
+    def _gather_by_gloo(self, outputs: list[Tensor], tensor: Tensor) -> None:
+        self.inner("all-gather", lambda: self._inner.allgather([outputs], [tensor], AllgatherOptions()))
 
     def reduce(self, tensor: Tensor, options: dist.ReduceOptions) -> None:
-        fold = _fold(options.reduceOp, tensor)
-        what = Descriptor.of(self._next(), "reduce", tensor, fold.name, options.rootRank)
-        with flat_view(tensor, is_output=True) as flat:
-            _premultiply([flat], options.reduceOp)
-            if self._alone:
-                self._here.reduce(what, flat.view(fold.view_as), fold, options.rootRank)
-                return
-            wide = flat.view(fold.view_as).to(fold.accumulate_in)
+        op, root = options.reduceOp, options.rootRank
+        fold = fold_by(op, tensor.dtype)
+        flat = flat_of(tensor)
+        if fold.premultiplies:
+            flat.mul_(factor_of(op))
+        values = flat.view(fold.view_as)
+        if self._alone:
+            what = described("reduce", flat.dtype, flat.numel(), fold.name, root)
+            self._here.reduce(what, values, fold, root)
+        else:
+            wide = values.to(fold.accumulate_in)
             _simplify(options, fold)
             self._inner.reduce([wide], options).wait()
-            if self._inner.rank() == options.rootRank:
-                self._finalize(flat.view(fold.view_as), wide, fold)
+            if self._inner.rank() == root:
+                self._finalize(values, wide, fold)
+        write_back(flat, tensor)
 
     def reduce_scatter(
         self, output: Tensor, rows: Sequence[Tensor], options: dist.ReduceScatterOptions
     ) -> None:
-        fold = _fold(options.reduceOp, output)
-        what = Descriptor.of(self._next(), "reduce-scatter", output, fold.name)
-        if factor_of(options.reduceOp) is not None:
-            rows = [row.clone() for row in rows]
-            _premultiply(rows, options.reduceOp)
-        with flat_view(output, is_output=True) as flat, flat_views(rows, are_outputs=False) as flat_rows:
-            seen = [row.view(fold.view_as) for row in flat_rows]
-            if self._alone:
-                self._here.reduce_scatter(what, flat.view(fold.view_as), seen, fold)
-                return
-            wide = flat.view(fold.view_as).to(fold.accumulate_in)
+        op = options.reduceOp
+        fold = fold_by(op, output.dtype)
+        flat_rows = [flat_of(row) for row in rows]
+        if fold.premultiplies:
+            factor = factor_of(op)
+            flat_rows = [row.clone().mul_(factor) for row in flat_rows]
+        flat = flat_of(output)
+        values, seen = flat.view(fold.view_as), [row.view(fold.view_as) for row in flat_rows]
+        if self._alone:
+            what = described("reduce-scatter", flat.dtype, flat.numel(), fold.name)
+            self._here.reduce_scatter(what, values, seen, fold)
+        else:
+            wide = values.to(fold.accumulate_in)
             _simplify(options, fold)
             wide_rows = [row.to(fold.accumulate_in) for row in seen]
             self._inner.reduce_scatter([wide], [wide_rows], options).wait()
-            self._finalize(flat.view(fold.view_as), wide, fold)
+            self._finalize(values, wide, fold)
+        write_back(flat, output)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Exchange rows, one for each rank; lengths may differ, dtypes may not."""
         if not self._alone or self._num_ranks >= MOST_NUMBERS:
             self._all_to_all_over_gloo(outputs, inputs)
             return
-        what = Descriptor(self._next(), "all-to-all", dtype_name(inputs[0].dtype))
-        with flat_views(outputs, are_outputs=True) as places, flat_views(inputs, are_outputs=False) as rows:
-            self._here.all_to_all(what, places, rows)
+        places, rows = [flat_of(output) for output in outputs], [flat_of(row) for row in inputs]
+        self._here.all_to_all(described("all-to-all", inputs[0].dtype), places, rows)
+        for place, output in zip(places, outputs, strict=True):
+            write_back(place, output)
 
     def _all_to_all_over_gloo(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Through flat buffers: Gloo has it for one tensor only."""
@@ -149,9 +150,9 @@ class BlockingCollectives:
 
     def on_all_vectors(self, kind: str, tensor: Tensor, perform: Callable[[SharedVectors], None]) -> None:
         """Let every rank work on its share of all ranks' vectors; where all are on one host."""
-        what = Descriptor.of(self._next(), kind, tensor)
-        with flat_view(tensor, is_output=True) as flat:
-            self._here.on_all_vectors(what, flat, perform)
+        flat = flat_of(tensor)
+        self._here.on_all_vectors(kind, flat, perform)
+        write_back(flat, tensor)
 
     def _finalize(self, target: Tensor, completed: Tensor, fold: Fold) -> None:
         """Average what Gloo has summed, and round it into `target`."""
@@ -164,31 +165,18 @@ class BlockingCollectives:
         if not self._alone:
             self.inner("barrier", lambda: self._inner.barrier(dist.BarrierOptions()))
             return
-        self._here.barrier(Descriptor.of(self._next(), "barrier"))
+        self._here.barrier("barrier")
 
     def inner(self, kind: str, launch: Callable[[], dist.Work]) -> None:
         """Perform something over Gloo; on one host the ranks first compare what it is."""
         if self._alone:
-            self._here.barrier(Descriptor.of(self._next(), kind))
+            self._here.barrier(kind)
         launch().wait()
 
 
-def _fold(op: Any, tensor: Tensor) -> Fold:
-    name = op_name(op)
-    return fold_of("SUM" if name == PREMULTIPLIED else name, tensor.dtype)
-
-
-def check_reducible(op: Any, tensor: Tensor) -> None:
-    """Raise ConfigurationError, before anything is launched, for an operation that does not exist for the dtype."""
-    if not tensor.is_sparse:
-        _fold(op, tensor)
-
-
-def _premultiply(tensors: Sequence[Tensor], op: Any) -> None:
-    factor = factor_of(op)
-    if factor is not None:
-        for tensor in tensors:
-            tensor.mul_(factor)
+def reducible(op: Any, tensor: Tensor) -> Fold | None:
+    """How to fold such tensors, None if they are sparse; ConfigurationError if the dtype has no such operation."""
+    return None if tensor.is_sparse else fold_by(op, tensor.dtype)
 
 
 def _simplify(options: Any, fold: Fold) -> None:

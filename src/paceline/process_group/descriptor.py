@@ -1,14 +1,17 @@
 """The description of one collective, which ranks compare to notice that they are not all in the same one.
 
-It has two encodings: integers, for ranks of one host, which write them into shared memory before a barrier; and a
-header of `HEADER_BYTES` bytes, which goes with the first messages of ranks that are joined by a transport.
+It has two encodings: integers, for ranks of one host, which write them into shared memory before a barrier, by which
+they count alike; and a header of `HEADER_BYTES` bytes, which goes with the first messages of ranks that are joined by a
+transport.
 """
 
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -63,35 +66,15 @@ class Descriptor:
     root: int = -1  # Rank within the group, or -1. Not in the header.
     schedule: str = ""  # Name of the schedule that performs it, or "". Not among the integers.
 
-    @classmethod
-    def of(
-        cls,
-        number: int,
-        kind: str,
-        tensor: Tensor | None = None,
-        reduction: str = "",
-        root: int = -1,
-        schedule: str = "",
-    ) -> Self:
-        """Describe a collective; `tensor` is one rank's input, or output where that is the smaller one."""
-        if tensor is None:
-            return cls(number, kind, "", 0, reduction, root, schedule)
-        return cls(number, kind, _DTYPE_NAMES[tensor.dtype], tensor.numel(), reduction, root, schedule)
-
-    def to_integers(self) -> list[int]:
-        """Return NUM_INTEGERS numbers."""
-        return [
-            self.number,
-            _KIND_NUMBERS[self.kind],
-            _DTYPE_NUMBERS[self.dtype],
-            self.num_elements,
-            _REDUCTION_NUMBERS[self.reduction],
-            self.root,
-        ]
+    @cached_property
+    def integers(self) -> array[int]:
+        """NUM_INTEGERS of 64 bits, without the number."""
+        kind, dtype = _KIND_NUMBERS[self.kind], _DTYPE_NUMBERS[self.dtype]
+        return array("q", [kind, dtype, self.num_elements, _REDUCTION_NUMBERS[self.reduction], self.root])
 
     @classmethod
-    def from_integers(cls, integers: Sequence[int]) -> Self:
-        number, kind, dtype, num_elements, reduction, root = integers
+    def from_integers(cls, number: int, integers: Sequence[int]) -> Self:
+        kind, dtype, num_elements, reduction, root = integers
         name = REDUCTIONS[reduction] if reduction >= 0 else ""
         return cls(number, KINDS[kind], DTYPES[dtype], num_elements, name, root)
 
@@ -132,22 +115,29 @@ class Descriptor:
         return ", ".join(parts)
 
 
-NUM_INTEGERS = len(Descriptor(0, KINDS[0]).to_integers())
+@lru_cache(maxsize=256)
+def described(
+    kind: str, dtype: torch.dtype | None = None, num_elements: int = 0, reduction: str = "", root: int = -1
+) -> Descriptor:
+    """A collective of one host, without its number; of one rank's input, or of its output if that is smaller."""
+    return Descriptor(0, kind, "" if dtype is None else _DTYPE_NAMES[dtype], num_elements, reduction, root)
 
 
-def check_agreement(
-    mine: Descriptor, index: int, ranks: Sequence[int], announced: Sequence[Sequence[int]]
-) -> None:
-    """Compare what the ranks `announced`; `mine` is number `index`. CollectiveMismatchError, on all, names two."""
-    my_rank, integers = ranks[index], announced[index][:NUM_INTEGERS]
-    for rank, others in zip(ranks, announced, strict=True):
-        if others[:NUM_INTEGERS] != integers:
-            theirs = Descriptor.from_integers(others[:NUM_INTEGERS])
-            raise CollectiveMismatchError(
-                f"rank {my_rank} launched {mine} while rank {rank} launched {theirs}. Every rank of a process group "
-                "launches the same collectives in the same order, with equal shapes and dtypes. Look for a branch that "
-                "only some ranks take. The contents of both tensors are undefined, and the group can no longer be used."
-            )
+NUM_INTEGERS = len(described(KINDS[0]).integers)
+
+
+def mismatch(
+    mine: Descriptor, number: int, index: int, ranks: Sequence[int], announced: Sequence[memoryview]
+) -> CollectiveMismatchError:
+    """What to raise as ranks `announced`, as integers, different collectives of this `number`; names two."""
+    other = next(place for place, integers in enumerate(announced) if integers != announced[index])
+    theirs = Descriptor.from_integers(number, announced[other].tolist())
+    return CollectiveMismatchError(
+        f"rank {ranks[index]} launched {replace(mine, number=number)} while rank {ranks[other]} launched {theirs}. "
+        "Every rank of a process group launches the same collectives in the same order, with equal shapes and dtypes. "
+        "Look for a branch that only some ranks take. The contents of both tensors are undefined, and the group can no "
+        "longer be used."
+    )
 
 
 def _size(size_bytes: int) -> str:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import CollectiveMismatchError, ConfigurationError, PeerLostError
-from paceline.process_group.descriptor import Descriptor
+from paceline.process_group.descriptor import Descriptor, dtype_name
 from paceline.process_group.folds import Fold, fold_of, op_name
 from paceline.schedules.part import Message as BlockMessage
 from paceline.schedules.part import Part, Range, RankRound, part_of
@@ -64,7 +64,10 @@ class Executor:
         """
         _check(schedule, flat, self.transport)
         fold = fold_of(op_name(op), flat.dtype) if schedule.folds else None
-        descriptor = Descriptor.of(self.num_collectives, operation, flat, op_name(op), schedule=schedule.name)
+        dtype = dtype_name(flat.dtype)
+        descriptor = Descriptor(
+            self.num_collectives, operation, dtype, flat.numel(), op_name(op), schedule=schedule.name
+        )
         self.num_collectives += 1
         part = part_of(schedule, self.transport.rank)
         call = _Call(self, part, cut(flat.numel(), schedule.num_blocks), flat, fold, descriptor, timeout_s)

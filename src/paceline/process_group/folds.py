@@ -6,8 +6,7 @@ block. Minimum, maximum and bitwise operations round nothing and stay in their d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -46,10 +45,10 @@ class Fold:
     """The dtype of partial results, in memory and on the wire."""
     function: Callable[..., Tensor]
     averages: bool
-
-    @property
-    def widens(self) -> bool:
-        return self.accumulate_in != self.view_as
+    premultiplies: bool
+    """Whether every rank first multiplies its input with the operation's factor."""
+    widens: bool
+    """Whether `accumulate_in` is wider than `view_as`."""
 
     def into(self, accumulated: Tensor, received: Tensor, received_is_left: bool) -> None:
         """Fold `received` into `accumulated`, shape (n,) both; who is the left operand decides the bits of a NaN."""
@@ -57,25 +56,24 @@ class Fold:
         self.function(left, right, out=accumulated)
 
     def all_of(self, inputs: Sequence[Tensor], target: Tensor, num_averaged: int) -> None:
-        """Replace `target` by the fold of `inputs`, shape (n,) each, of which it may be the first; rounded once.
+        """Replace `target` by the fold of `inputs`, shape (n,) each, or of one of the first two; rounded once.
 
         The target is seen as `view_as`. An average is taken over `num_averaged` ranks; 0: it is not complete yet.
         """
-        first, *more = inputs
-        wide = torch.empty_like(target, dtype=self.accumulate_in) if self.widens else target
-        if more:
-            self.function(self._widened(first), self._widened(more[0]), out=wide)
-        elif wide is not first:
-            wide.copy_(first)
-        for values in more[1:]:
-            self.function(wide, self._widened(values), out=wide)
+        wide = target
+        if self.widens:
+            wide = torch.empty_like(target, dtype=self.accumulate_in)
+            inputs = [values.to(self.accumulate_in) for values in inputs]
+        if len(inputs) > 1:
+            self.function(inputs[0], inputs[1], out=wide)
+        elif wide is not inputs[0]:
+            wide.copy_(inputs[0])
+        for values in inputs[2:]:
+            self.function(wide, values, out=wide)
         if self.averages and num_averaged:
             self.average(wide, num_averaged)
         if self.widens:
             target.copy_(wide)
-
-    def _widened(self, values: Tensor) -> Tensor:
-        return values.to(self.accumulate_in) if self.widens else values
 
     def average(self, completed: Tensor, num_ranks: int) -> None:
         """Divide a completed sum in place; integers are cut off towards zero."""
@@ -86,6 +84,9 @@ class Fold:
 @lru_cache(maxsize=256)
 def fold_of(op_name: str, dtype: torch.dtype) -> Fold:
     """The fold for one of torch's reduce operations, by name; raises ConfigurationError if the dtype has none such."""
+    premultiplies = op_name == PREMULTIPLIED
+    if premultiplies:
+        op_name = "SUM"
     function = _FUNCTIONS.get(op_name)
     floating, is_complex = dtype.is_floating_point, dtype.is_complex
     ordered = op_name in {"MIN", "MAX"}
@@ -106,7 +107,14 @@ def fold_of(op_name: str, dtype: torch.dtype) -> Fold:
         raise ConfigurationError(f"cannot reduce {dtype} by {op_name}: {reason}")
     view_as = _SIGNED.get(dtype, dtype)
     widens = dtype in _NARROW and not ordered
-    return Fold(op_name, view_as, torch.float32 if widens else view_as, function, op_name == "AVG")
+    accumulate_in = torch.float32 if widens else view_as
+    return Fold(op_name, view_as, accumulate_in, function, op_name == "AVG", premultiplies, widens)
+
+
+@lru_cache(maxsize=256)
+def fold_by(op: dist.ReduceOp | dist.ReduceOp.RedOpType, dtype: torch.dtype) -> Fold:
+    """As `fold_of`; an operation is as good a key as its name, which takes longer to find."""
+    return fold_of(op_name(op), dtype)
 
 
 def op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType | None) -> str:
@@ -122,10 +130,8 @@ def _name(kind: Any) -> str:
     return str(kind).rpartition(".")[2]
 
 
-def factor_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> float | None:
-    """What a PREMUL_SUM multiplies every rank's input with; None for any other operation."""
-    if op_name(op) != PREMULTIPLIED:
-        return None
+def factor_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> float:
+    """What a PREMUL_SUM multiplies every rank's input with."""
     premultiplied: Any = op
     factor = premultiplied.__getstate__()[1]  # nothing else reveals it
     return float(factor.item() if isinstance(factor, Tensor) else factor)
@@ -134,36 +140,21 @@ def factor_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> float | None:
 # ---- a tensor as one slice
 
 
-def flat_view(tensor: Tensor, is_output: bool) -> AbstractContextManager[Tensor]:
-    """Yield the values as a contiguous 1-D CPU tensor; afterwards they are in `tensor`, if it is an output.
+def flat_of(tensor: Tensor) -> Tensor:
+    """Return the values as a contiguous 1-D tensor of the CPU: their own memory, or a copy, pinned for an accelerator.
 
-    It is the tensor's own memory where that is contiguous and on the host; else a copy, pinned for an accelerator.
+    A copy is made where that memory is not contiguous or not the host's. `write_back` ends with an output.
     """
-    if tensor.is_cpu and tensor.is_contiguous():
-        is_flat = tensor.dim() == 1 and not tensor.requires_grad
-        return nullcontext(tensor if is_flat else tensor.detach().view(-1))
-    return _flat_copy(tensor, is_output)
+    if not _is_in_place(tensor):
+        return (tensor.detach().contiguous() if tensor.is_cpu else to_host(tensor)).view(-1)
+    return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
 
 
-@contextmanager
-def _flat_copy(tensor: Tensor, is_output: bool) -> Iterator[Tensor]:
-    flat = (tensor.detach().contiguous() if tensor.is_cpu else to_host(tensor)).view(-1)
-    yield flat
-    if is_output:
+def write_back(flat: Tensor, tensor: Tensor) -> None:
+    """Copy `flat`, made of `tensor`, into it, unless it is its memory."""
+    if flat is not tensor and not _is_in_place(tensor):
         to_device(tensor, flat)
 
 
-def flat_views(tensors: Sequence[Tensor], are_outputs: bool) -> AbstractContextManager[list[Tensor]]:
-    """As `flat_view`, of several."""
-    flat = []
-    for tensor in tensors:  # no call of ours for each: a small collective by itself is made of calls
-        if not (tensor.is_cpu and tensor.is_contiguous()):
-            return _flat_copies(tensors, are_outputs)
-        flat.append(tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1))
-    return nullcontext(flat)
-
-
-@contextmanager
-def _flat_copies(tensors: Sequence[Tensor], are_outputs: bool) -> Iterator[list[Tensor]]:
-    with ExitStack() as stack:
-        yield [stack.enter_context(flat_view(tensor, are_outputs)) for tensor in tensors]
+def _is_in_place(tensor: Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous()

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from paceline.errors import CollectiveMismatchError, ProtocolError
-from paceline.process_group.descriptor import Descriptor
+from paceline.process_group.descriptor import Descriptor, described
 from paceline.process_group.folds import Fold, fold_of
 from paceline.process_group.shared_vectors import SharedVectors
 from paceline.process_group.staging import Span, Staging, spans_of
@@ -57,7 +57,7 @@ class HostCollectives:
 
     def all_reduce(self, what: Descriptor, flat: Tensor, fold: Fold, across: Across | None = None) -> None:
         """Replace `flat` on every rank by the fold of all."""
-        if across is None and self.is_small(flat.numel() * flat.element_size()):
+        if across is None and self.is_small(flat.nbytes):
             self._all_reduce_small(what, flat, fold)
         elif across is not None and len(self._ranks) == 1:
             self._reduce_across(flat, fold, across)
@@ -72,7 +72,15 @@ class HostCollectives:
         return size_bytes <= SMALL_BYTES and size_bytes * len(self._ranks) <= 4 * SMALL_BYTES
 
     def _all_reduce_small(self, what: Descriptor, flat: Tensor, fold: Fold) -> None:
-        fold.all_of(self._staging.gather(what, flat), flat, self._num_averaged)
+        slots = self._staging.gather(what, flat)
+        if len(slots) != 2:
+            fold.all_of(slots, flat, self._num_averaged)
+            return
+        # Of two ranks each folds into the other's slot, which nobody else reads: it takes the memory out of the other
+        # core's cache. Memory that both caches have had takes its owner four times as long to write, or more.
+        target = slots[1 - self._me]
+        fold.all_of([target, flat] if self._me else [flat, target], target, self._num_averaged)
+        flat.copy_(target)
 
     def _all_reduce_by_shares(
         self, what: Descriptor, flat: Tensor, fold: Fold, across: Across | None
@@ -217,16 +225,15 @@ class HostCollectives:
             "can no longer be used."
         )
 
-    def on_all_vectors(
-        self, what: Descriptor, flat: Tensor, perform: Callable[[SharedVectors], None]
-    ) -> None:
+    def on_all_vectors(self, kind: str, flat: Tensor, perform: Callable[[SharedVectors], None]) -> None:
         """Call `perform` while all ranks' vectors are where it can see them, whole (as in rule 5)."""
+        what = described(kind, flat.dtype, flat.numel())
         if not flat.numel():
             self._staging.open(what)
             return
         if not self._staging.is_resident(flat):
             with self._staging.resident(flat) as resident:
-                self.on_all_vectors(what, resident, perform)
+                self.on_all_vectors(kind, resident, perform)
             return
 
         def all_reduce(small: Tensor, name: str) -> None:
@@ -236,8 +243,8 @@ class HostCollectives:
         perform(SharedVectors(tuple(views), *self._share(flat.numel()), all_reduce))
         self._staging.wait(what)
 
-    def barrier(self, what: Descriptor) -> None:
-        self._staging.open(what)
+    def barrier(self, kind: str) -> None:
+        self._staging.open(described(kind))
 
 
 class HostVectors:
@@ -247,7 +254,6 @@ class HostVectors:
         self._rank = host.me.rank
         self._barrier = HostBarrier(host, timeout_s)
         self._here = HostCollectives(host, self._barrier, host.num_ranks, host.num_ranks)
-        self._number = 0
 
     def on_all(self, kind: str, flat: Tensor, perform: Callable[[SharedVectors], None]) -> None:
         """As `ProcessGroup.on_all_vectors`, on the calling thread. Collective; blocks. After an error it is broken."""
@@ -256,9 +262,8 @@ class HostVectors:
                 f"rank {self._rank} can't communicate any more, because an earlier {kind} failed. Make a new wrapper "
                 "or optimizer, over a new process group."
             )
-        self._number += 1
         try:
-            self._here.on_all_vectors(Descriptor.of(self._number, kind, flat), flat, perform)
+            self._here.on_all_vectors(kind, flat, perform)
         except BaseException:
             if not self._barrier.is_broken:
                 self._barrier.give_up(self._rank)

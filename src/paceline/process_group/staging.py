@@ -4,8 +4,8 @@ Rules
 1. A tensor that lies in its owner's arena is worked on where it is. Any other goes through the owner's staging area,
    piece by piece, and only what others read or write of it.
 2. The staging area is two slots, taken in turn by the pieces of all collectives. A piece is put into its slot before a
-   barrier; what others do to it they do before the next one. So while others work on a piece, its owner fills the other
-   slot with the next: one barrier a piece, and what is staged stays in the cache.
+   barrier; what others do to it they do before the next one, and the only other may use it up. So while others work on
+   a piece, its owner fills the other slot with the next: one barrier a piece, and what is staged stays in the cache.
 3. Every rank goes through the same turns: the number of pieces follows from what all have announced.
 4. A slot is used again after two pieces; the barrier between them proves that its readers are done. That holds across
    collectives, too: the last piece may still be read when the next collective fills the other slot and waits at its
@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from paceline.process_group.descriptor import NUM_INTEGERS, Descriptor, check_agreement
+from paceline.process_group.descriptor import NUM_INTEGERS, Descriptor, mismatch
 from paceline.process_group.executor import KeptMemory
 from paceline.transports.shared_memory import Host, HostBarrier
 from paceline.transports.shared_memory.arena import NUM_ANNOUNCED, Place
@@ -44,12 +45,19 @@ class Staging:
         self._barrier = barrier
         self._ranks = [neighbour.rank for neighbour in host.neighbours]
         self._areas = [neighbour.arena for neighbour in host.neighbours]
+        # By the parity of a barrier: what every rank announces before it, cut into a descriptor and further numbers.
+        rows = [
+            [neighbour.status.announcements[parity] for neighbour in host.neighbours] for parity in (0, 1)
+        ]
+        self._descriptors = [[row[:NUM_INTEGERS] for row in of_all] for of_all in rows]
+        self._numbers = [[row[NUM_INTEGERS:] for row in of_all] for of_all in rows]
         self._kept = host.me.arena.allocate(STAGING_BYTES, torch.uint8)
         place = host.me.arena.place_of(self._kept)
         assert place is not None
         self._start = place.start  # the first allocation: at the same place in every arena
         self._whole = KeptMemory(lambda num_bytes: host.me.arena.allocate(num_bytes, torch.uint8))
         self._turn = 0  # which slot the next piece takes
+        self._number = 0  # of the last collective
         self._known_slots: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         self._known_lanes: dict[tuple[object, ...], list[Tensor]] = {}
         # Of a slot that has a lane for each rank
@@ -63,7 +71,7 @@ class Staging:
         if enters:
             slots[self._me].copy_(flat)
             self.copied_bytes += flat.nbytes
-        self.open(what, _STAGED)
+        self._open(what)
         return slots
 
     def is_resident(self, flat: Tensor) -> bool:
@@ -153,7 +161,7 @@ class Staging:
         """Perform a collective in which all stage their inputs, in as many pieces as the rank with the most has."""
         if numbers[0]:
             self.copied_bytes += enter(0, self._turn)
-        announced = self._open(what, numbers)
+        announced = [row[: len(numbers)].tolist() for row in self._open(what, numbers)]
         if check is not None:
             check(announced)
         most = max(announced)[0]
@@ -202,18 +210,24 @@ class Staging:
 
     def open(self, what: Descriptor, number: int = _GIVES_NOTHING) -> list[int]:
         """Wait for all, compare descriptors, and return every rank's `number`."""
-        return [integers[0] for integers in self._open(what, (number,))]
+        return [numbers[0] for numbers in self._open(what, (number,))]
 
-    def _open(self, what: Descriptor, numbers: Sequence[int]) -> list[list[int]]:
-        """As `open`, of several numbers."""
-        self._barrier.announce([*what.to_integers(), *numbers])
+    def _open(self, what: Descriptor, numbers: Sequence[int] = ()) -> list[memoryview]:
+        """As `open`, of several numbers; what is behind them is of earlier collectives."""
+        self._number += 1
+        parity = (self._barrier.number + 1) % 2
+        descriptors, announced = self._descriptors[parity], self._numbers[parity]
+        mine = descriptors[self._me]
+        mine[:] = what.integers
+        for place, number in enumerate(numbers):
+            announced[self._me][place] = number
         self.wait(what)
-        announced = self._barrier.announcements(NUM_INTEGERS + len(numbers))
-        check_agreement(what, self._me, self._ranks, announced)
-        return [integers[NUM_INTEGERS:] for integers in announced]
+        if descriptors.count(mine) < len(descriptors):
+            raise mismatch(what, self._number, self._me, self._ranks, descriptors)
+        return announced
 
     def wait(self, what: Descriptor) -> None:
-        self._barrier.wait(lambda: f"in {what}")
+        self._barrier.wait(lambda: f"in {replace(what, number=self._number)}")
 
 
 def spans_of(num_elements: int, bytes_each: int) -> list[Span]:

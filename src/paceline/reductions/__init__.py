@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from paceline.late_imports import on_first_use
 from paceline.reductions.by_name import choose_reduction
 from paceline.reductions.hook import GradBucket, HookReduction
-from paceline.reductions.mean import Mean, NarrowMean
-from paceline.reductions.reduction import Message, Reduction
+from paceline.reductions.reduction import Mean, Message, NarrowMean, Reduction
 
 if TYPE_CHECKING:
     from paceline.reductions.adasum import Adasum

@@ -37,10 +37,12 @@ from paceline.reductions.loss_report import LossReport
 from paceline.reductions.parameter_servers import ParameterServers
 from paceline.reductions.parameter_servers.server_sums import over_servers
 from paceline.reductions.reduction import Message, Reduction, real_numel
-from paceline.transports import Bound, LossyTransport, Sum
+from paceline.transports import Bound, Losses, LossyTransport, Sum
+from paceline.transports.lossy_transport import joined
 
 _CLASSES = 5
 _MOST_PATHS = 16
+_PIECES = {False: 2, True: 8}  # under way at once: by whether they have priorities
 _NATIVE = (torch.float32, torch.float64)
 
 SURVIVORS, NONE, FEEDBACK = "survivors", "none", "feedback"
@@ -93,6 +95,7 @@ class BoundedLoss(Reduction):
     """
 
     needs_all_buckets = True
+    why_not_elastic = "counts lost packets between ranks that know each other from the beginning. Leave out transport=."
 
     def __init__(
         self,
@@ -135,6 +138,8 @@ class BoundedLoss(Reduction):
             )
         is_scaled, is_early = compensation == SURVIVORS, deliver == EARLY
         self._bound = Bound(bound, protected_ratio, is_scaled, is_early=is_early)
+        # What is more urgent overtakes what is under way. Servers were not tried with pieces.
+        self.pieces_at_once = 0 if servers is not None else _PIECES[priorities]
         self._paths = paths
         self._compensation = compensation
         self._connect = connect
@@ -229,11 +234,12 @@ class BoundedLoss(Reduction):
         if self._compensation == FEEDBACK:
             flat = message.body
             layout = Layout(tuple(sizes.values()), (0,) * len(sizes), flat.dtype, flat.device)
-            residual = self._residuals.slot(names, layout)
+            whole, stop = self._residuals.slot(names, layout), message.start + len(flat)
+            residual = Slot(whole.kept[message.start : stop], whole.proposed[message.start : stop])
         # Of a bucket that holds several, the one that is needed first decides.
         level = max((self._class_of.get(id(parameter), 0) for parameter in message.parameters), default=0)
         bound = replace(self._bound, priority=level)
-        reduced = _Reduced(message.body, sizes, residual, message.process_group.rank())
+        reduced = _Reduced(message, sizes, residual)
         self._sums.append(reduced)
         begin = functools.partial(reduced.begin, self._connection, bound)
         return HandedOn(self._connection.lane, begin, [message.body], "bounded_loss", reduced.finish)
@@ -243,7 +249,12 @@ class BoundedLoss(Reduction):
 
     def end_step(self, timing: StepTiming) -> None:
         sums, self._sums = self._sums, []
-        found = [(each.sum.losses, each.sizes) for each in sums if each.sum and each.sum.losses]
+        buckets: dict[int, list[tuple[int, Losses]]] = {}
+        for each in sums:
+            if each.sum is not None and each.sum.losses is not None:
+                buckets.setdefault(each.index, []).append((each.start, each.sum.losses))
+        sizes = {each.index: each.sizes for each in sums}
+        found = [(joined(sorted(pieces, key=_start)), sizes[at]) for at, pieces in sorted(buckets.items())]
         ranks = self._place[1]
         self.losses = LossReport.of(found, ranks, ranks if self._servers else ranks - 1)
         if all(each.is_finite for each in sums):
@@ -279,16 +290,16 @@ class BoundedLoss(Reduction):
 
 
 class _Reduced:
-    """A bucket: first it is handed to the link, on a lane; then summed."""
+    """A bucket, or a piece of one: first it is handed to the link, on a lane; then summed."""
 
-    def __init__(self, body: Tensor, sizes: Mapping[str, int], residual: Slot | None, rank: int) -> None:
-        self.sizes = sizes  # numbers of elements of its parameters, by name
+    def __init__(self, message: Message, sizes: Mapping[str, int], residual: Slot | None) -> None:
+        self.index, self.start = message.index, message.start
+        self.sizes = sizes  # numbers of elements of the bucket's parameters, by name
         self.sum: Sum | None = None  # of the link, once it was launched there
         self.is_finite = True  # whether the result is, where residuals depend on it; once it is done
-        self._body = body
-        self._staged = body
+        self._body = self._staged = message.body
         self._residual = residual
-        self._rank = rank
+        self._rank = message.process_group.rank()
 
     def begin(self, connection: _Connection, bound: Bound) -> Sum:
         """Hand it to the link. On the lane."""
@@ -333,6 +344,10 @@ def _classes(named_parameters: Mapping[str, Parameter]) -> dict[int, int]:
 
 def _is_whole(paths: Any) -> bool:
     return isinstance(paths, int) and not isinstance(paths, bool)
+
+
+def _start(piece: tuple[int, Losses]) -> int:
+    return piece[0]
 
 
 def _one() -> float:

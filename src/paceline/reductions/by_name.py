@@ -9,8 +9,7 @@ from collections.abc import Callable
 from paceline import compression as compressors
 from paceline.compression import Compressor
 from paceline.errors import ConfigurationError
-from paceline.reductions.mean import Mean
-from paceline.reductions.reduction import Reduction
+from paceline.reductions.reduction import Mean, Reduction
 
 
 def _make(module: str, name: str) -> Reduction:

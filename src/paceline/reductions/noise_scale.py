@@ -113,6 +113,11 @@ class GradientNoiseScale(Reduction):
         return self._inner.is_ours
 
     @property
+    def why_not_elastic(self) -> str:  # type: ignore[override]
+        """That of the inner reduction."""
+        return self._inner.why_not_elastic
+
+    @property
     def inner(self) -> Reduction:
         """The reduction that is measured."""
         return self._inner

@@ -9,18 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from paceline.observe.run_records import PHASES
+
 _WIDTH = 1000.0
-ORDER = (
-    "loading",
-    "forward",
-    "backward",
-    "optimizer",
-    "checkpoint",
-    "garbage",
-    "recording",
-    "other",
-    "waiting",
-)
+ORDER = (*PHASES[:-1], "other", PHASES[-1])
 WORDS = {
     "loading": "loading data",
     "garbage": "garbage collection",

@@ -7,11 +7,14 @@ import importlib
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigurationError
-from paceline.servers.session import Steps, Sums
 from paceline.servers.wire import Kind
+
+if TYPE_CHECKING:
+    from paceline.servers.datagram_sums import DatagramSums
+    from paceline.servers.stepping import SteppedKeys
 
 
 def _load_stepping() -> Any:
@@ -72,13 +75,13 @@ class LateModules:
             self.woken.close()
 
 
-def make_steps(words: dict[str, Any]) -> Steps:
+def make_steps(words: dict[str, Any]) -> SteppedKeys:
     """What steps an optimizer."""
-    steps: Steps = _load_stepping().SteppedKeys(words)
+    steps: SteppedKeys = _load_stepping().SteppedKeys(words)
     return steps
 
 
-def make_sums(num_ranks: int, timeout_s: float, address: str) -> Sums:
+def make_sums(num_ranks: int, timeout_s: float, address: str) -> DatagramSums:
     """What sums by datagrams. Raises ConfigurationError if it cannot be done here."""
     try:
         module = _load_sums()
@@ -86,5 +89,5 @@ def make_sums(num_ranks: int, timeout_s: float, address: str) -> Sums:
         raise ConfigurationError(
             f"this parameter server cannot sum by datagrams: {error}. Install it there: pip install numba"
         ) from error
-    sums: Sums = module.DatagramSums(num_ranks, timeout_s, address)
+    sums: DatagramSums = module.DatagramSums(num_ranks, timeout_s, address)
     return sums

@@ -65,7 +65,7 @@ class _Server:
 
 
 @dataclass(frozen=True)
-class Rank:
+class Identity:
     """Who connects."""
 
     rank: int  # this one
@@ -75,7 +75,7 @@ class Rank:
     token: str  # the job's
 
 
-class Link:
+class ServerLink:
     """Connections to servers.
 
     Args:
@@ -90,7 +90,7 @@ class Link:
         ConfigurationError: One is none, has another token, or another version.
     """
 
-    def __init__(self, addresses: Sequence[str], who: Rank) -> None:
+    def __init__(self, addresses: Sequence[str], who: Identity) -> None:
         self._who = who
         self._selector = selectors.DefaultSelector()
         self._servers: list[_Server] = []
@@ -118,7 +118,7 @@ class Link:
             target=self._run, name=f"paceline servers of rank {who.rank}", daemon=True
         )
         self._thread.start()
-        end_before_exit(self, Link.close)
+        end_before_exit(self, ServerLink.close)
         hello = {
             "version": version.__version__,
             "session": who.session,
@@ -341,7 +341,7 @@ class Link:
         self._woken.close()
 
 
-def _connect(number: int, address: str, who: Rank) -> socket.socket:
+def _connect(number: int, address: str, who: Identity) -> socket.socket:
     """Connect, and show that this is a rank; again, if a server that has to shed strangers closed the connection."""
     where = f"parameter server {number} at {address}"
     host, _, port = address.rpartition(":")

@@ -23,15 +23,18 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline import version
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.servers.connection import Connection, fresh_place
 from paceline.servers.handshake import PATIENCE_S, REFUSAL, RefusedError, ServerSide
 from paceline.servers.late_modules import LateModules, make_steps, make_sums
-from paceline.servers.session import Session, Sums
+from paceline.servers.session import Session
 from paceline.servers.wire import Frame, Kind, pack, unpack
+
+if TYPE_CHECKING:
+    from paceline.servers.datagram_sums import DatagramSums
 
 _TICK_S = 0.25
 _LONGEST_TURN_S = 1.0
@@ -243,7 +246,7 @@ class Server:
             )
         address = str(client.connected.getsockname()[0])
 
-        def sums() -> Sums:
+        def sums() -> DatagramSums:
             return make_sums(num_ranks, timeout_s, address)
 
         opened = self._open.get(session) or _Open(Session(num_ranks, timeout_s, make_steps, sums))

@@ -16,15 +16,19 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError
 from paceline.servers.ordered_sum import Bytes, OrderedSum
 from paceline.servers.wire import KEY, WIDTHS, Frame, Kind, pack, pack_state, unpack, unpack_state
+
+if TYPE_CHECKING:  # torch, and numba: seconds, of which the loop has none
+    from paceline.servers.datagram_sums import DatagramSums
+    from paceline.servers.stepping import SteppedKeys
 
 MOST_HELD_BYTES = 1 << 30
 _MOST_NAMED = 16  # ranks, of those that are late
@@ -35,32 +39,6 @@ _BEGINS = {"account of the last step": ("used", "unused"), "settings of the opti
 
 Outgoing = list[tuple[int, Frame]]
 """To which rank, what."""
-
-
-class Steps(Protocol):
-    """What steps an optimizer with sums; `stepping.SteppedKeys`."""
-
-    def set_parameters(self, keys: list[int], values: Bytes) -> None: ...
-
-    def begin(self, words: dict[str, Any]) -> None: ...
-
-    def step(self, keys: list[int], gradients: Bytes) -> Bytes: ...
-
-    def fetch(self, words: dict[str, Any]) -> tuple[dict[str, Any], list[Bytes]]: ...
-
-    def load(self, words: dict[str, Any], state: memoryview) -> None: ...
-
-
-class Sums(Protocol):
-    """What sums by datagrams; `datagram_sums.DatagramSums`."""
-
-    def join(self, rank: int, words: Mapping[str, Any]) -> Mapping[str, Any] | None: ...
-
-    def launch(self, number: int, words: Mapping[str, Any]) -> None: ...
-
-    def take_finished(self) -> list[int]: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -96,8 +74,8 @@ class Session:
         self,
         num_ranks: int,
         timeout_s: float,
-        make_steps: Callable[[dict[str, Any]], Steps],
-        make_sums: Callable[[], Sums] | None = None,
+        make_steps: Callable[[dict[str, Any]], SteppedKeys],
+        make_sums: Callable[[], DatagramSums] | None = None,
         most_held_bytes: int = MOST_HELD_BYTES,
     ) -> None:
         self.num_ranks = num_ranks
@@ -106,11 +84,11 @@ class Session:
         self._timeout_s = timeout_s
         self._make_steps = make_steps
         self._make_sums = make_sums
-        self._sums: Sums | None = None
+        self._sums: DatagramSums | None = None
         self._announced: dict[int, _Announced] = {}
         self._most_held_bytes = most_held_bytes
         self._held_bytes = 0
-        self._steps: Steps | None = None
+        self._steps: SteppedKeys | None = None
         self._pushes: dict[int, _Push] = {}
         self._said: dict[str, tuple[int, bytes, set[int]]] = {}  # by subject: who first, what, and who since
         self._left: dict[int, str] = {}
@@ -272,7 +250,7 @@ class Session:
         ranks.add(rank)
         return len(ranks)
 
-    def _stepping(self) -> Steps:
+    def _stepping(self) -> SteppedKeys:
         if self._steps is None:
             raise ProtocolError("this session has no optimizer")
         return self._steps

@@ -40,6 +40,30 @@ while not isinstance(said := line.hear(), Ended):
 pathlib.Path(sys.argv[1]).write_text(said.why)
 """
 
+# Local rank 1 dies in its loop. Its first replacement hangs as it is to receive the other's state, the second comes in.
+HANGS = """
+import os, signal, sys
+from paceline.elastic.line import CaughtUp, InLoop, Line, Pause, Ready, Receive, Seat, Stop, Stopped
+line = Line.of_this_process()
+start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+line.tell(Ready("a card"))
+while True:
+    said = line.hear()
+    if isinstance(said, Seat):
+        line.tell(InLoop(True))
+        if start == "0" and os.environ["LOCAL_RANK"] == "1":
+            os._exit(1)
+        if said.num_new == 1:
+            line.tell(InLoop(False))
+            sys.exit()
+    elif isinstance(said, (Stop, Pause)):
+        line.tell(Stopped(said.epoch, 3))
+    elif isinstance(said, Receive) and start == "1":
+        signal.pause()
+    elif isinstance(said, Receive):
+        line.tell(CaughtUp())
+"""
+
 
 class OthersFirst:
     """The other hosts' newest plan is without this one. Who asks for a later one is taken in."""
@@ -59,6 +83,9 @@ class OthersFirst:
 
     def why_over(self, _epoch: int) -> str | None:
         return None
+
+    def wants_pause(self, _epoch: int) -> bool:
+        return False
 
 
 @pytest.mark.processes
@@ -96,3 +123,24 @@ def test_a_checkpoint_is_asked_for_before_the_end(tmp_path: Path, monkeypatch: p
         agent.end(signal.SIGTERM)
     assert saved.read_text() == str(raised.value)
     assert "makes a checkpoint after step 3" in notes[-1]
+
+
+@pytest.mark.processes
+def test_a_replacement_that_hangs_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be waited for until it has caught up."""
+    script, notes = tmp_path / "train.py", list[str]()
+    script.write_text(HANGS)
+    monkeypatch.setattr("sys.executable", str(warm.folder() / "python"))
+    arguments = command_line.parse(
+        ["--nproc-per-node", "2", "--min-ranks", "1", "--lost-after", "0.5", str(script)]
+    )
+    agent = Agent(arguments, OneHost(), Starter(arguments), Start(0, 2, 0, 1, None), notes.append)
+    try:
+        while not agent.is_over:
+            agent.look()
+    finally:
+        agent.end(signal.SIGTERM)
+    said = "\n".join(notes)
+    assert said.count("before it came in") == 1
+    assert "stood still for 0." in said
+    assert notes[-1] == "2 ranks go on after step 3, with 1 that came in"

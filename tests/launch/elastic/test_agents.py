@@ -266,15 +266,15 @@ def test_a_packet_is_read_as_it_was_written() -> None:
     decree = Decree(4, candidates, voters, "b", 4)
     promise = Promise(Report(voters[0], candidates), (2, "b"), decree)
     message = Message("promise", "a", "b", 4, (3, "b"), promise, decree)
-    for packet in (Packet("j", voters[0], 4, True, message), Packet("", voters[1], NOT_STARTED)):
+    for packet in (Packet("j", voters[0], 4, True, True, message), Packet("", voters[1], NOT_STARTED)):
         assert decode(encode(packet)) == packet
 
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"[]", b"[1,2,3,4]", b"{}", b"\xff", b"[" * 100_000, b'["j",["a","h",1,"h",2,"h",3,2.5],4,false]',
-     b'["j",["a","h",1,"h",2,"h",3,4],4,false,["shout","a","b",4,[3,"b"],null,null]]',
-     b'["j",["a","h",1,"h",2,"h",3,4],4,false,["decree","a","b",4,[3,"b"],null,[4,[["c",0,1,2]],[["a","",0,"",0,"",0,0]],"a",4]]]'],
+    [b"", b"[]", b"[1,2,3,4,5]", b"{}", b"\xff", b"[" * 100_000, b'["j",["a","h",1,"h",2,"h",3,2.5],4,false,false]',
+     b'["j",["a","h",1,"h",2,"h",3,4],4,false,false,["shout","a","b",4,[3,"b"],null,null]]',
+     b'["j",["a","h",1,"h",2,"h",3,4],4,false,false,["decree","a","b",4,[3,"b"],null,[4,[["c",0,1,2]],[["a","",0,"",0,"",0,0]],"a",4]]]'],
 )  # fmt: skip
 def test_anything_else_is_refused(body: bytes) -> None:
     """Not read as something that it might mean."""

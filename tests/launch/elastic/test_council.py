@@ -61,10 +61,13 @@ def test_a_host_that_is_cut_off_is_left_out_after_silence_and_comes_back(world: 
     world.check()
     assert world.training() == {0, 1, 2} - {place}
     assert world.longest_stall_s() < 4
+    others = [host for i, host in enumerate(world.hosts) if i != place]
+    stops = [host.num_stops for host in others]
     world.cut.clear()
     world.run(5)
     world.check()
     assert world.training() == {0, 1, 2}
+    assert [host.num_stops for host in others] == stops  # they paused
 
 
 def test_a_short_cut_costs_nothing(world: World) -> None:
@@ -88,6 +91,23 @@ def test_a_frozen_agent_is_fenced_when_it_wakes(world: World, place: int) -> Non
     world.run(5)
     world.check()
     assert world.training() == {0, 1, 2}
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.06])
+def test_a_host_that_comes_back_at_the_end_learns_that_the_job_is_over(world: World, late_s: float) -> None:
+    """Done hosts had taken it in as a voter that waits for ranks to train with, and waited for it."""
+    world.hosts[1].is_frozen = True
+    world.run(6)
+    for place in (0, 2):
+        world.hosts[place].steps = {}
+        world.hosts[place].council.leave()
+        world.hosts[1].is_frozen = False
+        world.run(late_s)
+    world.run(4)
+    assert world.hosts[1].council.is_all_over()
+    world.hosts[1].is_dead = True
+    world.run(3)
+    assert all(world.hosts[place].council.all_done() for place in (0, 2))
 
 
 def test_of_two_hosts_the_one_that_breaks_ties_goes_on() -> None:

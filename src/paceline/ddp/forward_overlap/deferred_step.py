@@ -38,7 +38,14 @@ from paceline.ddp.bucket import Bucket
 from paceline.ddp.flight import Flight, Flights, Step
 from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.forward_overlap.agreement import Agreement
-from paceline.ddp.forward_overlap.open_step import Action, Cover, Moment, OpenStep, zero_gradients
+from paceline.ddp.forward_overlap.open_step import (
+    Action,
+    Cover,
+    Moment,
+    OpenStep,
+    outside_transforms,
+    zero_gradients,
+)
 from paceline.ddp.forward_overlap.outstanding import Needs, install, lock
 from paceline.ddp.forward_overlap.piece_flight import HALF_STEPPED, PieceFlight
 from paceline.ddp.layout import ManagedParameters
@@ -145,7 +152,13 @@ class ForwardOverlap(Flights):
         self.is_idle = True
         assert self._piece_group is not None, "the wrapper is gone"
         self._flight = PieceFlight(
-            buckets, self._agreement.pieces, self._piece_group, self._peers, self._times(), self._take_over
+            buckets,
+            self._agreement.pieces,
+            step.reduction,
+            self._piece_group,
+            self._peers,
+            self._times(),
+            self._take_over,
         )
         return self._flight
 
@@ -277,7 +290,8 @@ class ForwardOverlap(Flights):
 
     def _await(self, step: OpenStep, bucket: Bucket) -> None:
         before_s = time.perf_counter()
-        step.flight.wait_for(bucket, HALF_STEPPED if step.actions else None)
+        with outside_transforms(), Moment.plain().again():  # a reduction may compute in it
+            step.flight.wait_for(bucket, HALF_STEPPED if step.actions else None)
         after_s = time.perf_counter()
         step.note_wait(after_s - before_s)
         self._needs.note_wait(before_s, after_s)

@@ -1,11 +1,12 @@
-"""The communication of one backward in pieces: sent in the agreed order, two at a time, as their buckets become ready.
+"""The communication of one backward in pieces: sent in the agreed order, some at a time, as buckets become ready.
 
 Rules
 1. The order is the same on every rank, and nothing overtakes: if the next piece of the order is not ready on this rank,
    those behind it wait. (Another rank may be in it already.)
 2. Launching never waits for the network. A piece is launched by the thread that makes room for it: the one that makes
-   a bucket ready, or that of Gloo which has just finished another piece.
-3. Pieces have a process group of their own, so it does not matter what the main thread launches on others meanwhile.
+   a bucket ready, or that of the network which has just finished another piece.
+3. Pieces have a process group of their own, or connections of the reduction's, so it does not matter what the main
+   thread launches on others meanwhile.
 4. On an accelerator the order of launches is that of the device's stream for communication. So all pieces that are
    ready leave at once, and who needs a bucket lets the current stream wait. A bucket's pieces may leave from the hook
    of a later bucket: before that one was collected, its stream waited for all streams that have gradients.
@@ -17,12 +18,11 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import Work, all_reduce
+from paceline.comm.collectives import Work
 from paceline.comm.device import Mark
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
@@ -32,8 +32,7 @@ from paceline.observe import BucketTiming
 from paceline.observe.device_times import DeviceTimes
 from paceline.observe.timings import profiler_range
 from paceline.planning.forward_overlap import Piece
-
-IN_FLIGHT = 2  # what Gloo performs at once; a third would wait in its queue, where nothing can overtake it
+from paceline.reductions import Reduction
 
 HALF_STEPPED = (
     "With overlap_forward some parameters may have taken this step and others not, so they cannot be used any more, "
@@ -42,12 +41,12 @@ HALF_STEPPED = (
 )
 
 
-class _Progress:
+class _Progress(Work):
     """One bucket's pieces on their way: a `Work`."""
 
     def __init__(self, num_pieces: int) -> None:
         self.num_left = num_pieces
-        self.works: list[Work] = []  # of an accelerator's pieces (rule 4)
+        self.works: list[Work] = []  # of its pieces, which have ended, or are an accelerator's (rule 4)
         self.launched_s = self.done_s = self.waited_s = 0.0
         self._has_ended = threading.Event()
         self.error: Exception | None = None
@@ -85,24 +84,26 @@ class TakeOver(Protocol):
 class PieceFlight(Flight):
     """Sends buckets in pieces: a `Flight` whose end backward need not wait for; status words travel apart.
 
-    Buckets are dense; pieces, in the same order on every rank, go over a group for them alone, Gloo's. `take_over` is
-    asked when every rank's backward has ended well. `arrived` is, on an accelerator, behind the bucket that was waited
-    for last. Collective: every rank launches every bucket, in any order.
+    Buckets are dense; pieces are handed to the reduction in the same order on every rank, with a group for them alone.
+    `take_over` is asked when every rank's backward has ended well. `arrived` is, on an accelerator, behind the bucket
+    that was waited for last. Collective: every rank launches every bucket, in any order.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
         pieces: Sequence[Piece],
+        reduction: Reduction,
         process_group: ProcessGroup,
         peers: Peers,
         times: DeviceTimes | None,
         take_over: TakeOver,
     ) -> None:
         super().__init__(peers, times)
+        self._reduction = reduction
         self._take_over = take_over
         self.buckets = list(buckets)
-        self._bodies: list[Tensor | None] = [None] * len(self.buckets)
+        self._ready: list[DenseBucket | None] = [None] * len(self.buckets)
         self.arrived: Mark | None = None
         self._pieces = pieces
         self._group = process_group
@@ -123,7 +124,7 @@ class PieceFlight(Flight):
         """Let a collected bucket's pieces go when it is their turn. Does not wait."""
         assert isinstance(bucket, DenseBucket), "sparse gradients are refused by the constructor"
         with self._lock:
-            self._bodies[bucket.index] = bucket.body
+            self._ready[bucket.index] = bucket
             self.num_launched += 1
             if self._times is not None:
                 self._times.launch(bucket.index)
@@ -136,46 +137,37 @@ class PieceFlight(Flight):
                 return  # a piece was done before its callback was there: the loop below goes on
             self._is_sending = True
             try:
-                while self._num_under_way < IN_FLIGHT and self._num_sent < len(self._pieces):
+                most = self._reduction.pieces_at_once
+                while self._num_under_way < most and self._num_sent < len(self._pieces):
                     piece = self._pieces[self._num_sent]
-                    body = self._bodies[piece.bucket]
-                    if body is None:
+                    bucket = self._ready[piece.bucket]
+                    if bucket is None:
                         return
                     self._num_sent += 1
-                    self._launch(piece, body)
+                    self._launch(piece, bucket)
             except RuntimeError as error:
                 self._fail(error)
             finally:
                 self._is_sending = False
 
-    def _launch(self, piece: Piece, body: Tensor) -> None:
+    def _launch(self, piece: Piece, bucket: DenseBucket) -> None:
         progress = self.progress[piece.bucket]
         progress.launched_s = progress.launched_s or time.perf_counter()
-        if self._times is not None:
-            self._launch_on_device(piece, body, self._times)
-            return
-        self._num_under_way += 1
-        pending = all_reduce(body[piece.start : piece.stop], self._group)
-        pending.future().add_done_callback(lambda future: self._note_done(piece, future))
-
-    def _launch_on_device(self, piece: Piece, body: Tensor, times: DeviceTimes) -> None:
-        """Rule 4."""
-        progress = self.progress[piece.bucket]
-        pending = all_reduce(body[piece.start : piece.stop], self._group)
-        pending.on_done(functools.partial(times.done, piece.bucket))  # the last piece's stays
+        pending = bucket.launch_piece(self._reduction, self._group, piece.start, piece.stop)
         progress.works.append(pending)
+        if self._times is None:
+            self._num_under_way += 1
+            pending.on_done(lambda: self._note_done(piece, pending))
+            return
+        pending.on_done(functools.partial(self._times.done, piece.bucket))  # rule 4; the last piece's stays
         progress.num_left -= 1
         progress.done_s = time.perf_counter()
         if progress.num_left == 0:
             progress.end()
 
-    def _note_done(self, piece: Piece, future: Any) -> None:
-        """On a thread of Gloo's, or on ours if the piece was done already."""
-        error: Exception | None = None
-        try:
-            future.value()
-        except RuntimeError as caught:
-            error = caught
+    def _note_done(self, piece: Piece, pending: Work) -> None:
+        """On a thread of the network's, or on ours if the piece was done already."""
+        error = pending.failure()
         with self._lock:
             self._num_under_way -= 1
             self._landed.notify_all()
@@ -207,6 +199,7 @@ class PieceFlight(Flight):
         """Wait until a bucket has arrived. Raises PeerLostError if a rank died or hangs."""
         progress, times = self.progress[bucket.index], self._times
         if progress.has_ended and progress.error is None and times is None:
+            progress.wait()
             return
         before_s = time.perf_counter()
         since = None if times is None else times.clock.mark()

@@ -7,7 +7,7 @@ import time
 import weakref
 from statistics import mean
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -43,39 +43,10 @@ OF_NCCL = {
 }
 
 
-class Logged(Protocol):
-    """What is said of a wrapper: attributes of torch's class, and what is behind them."""
-
-    module: Any
-    process_group: Any
-    device_ids: Any
-    output_device: Any
-    forward_sync_buffers: bool
-    find_unused_parameters: bool
-    gradient_as_bucket_view: bool
-    static_graph: bool
-    is_multi_device_module: bool
-    _comm_hook_name: str
-    _initial_bucket_sizes: list[int]
-    _logged_error: dict[str, Any]
-    _steps: Any
-
-    @property
-    def bucket_bytes_cap(self) -> int: ...
-
-    @property
-    def reducer(self) -> Reducer: ...
-
-
-def logging_data(wrapped: Logged) -> dict[str, Any]:
+def logging_data(wrapped: Any) -> dict[str, Any]:
     """A flat dictionary of strings and integers; times in nanoseconds."""
-    return (
-        _construction(wrapped)
-        | _environment(wrapped)
-        | _used(wrapped)
-        | _runtime(wrapped)
-        | wrapped._logged_error
-    )
+    error: dict[str, Any] = wrapped._logged_error
+    return _construction(wrapped) | _environment(wrapped) | _used(wrapped) | _runtime(wrapped) | error
 
 
 class Logger:
@@ -94,8 +65,8 @@ class Logger:
         )
 
 
-def _construction(wrapped: Logged) -> dict[str, Any]:
-    reducer = wrapped.reducer
+def _construction(wrapped: Any) -> dict[str, Any]:
+    reducer: Reducer = wrapped.reducer
     parameters = reducer.managed.parameters
     return {
         "world_size": wrapped.process_group.size(),
@@ -119,7 +90,7 @@ def _construction(wrapped: Logged) -> dict[str, Any]:
     }
 
 
-def _used(wrapped: Logged) -> dict[str, Any]:
+def _used(wrapped: Any) -> dict[str, Any]:
     """What is there only where it was asked for."""
     asked = {
         "comm_hook": wrapped._comm_hook_name,
@@ -134,13 +105,13 @@ def _name_in_cpp(dtype: torch.dtype) -> str:
     return NAMES_IN_CPP.get(plain, plain)
 
 
-def _environment(wrapped: Logged) -> dict[str, Any]:
+def _environment(wrapped: Any) -> dict[str, Any]:
     of_backend = {"gloo": OF_GLOO, "nccl": OF_NCCL}.get(backend_of(wrapped.process_group), {})
     return {key: os.environ.get(variable, "N/A") for key, variable in (ENVIRONMENT | of_backend).items()}
 
 
-def _runtime(wrapped: Logged) -> dict[str, Any]:
-    reducer = wrapped.reducer
+def _runtime(wrapped: Any) -> dict[str, Any]:
+    reducer: Reducer = wrapped.reducer
     buckets, parameters = reducer.buckets, reducer.managed.parameters
     rebuilt = reducer.cuts.has_followed
     data: dict[str, Any] = {

@@ -270,7 +270,7 @@ class TorchSurface:
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What the module is and how its steps went: strings and integers under torch's keys, times in ns."""
-        return logging_data(self)  # type: ignore[arg-type]
+        return logging_data(self)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Checked as torch does; every step is recorded whatever the rate."""

@@ -1,24 +1,20 @@
-"""The agent of one host: starts its ranks, sees them die, and leads the others from one membership into the next.
+"""The agent of one host: leads its ranks from one membership into the next.
 
 Rules
-1. A rank is lost when the kernel says that it ends, when it stands still for too long, or when it ends otherwise than
-   by leaving its loop over steps. Whoever is lost is killed: nobody comes back from the dead with an old epoch.
-2. The end of a membership: every rank is told to stop, and says how many steps it has completed. When all that live
+1. The end of a membership: every rank is told to stop, and says how many steps it has completed. When all that live
    have said so, the next one is decided. If somebody is lost meanwhile, it is one less.
-3. A rank that comes in asks all to pause between two steps; nothing is computed twice for it.
-4. This process waits for all of its ranks at once, and a few milliseconds at most.
+2. Who comes in, a rank or a host, asks all to pause between two steps; nothing is computed twice for it.
+3. This process waits for all of its ranks at once, and a few milliseconds at most. Their lives are `seats.py`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
-import select
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import FrameType
 
 import torch.distributed as dist
@@ -40,23 +36,15 @@ from paceline.elastic.line import (
     Trouble,
     difference,
 )
-from paceline.host.processes import is_stopped
 from paceline.launch.command_line import LaunchArguments
 from paceline.launch.elastic.plan import NOT_STARTED, Decider, Member, OneHost, Plan, Proposal, Start
-from paceline.launch.elastic.rank_process import RankProcess, how_it_ended
-from paceline.launch.elastic.seats import Phase, Rank, Seats
+from paceline.launch.elastic.seats import LOOK_S, Phase, Rank, Seats
 from paceline.launch.elastic.several_hosts import connected
 from paceline.launch.elastic.starting import EpochStores, Starter
 from paceline.launch.hang_watch import HangWatch
 from paceline.launch.launch_errors import InterruptedLaunchError, LaunchError
-from paceline.launch.watchdog import GRACE_S
 
-_LOOK_S = 0.005  # between two looks at the ranks: the kernel shows a death so early nowhere else
-_STOPPED_RATIO = 0.1  # of --lost-after, that a stopped process may stand still
 _MISSING_RATIO = 10.0  # of it, that the others wait while fewer than --min-ranks are there
-# of all ranks before the first membership; of one seat's replacements, if none of them comes in
-_MOST_STARTS = 3
-_EARLY_S = 1.0  # that a rank's death may be seen later than those that it causes
 _MOST_TRIES = 10  # memberships in a row in which no step is completed
 
 
@@ -128,15 +116,6 @@ def _signals(arguments: LaunchArguments) -> Iterator[list[signal.Signals]]:
             signal.signal(signal.Signals[name], handler)
 
 
-@dataclass(frozen=True)
-class EarlyEnd:
-    """A process that has ended otherwise than well before the first membership."""
-
-    why: str
-    was_killed: bool
-    at_s: float
-
-
 class Agent:
     """One host's; `start` says how its ranks begin, None: the job has begun without this host.
 
@@ -154,14 +133,8 @@ class Agent:
     ) -> None:
         self._arguments, self._decider, self._note = arguments, decider, note
         self._followed = followed
-        self._starter, self._start = starter, start
+        self._begins_with_others = start is not None and not decider.is_alone
         self._stores = EpochStores(starter.host)
-        self._seats = Seats(arguments.num_local_ranks)
-        self._num_started = 0
-        self._dying: list[Rank] = []  # lost, and not yet buried
-        self._failed_starts: dict[int, int] = {}  # of replacements in a row, by seat
-        self._num_finished = 0
-        self._early_ends: list[EarlyEnd] = []
         self._card: str | None = None
         # The membership
         self._epoch = NOT_STARTED
@@ -173,30 +146,11 @@ class Agent:
         self._furthest, self._num_tries = NOT_STARTED, 0
         self._has_said_missing = False
         self.is_over = False
-        self._start_all()
-
-    # ---- processes
-
-    def _start_all(self) -> None:
-        for local_rank, process in enumerate(self._starter.start_all(self._start)):
-            self._add(process, local_rank)
-
-    def _add(self, process: RankProcess, local_rank: int) -> None:
-        member = Member(self._decider.name, self._num_started)
-        self._num_started += 1
-        self._seats.add(Rank(process, member, local_rank))
+        self._seats = Seats(arguments, starter, start, decider.name, note, self._take, self._stop)
 
     def end(self, number: signal.Signals) -> None:
         """End all processes: by a signal, and by force if they take too long."""
-        ranks = [*self._seats, *self._dying]
-        for rank in ranks:
-            rank.process.ask_to_end(number)
-            rank.process.ask_to_end(signal.SIGCONT)
-        until_s = time.monotonic() + GRACE_S
-        while time.monotonic() < until_s and not all(rank.process.has_ended() for rank in ranks):
-            time.sleep(_LOOK_S)
-        for rank in ranks:
-            rank.process.bury()
+        self._seats.end(number)
 
     def save(self, why: str, check: Callable[[], None]) -> None:
         """Training does not go on: let the rank that is furthest make a checkpoint, if the script has asked for one."""
@@ -209,151 +163,26 @@ class Agent:
         until_s = time.monotonic() + _MISSING_RATIO * self._arguments.lost_after_s
         while time.monotonic() < until_s and not rank.process.has_ended():
             check()
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
 
     # ---- the loop
 
     def look(self) -> None:
         """See what has happened, and do what follows. Returns after a few milliseconds."""
-        self._hear()
-        self._look_at_processes()
-        self._bury()
-        self._begin_again()
-        why = self._decider.why_over(self._epoch)
-        if why is not None and not self._is_stopping:
-            self._stop(why)
+        seats = self._seats
+        seats.hear()
+        is_awaited = self._is_stopping and not self._is_pausing
+        seats.look(self._since_s if is_awaited else None)
+        ended = seats.bury()
+        self._because = [ended.get(why, why) for why in self._because]
+        if seats.begin_again(self._begins_with_others):
+            self._card = None
+        self._ask_decider()
         self._let_in()
         self._decide()
-        is_done = not self._seats.in_phase(Phase.TRAINING, Phase.LOST) and not self._dying
-        if is_done and self._num_finished and (self._epoch != NOT_STARTED or not list(self._seats)):
+        is_done = not seats.in_phase(Phase.TRAINING, Phase.LOST) and not seats.dying
+        if is_done and seats.num_finished and (self._epoch != NOT_STARTED or not list(seats)):
             self.is_over = True  # what still starts, or waits to come in, is ended
-
-    def _hear(self) -> None:
-        poll = select.poll()
-        by_descriptor = {}
-        for rank in self._seats:
-            if not rank.is_silent:
-                by_descriptor[rank.process.line.fileno()] = rank
-                poll.register(rank.process.line, select.POLLIN)
-        for descriptor, _ in poll.poll(_LOOK_S * 1000):
-            self._listen_to(by_descriptor[descriptor])
-
-    def _listen_to(self, rank: Rank) -> None:
-        """Take in a message that has come."""
-        message = rank.process.hear()
-        if message is None:
-            rank.is_silent = True
-        else:
-            self._take(rank, message)
-
-    def _look_at_processes(self) -> None:
-        now_s = time.monotonic()
-        for rank in self._seats:
-            if rank not in self._seats:
-                continue  # all were started again
-            vitals = rank.process.vitals()
-            if vitals.is_ending:
-                self._see_end(rank)
-                continue
-            if vitals.cpu_ticks != rank.cpu_ticks:
-                rank.cpu_ticks, rank.moved_s = vitals.cpu_ticks, now_s
-            still_s, limit_s = now_s - rank.moved_s, self._arguments.lost_after_s
-            stands_still = is_stopped(vitals.state) and still_s > limit_s * _STOPPED_RATIO
-            if rank.phase is not Phase.TRAINING:
-                if rank.is_replaying and stands_still:  # others would wait for it
-                    rank.process.ask_to_end(signal.SIGKILL)
-                continue
-            if stands_still:
-                self._lose(rank, f"{rank.name} was stopped for {still_s:.1f} s")
-            elif self._awaits(rank) and now_s - max(self._since_s, rank.moved_s) > limit_s:
-                self._lose(rank, f"{rank.name} did not answer for {limit_s:g} s, and did nothing")
-
-    def _awaits(self, rank: Rank) -> bool:
-        return self._is_stopping and not self._is_pausing and rank.is_inside and rank.step is None
-
-    def _see_end(self, rank: Rank) -> None:
-        """The kernel says that a process ends: at once within its loop, else by its exit code, a little later."""
-        while not rank.is_silent and select.select([rank.process.line], [], [], 0)[0]:
-            self._listen_to(rank)  # its last words
-        if rank.phase is Phase.TRAINING and rank.is_inside:
-            self._lose(rank, f"{rank.name} ended")
-        elif rank.process.has_ended():
-            self._seats.remove(rank)
-            code = rank.process.bury()
-            if code == 0:
-                self._num_finished += 1
-            else:
-                self._lose_outside(rank, f"{rank.name} {how_it_ended(code)}", was_killed=code < 0)
-
-    def _lose(self, rank: Rank, why: str) -> None:
-        """A rank of the membership, within its loop, does not go on."""
-        rank.phase = Phase.LOST
-        self._seats.remove(rank)
-        self._dying.append(rank)
-        rank.process.ask_to_end(signal.SIGKILL)
-        if why != f"{rank.name} ended":
-            self._note(why)
-        self._stop(why)
-
-    def _lose_outside(self, rank: Rank, why: str, *, was_killed: bool) -> None:
-        """A process has ended otherwise than well, that was not in its loop."""
-        if self._epoch == NOT_STARTED:
-            self._early_ends.append(EarlyEnd(why, was_killed, time.monotonic()))
-        elif rank.phase is Phase.TRAINING:
-            self._note(why)
-            self._stop(why)
-            self._replace(rank)
-        else:
-            self._failed_starts[rank.local_rank] = self._failed_starts.get(rank.local_rank, 0) + 1
-            self._note(f"{why} before it came in")
-            self._replace(rank)
-
-    def _begin_again(self) -> None:
-        """Ranks have ended before training began. If one was killed, nothing is lost if all start again.
-
-        Others may have ended first, by errors for that reason; so this waits a moment.
-        """
-        ends = self._early_ends
-        if not ends or time.monotonic() - ends[0].at_s < _EARLY_S:
-            return
-        first = next((end for end in ends if end.was_killed), ends[0])
-        self._num_tries += 1
-        begins_with_others = self._start is not None and not self._decider.is_alone
-        may_start_again = first.was_killed and not begins_with_others and not self._num_finished
-        if not may_start_again or self._num_tries >= _MOST_STARTS:
-            raise LaunchError(
-                f"{first.why} before the ranks had met in paceline.Elastic; the others were stopped. Its own message, "
-                "if it wrote one, is above. A script without paceline.Elastic cannot outlive a rank."
-            )
-        self._note(
-            f"{first.why} before training began: all ranks start again ({self._num_tries} of {_MOST_STARTS})"
-        )
-        for rank in self._seats:
-            self._seats.remove(rank)
-            rank.process.bury()
-        self._early_ends, self._card = [], None
-        self._start_all()
-
-    def _bury(self) -> None:
-        """What has been killed has ended: say how, and start a replacement."""
-        for rank in list(self._dying):
-            if rank.process.has_ended():
-                self._dying.remove(rank)
-                how = f"{rank.name} {how_it_ended(rank.process.bury())}"
-                self._note(how)
-                self._because = [how if each == f"{rank.name} ended" else each for each in self._because]
-                self._replace(rank)
-
-    def _replace(self, rank: Rank) -> None:
-        tries = self._failed_starts.get(rank.local_rank, 0)
-        if self._num_finished or not self._seats.is_empty(rank.local_rank):
-            return
-        if tries >= _MOST_STARTS:
-            self._note(
-                f"local rank {rank.local_rank} is not started again: {tries} replacements in a row did not come in"
-            )
-            return
-        self._add(self._starter.start_one(rank.local_rank), rank.local_rank)
 
     # ---- what ranks say
 
@@ -368,7 +197,7 @@ class Agent:
         elif isinstance(message, Stopped) and message.epoch == self._epoch and rank.phase is Phase.TRAINING:
             rank.step = message.step
         elif isinstance(message, Following):
-            self._failed_starts.pop(rank.local_rank, None)
+            self._seats.came_in(rank)
         elif isinstance(message, CaughtUp):
             rank.is_replaying = False
 
@@ -381,7 +210,7 @@ class Agent:
             rank.process.tell(
                 Refused(f"this rank cannot join the others: {why}. Start it as they were started.")
             )
-            self._failed_starts[rank.local_rank] = _MOST_STARTS
+            self._seats.cannot_come_in(rank)
             return
         rank.phase = Phase.WAITING
         givers = self._seats.training
@@ -400,14 +229,31 @@ class Agent:
         """Have the membership pause for ranks that wait, once all of these have caught up."""
         waiting = self._seats.in_phase(Phase.WAITING)
         is_early = not waiting or any(rank.is_replaying for rank in waiting)
-        if is_early or self._epoch == NOT_STARTED or self._is_stopping or self._num_finished:
+        if is_early or self._epoch == NOT_STARTED or self._is_stopping or self._seats.num_finished:
             return
-        self._is_stopping = self._is_pausing = True
-        self._since_s = time.monotonic()
-        for member in self._seats.training:
-            member.process.tell(Pause(self._epoch, f"a replacement (pid {waiting[0].process.pid}) comes in"))
+        self._pause(f"a replacement (pid {waiting[0].process.pid}) comes in")
 
     # ---- from one membership to the next
+
+    def _ask_decider(self) -> None:
+        """Whether the other hosts want this membership to end."""
+        why, training = self._decider.why_over(self._epoch), self._seats.training
+        is_under_way = not self._is_stopping or (
+            self._is_pausing and any(each.step is None for each in training)
+        )
+        if why is not None and is_under_way:
+            self._stop(why)
+        elif (
+            not self._is_stopping and not self._seats.num_finished and self._decider.wants_pause(self._epoch)
+        ):
+            self._pause("ranks of another host come in")
+
+    def _pause(self, why: str) -> None:
+        """Have all ranks leave the membership behind the same step: those of other hosts hear it from these."""
+        self._is_stopping = self._is_pausing = True
+        self._since_s = time.monotonic()
+        for rank in self._seats.training:
+            rank.process.tell(Pause(self._epoch, why))
 
     def _stop(self, why: str) -> None:
         """Something is wrong with the membership: end it."""
@@ -423,36 +269,37 @@ class Agent:
         """Begin the next membership, if all ranks that live have left this one."""
         training, waiting = self._seats.training, self._seats.in_phase(Phase.WAITING)
         if self._epoch == NOT_STARTED:
-            if waiting and self._num_finished:
+            if waiting and self._seats.num_finished:
                 raise LaunchError(
-                    f"{self._num_finished} rank(s) of {self._arguments.script} ended without paceline.Elastic, in "
-                    f"which {len(waiting)} wait for them. All ranks have to make one, or none."
+                    f"{self._seats.num_finished} rank(s) of {self._arguments.script} ended without paceline.Elastic, "
+                    f"in which {len(waiting)} wait for them. All ranks have to make one, or none."
                 )
-            if len(waiting) < self._seats.num_seats:
+            if len(waiting) < self._arguments.num_local_ranks:
                 return
         elif not self._is_stopping or any(rank.step is None for rank in training):
             return
         elif not training and self._decider.is_alone:
             self._raise_if_all_are_lost()
             return
-        if self._num_finished:
+        if self._seats.num_finished:
             waiting = []
         elif self._decider.is_alone and self._is_too_few(len(training) + len(waiting)):
             return
         steps = {
             rank.member: NOT_STARTED if rank.step is None else rank.step for rank in (*training, *waiting)
         }
-        plan = self._decider.decide(Proposal(self._epoch + 1, steps, self._stores.of(self._epoch + 1)))
+        store = self._stores.of(self._epoch + 1)
+        plan = self._decider.decide(Proposal(self._epoch + 1, steps, store, self._is_pausing))
         if plan is not None:
             self._count_tries(plan)
             self._follow(plan)
 
     def _raise_if_all_are_lost(self) -> None:
-        if not self._num_finished and not self._dying:
+        if not self._seats.num_finished and not self._seats.dying:
             raise LaunchError(
                 f"all ranks of {self._arguments.script} were lost, and with them what they had trained: "
-                f"{'; '.join(self._because[-self._seats.num_seats :])}. Their own messages, if they wrote any, are "
-                "above. Start again from the last checkpoint."
+                f"{'; '.join(self._because[-self._arguments.num_local_ranks :])}. Their own messages, if they wrote "
+                "any, are above. Start again from the last checkpoint."
             )
 
     def _is_too_few(self, number: int) -> bool:
@@ -462,7 +309,7 @@ class Agent:
             self._has_said_missing = False
             return False
         limit_s = _MISSING_RATIO * self._arguments.lost_after_s
-        coming = len(self._seats.in_phase(Phase.STARTING)) + len(self._dying)
+        coming = len(self._seats.in_phase(Phase.STARTING)) + len(self._seats.dying)
         said = f"{number} rank(s) are left of at least {least} (--min-ranks): {'; '.join(self._because)}"
         if waited_s > limit_s or (not coming and waited_s > 1.0):
             why = f"none came in {limit_s:g} s" if coming else "no replacement is starting"
@@ -503,16 +350,9 @@ class Agent:
             who = " and ".join(filter(None, (gone, come)))
             self._note(f"{len(plan.members)} ranks go on after step {plan.step}, {who}")
         self._followed(plan)
-        self._epoch, self._members = plan.epoch, plan.members
+        self._epoch, self._members, self._seats.has_begun = plan.epoch, plan.members, True
         self._is_stopping = self._is_pausing = False
         self._because = []
         for rank in self._seats.training:
             if rank.member not in numbers:
-                self._fence(rank)
-
-    def _fence(self, rank: Rank) -> None:
-        """Others went on without it: what it holds is old. A replacement takes their state."""
-        rank.phase = Phase.LOST
-        self._seats.remove(rank)
-        self._dying.append(rank)
-        rank.process.ask_to_end(signal.SIGKILL)
+                self._seats.kill(rank)  # others went on without it: what it holds is old

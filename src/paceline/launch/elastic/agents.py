@@ -129,6 +129,11 @@ class Agents:
             else "another host asks for other members"
         )
 
+    def wants_pause(self, epoch: int) -> bool:
+        """See `Decider`."""
+        with self._lock:
+            return self._council.wants_pause(epoch)
+
     def _check_beginning(self) -> None:
         """Training does not begin without a host that began with this one."""
         start, decree = self._council.start, self._council.decree

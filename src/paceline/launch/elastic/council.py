@@ -5,7 +5,8 @@ Rules
    wrong suspicion costs one attempt, as all voters are asked, and who answers stays.
 2. Whoever is heard is waited for: it may have ranks that take long to stop, which is its own agent's affair. Who is
    missing is not waited for.
-3. This host's ranks stop before it promises or proposes: until then what it is asked waits.
+3. This host's ranks stop before it promises or proposes: until then what it is asked waits. If nobody was lost, they
+   pause between two steps.
 4. Survivors see the same loss at once, so they propose one after the other, in the order of the decree.
 5. An agent that was stopped itself (SIGSTOP, a suspended machine) has heard nobody: after a pause it listens first.
 6. Hosts that were lost are told the newest decree now and then, at their old addresses: who starts there again joins,
@@ -40,6 +41,7 @@ class Peer:
     heard_s: float
     is_missing: bool = False
     is_done: bool = False
+    has_paused: bool = False  # or has no rank that trains: nobody stops within a step for what it asks
 
 
 class Council:
@@ -57,6 +59,7 @@ class Council:
         self.start: Decree | None = None
         self._first = first
         self._has_stopped = True  # its ranks; there are none yet
+        self._has_paused = False
         self._wants_vote = False
         self._changed_late = False  # what it has reported is not all
         self._holds: dict[Member, int] = {}  # of which epoch ranks of this host hold the state
@@ -82,7 +85,14 @@ class Council:
         decree = self.state.decree
         if decree is None or decree.epoch != epoch:
             return decree is not None and decree.epoch > epoch
-        return bool(self._waiting) or self._wants_vote or self.state.promised != NO_BALLOT
+        is_urgent = any(not self.peers[message.sender].has_paused for message in self._waiting)
+        return is_urgent or self._wants_vote or self.state.promised != NO_BALLOT
+
+    def wants_pause(self, epoch: int) -> bool:
+        """Whether the ranks that follow this epoch have to leave it between two steps."""
+        if self._epoch != epoch or self._has_stopped or not self.state.is_voter:
+            return False
+        return bool(self._waiting or self.state.joiners)
 
     def decide(self, proposal: Proposal, now_s: float) -> Plan | None:
         """See `Decider`: no rank of this host trains, and `proposal` says which could."""
@@ -91,6 +101,7 @@ class Council:
             candidates = tuple(
                 self._candidate(member, step) for member, step in sorted(proposal.steps.items())
             )
+            self._has_paused = proposal.has_paused
             self._report(proposal.store, candidates, now_s)
             plan = self._plan(proposal.epoch)
         if plan is not None:
@@ -157,7 +168,7 @@ class Council:
         return True
 
     def _meet(self, sender: Voter, packet: Packet, now_s: float) -> None:
-        self.peers[sender.name] = Peer(sender, now_s, is_done=packet.is_done)
+        self.peers[sender.name] = Peer(sender, now_s, is_done=packet.is_done, has_paused=packet.has_paused)
         names = () if self.state.decree is None else self.state.decree.names
         for name in [
             n for n, address in self._places.items() if address == sender.address and n not in names
@@ -198,11 +209,13 @@ class Council:
         return [n for n in names if n != self.own.name and (n not in self.peers or self.peers[n].is_missing)]
 
     def is_all_over(self) -> bool:
-        """Whether the job has ended well, without this host."""
+        """Whether the job has ended well, without ranks of this host."""
         decree = self.state.decree
-        if decree is None or decree.trained == NOT_STARTED or self.own.name in decree.names:
+        if self.is_done or decree is None or decree.trained == NOT_STARTED:
             return False
-        return all(name in self.peers and self.peers[name].is_done for name in decree.names)
+        others = [self.peers.get(name) for name in decree.names if name != self.own.name]
+        is_in = any(member.member.host == self.own.name for member in decree.members)
+        return bool(others) and not is_in and all(peer is not None and peer.is_done for peer in others)
 
     def all_done(self) -> bool:
         """Whether nobody needs this agent any more: all others' ranks have ended well, or they are gone."""
@@ -255,7 +268,7 @@ class Council:
         decree = self.state.decree
         if decree is before or decree is None:
             return
-        self._waiting = []
+        self._waiting, self._has_paused = [], False
         self._wants_vote, self._changed_late = self._changed_late, False
         self._due_s = now_s + STAGGER_S
         if (
@@ -279,13 +292,13 @@ class Council:
     def _consider(self, now_s: float) -> None:
         """Whether an attempt is due because somebody is missing or wants to join."""
         decree = self.state.decree
-        if decree is None or not self.state.is_voter or self._wants_vote:
-            return
+        if decree is None or not self.state.is_voter or self._wants_vote or self.is_done:
+            return  # nobody can train with ranks that have ended
         gone = [name for name in self.missing() if not (name in self.peers and self.peers[name].is_done)]
         for name in self.state.joiners:
             if name in self.peers and self.peers[name].is_missing:
                 self.state = vote.forget(self.state, name)
-        if gone or self.state.joiners:
+        if gone or (self.state.joiners and self._has_stopped):  # else its ranks pause first
             self._wants_vote = True
             live = [name for name in decree.names if name not in gone]
             self._due_s = now_s + STAGGER_S * live.index(self.own.name)
@@ -346,7 +359,9 @@ class Council:
             self._out.append((address, self._packet(message)))
 
     def _packet(self, message: Message | None = None) -> Packet:
-        return Packet(self.job, self.own, self._epoch, self.is_done, message)
+        decree = self.state.decree
+        trains = decree is not None and any(each.member.host == self.own.name for each in decree.members)
+        return Packet(self.job, self.own, self._epoch, self.is_done, self._has_paused or not trains, message)
 
     def _beat(self, address: Address) -> None:
         self._out.append((address, self._packet()))

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from paceline.launch.elastic.plan import Address
 
-GREETING = b"paceline agents 1\n"
+GREETING = b"paceline agents 2\n"
 NONCE_BYTES = CODE_BYTES = 32
 MOST_BYTES = 1 << 20  # of a body
 MOST_FIRST_BYTES = 1 << 16  # of the first one: what a stranger can make us hold

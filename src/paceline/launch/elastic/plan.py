@@ -42,11 +42,13 @@ class Proposal:
         steps: How many steps each rank of this host has completed that can go on. `NOT_STARTED`: it has just come, and
             takes another's state.
         store: Where this host would open the store of that epoch.
+        has_paused: Whether its ranks have left the last membership between two steps, as all ranks then do.
     """
 
     epoch: int
     steps: Mapping[Member, int]
     store: Address
+    has_paused: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,9 @@ class Decider(Protocol):
     def why_over(self, epoch: int) -> str | None:
         """Why this epoch has ended; None: it goes on. Local; never blocks. LaunchError if training cannot begin."""
 
+    def wants_pause(self, epoch: int) -> bool:
+        """Whether its ranks shall leave it between two steps, because ranks of another host come in."""
+
 
 class OneHost:
     """Decides where there is one host: its agent, at once."""
@@ -147,6 +152,9 @@ class OneHost:
 
     def why_over(self, epoch: int) -> str | None:
         return None
+
+    def wants_pause(self, epoch: int) -> bool:
+        return False
 
 
 def _whole(value: Any) -> int:

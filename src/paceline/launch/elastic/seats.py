@@ -1,14 +1,35 @@
-"""The ranks of one host: which process has which seat, who is in the membership, and where each stands."""
+"""The ranks of one host: which process has which seat, where each stands, which have ended, and who replaces them.
+
+Rules
+1. A rank is lost when the kernel says that it ends, when it stands still for too long, or when it ends otherwise than
+   by leaving its loop over steps. Whoever is lost is killed: nobody comes back from the dead with an old epoch.
+2. A seat is empty until what had it is buried: so a replacement finds ports, files and memory free.
+3. Before the first membership nothing is lost: if a rank is killed there, all start again.
+"""
 
 from __future__ import annotations
 
 import enum
+import select
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from paceline.launch.elastic.plan import NOT_STARTED, Member
-from paceline.launch.elastic.rank_process import RankProcess
+from paceline.elastic.line import Message
+from paceline.host.processes import is_stopped
+from paceline.launch.command_line import LaunchArguments
+from paceline.launch.elastic.plan import NOT_STARTED, Member, Start
+from paceline.launch.elastic.rank_process import RankProcess, how_it_ended
+from paceline.launch.elastic.starting import Starter
+from paceline.launch.launch_errors import LaunchError
+from paceline.launch.watchdog import GRACE_S
+
+LOOK_S = 0.005  # between two looks at the ranks: the kernel shows a death so early nowhere else
+_STOPPED_RATIO = 0.1  # of --lost-after, that a stopped process may stand still
+# of all ranks before the first membership; of one seat's replacements, if none of them comes in
+_MOST_STARTS = 3
+_EARLY_S = 1.0  # that a rank's death may be seen later than those that it causes
 
 
 class Phase(enum.Enum):
@@ -35,7 +56,9 @@ class Rank:
     saves: bool = False  # whether it makes a checkpoint, if training cannot go on
     is_silent: bool = False  # whether it has closed its end of the line
     cpu_ticks: int = 0  # that it had used when it was seen to use more
-    moved_s: float = field(default_factory=time.monotonic)  # when that was
+    moved_s: float = field(
+        default_factory=time.monotonic
+    )  # when that was, or when it said that it waits for others
 
     @property
     def name(self) -> str:
@@ -44,24 +67,49 @@ class Rank:
         return f"{who} (pid {self.process.pid})"
 
 
+@dataclass(frozen=True)
+class EarlyEnd:
+    """A process that has ended otherwise than well before the first membership."""
+
+    why: str
+    was_killed: bool
+    at_s: float
+
+
 class Seats:
-    """The processes of a host, in the order of their starts."""
+    """The processes of a host, in the order of their starts.
 
-    def __init__(self, num_seats: int) -> None:
-        self.num_seats = num_seats
+    `start` says how they begin, None: the job has begun without this host; `name` is the agent's in plans. What a rank
+    says goes to `take`, and to `lose` why the membership is over.
+    """
+
+    def __init__(
+        self,
+        arguments: LaunchArguments,
+        starter: Starter,
+        start: Start | None,
+        name: str,
+        note: Callable[[str], None],
+        take: Callable[[Rank, Message], None],
+        lose: Callable[[str], None],
+    ) -> None:
+        self._arguments, self._starter, self._start = arguments, starter, start
+        self._name, self._note, self._take, self._lose_because = name, note, take, lose
         self._ranks: dict[int, Rank] = {}
+        self._num_started = self._num_beginnings = 0
+        self._failed_starts: dict[int, int] = {}  # of replacements in a row, by seat
+        self._early_ends: list[EarlyEnd] = []
+        self.dying: list[Rank] = []
+        """Lost, and not yet buried."""
+        self.num_finished = 0
+        self.has_begun = False
+        """Whether there was a membership."""
+        self._start_all()
 
-    def add(self, rank: Rank) -> None:
-        self._ranks[rank.member.number] = rank
-
-    def remove(self, rank: Rank) -> None:
-        del self._ranks[rank.member.number]
+    # ---- who there is
 
     def __iter__(self) -> Iterator[Rank]:
         return iter(list(self._ranks.values()))
-
-    def __contains__(self, rank: Rank) -> bool:
-        return self._ranks.get(rank.member.number) is rank
 
     def in_phase(self, *phases: Phase) -> list[Rank]:
         return [rank for rank in self._ranks.values() if rank.phase in phases]
@@ -71,6 +119,174 @@ class Seats:
         """By their numbers in the membership."""
         return sorted(self.in_phase(Phase.TRAINING), key=lambda rank: rank.rank)
 
-    def is_empty(self, local_rank: int) -> bool:
-        """Whether no living process has this seat."""
-        return all(each.local_rank != local_rank or each.phase is Phase.LOST for each in self._ranks.values())
+    # ---- they begin and end
+
+    def _start_all(self) -> None:
+        for local_rank, process in enumerate(self._starter.start_all(self._start)):
+            self._add(process, local_rank)
+
+    def _add(self, process: RankProcess, local_rank: int) -> None:
+        self._ranks[self._num_started] = Rank(process, Member(self._name, self._num_started), local_rank)
+        self._num_started += 1
+
+    def _remove(self, rank: Rank) -> None:
+        del self._ranks[rank.member.number]
+
+    def kill(self, rank: Rank) -> None:
+        """What it holds is old, or may be: a replacement takes others' state."""
+        rank.phase = Phase.LOST
+        self._remove(rank)
+        self.dying.append(rank)
+        rank.process.ask_to_end(signal.SIGKILL)
+
+    def came_in(self, rank: Rank) -> None:
+        self._failed_starts.pop(rank.local_rank, None)
+
+    def cannot_come_in(self, rank: Rank) -> None:
+        """Nor can another process for its seat."""
+        self._failed_starts[rank.local_rank] = _MOST_STARTS
+
+    def end(self, number: signal.Signals) -> None:
+        """End all processes: by a signal, and by force if they take too long."""
+        ranks = [*self, *self.dying]
+        for rank in ranks:
+            rank.process.ask_to_end(number)
+            rank.process.ask_to_end(signal.SIGCONT)
+        until_s = time.monotonic() + GRACE_S
+        while time.monotonic() < until_s and not all(rank.process.has_ended() for rank in ranks):
+            time.sleep(LOOK_S)
+        for rank in ranks:
+            rank.process.bury()
+
+    # ---- what is seen of them
+
+    def hear(self) -> None:
+        """Take in what they say; waits a few milliseconds."""
+        poll = select.poll()
+        by_descriptor = {}
+        for rank in self:
+            if not rank.is_silent:
+                by_descriptor[rank.process.line.fileno()] = rank
+                poll.register(rank.process.line, select.POLLIN)
+        for descriptor, _ in poll.poll(LOOK_S * 1000):
+            self._listen_to(by_descriptor[descriptor])
+
+    def _listen_to(self, rank: Rank) -> None:
+        message = rank.process.hear()
+        if message is None:
+            rank.is_silent = True
+        else:
+            rank.moved_s = time.monotonic()
+            self._take(rank, message)
+
+    def look(self, awaited_since_s: float | None) -> None:
+        """See who ends, and who stands still; since when all are asked to stop, if they are."""
+        for rank in self:
+            vitals = rank.process.vitals()
+            if vitals.is_ending:
+                self._see_end(rank)
+                continue
+            now_s, limit_s = time.monotonic(), self._arguments.lost_after_s
+            if vitals.cpu_ticks != rank.cpu_ticks:
+                rank.cpu_ticks, rank.moved_s = vitals.cpu_ticks, now_s
+            still_s = now_s - rank.moved_s
+            is_held = is_stopped(vitals.state) and still_s > limit_s * _STOPPED_RATIO
+            hangs = (
+                rank.is_replaying and still_s > limit_s
+            )  # who follows another's steps says so when it waits
+            if rank.phase is Phase.TRAINING:
+                is_awaited = awaited_since_s is not None and rank.is_inside and rank.step is None
+                if is_held:
+                    self._lose(rank, f"{rank.name} was stopped for {still_s:.1f} s")
+                elif hangs or (is_awaited and now_s - max(awaited_since_s or 0.0, rank.moved_s) > limit_s):
+                    self._lose(rank, f"{rank.name} did not answer for {limit_s:g} s, and did nothing")
+            elif hangs or (rank.is_replaying and is_held):  # the others would wait for it
+                self._fail_start(rank, f"{rank.name} stood still for {still_s:.1f} s")
+                self.kill(rank)
+
+    def _see_end(self, rank: Rank) -> None:
+        """The kernel says that a process ends: at once within its loop, else by its exit code, a little later."""
+        while not rank.is_silent and select.select([rank.process.line], [], [], 0)[0]:
+            self._listen_to(rank)  # its last words
+        if rank.phase is Phase.TRAINING and rank.is_inside:
+            self._lose(rank, f"{rank.name} ended")
+        elif rank.process.has_ended():
+            self._remove(rank)
+            code = rank.process.bury()
+            if code == 0:
+                self.num_finished += 1
+            else:
+                self._see_failure(rank, f"{rank.name} {how_it_ended(code)}", was_killed=code < 0)
+
+    def _lose(self, rank: Rank, why: str) -> None:
+        """A rank of the membership, within its loop, does not go on."""
+        self.kill(rank)
+        if why != f"{rank.name} ended":
+            self._note(why)
+        self._lose_because(why)
+
+    def _see_failure(self, rank: Rank, why: str, *, was_killed: bool) -> None:
+        """A process has ended otherwise than well, that was not in its loop."""
+        if not self.has_begun:
+            self._early_ends.append(EarlyEnd(why, was_killed, time.monotonic()))
+            return
+        if rank.phase is Phase.TRAINING:
+            self._note(why)
+            self._lose_because(why)
+        else:
+            self._fail_start(rank, why)
+        self._replace(rank)
+
+    def _fail_start(self, rank: Rank, why: str) -> None:
+        self._failed_starts[rank.local_rank] = self._failed_starts.get(rank.local_rank, 0) + 1
+        self._note(f"{why} before it came in")
+
+    # ---- others take their seats
+
+    def bury(self) -> dict[str, str]:
+        """Start replacements for what has ended by now; returns, for what was said of each, how it ended."""
+        found = {}
+        for rank in list(self.dying):
+            if rank.process.has_ended():
+                self.dying.remove(rank)
+                how = found[f"{rank.name} ended"] = f"{rank.name} {how_it_ended(rank.process.bury())}"
+                self._note(how)
+                self._replace(rank)
+        return found
+
+    def _replace(self, rank: Rank) -> None:
+        tries = self._failed_starts.get(rank.local_rank, 0)
+        if self.num_finished or any(each.local_rank == rank.local_rank for each in self):
+            return
+        if tries < _MOST_STARTS:
+            self._add(self._starter.start_one(rank.local_rank), rank.local_rank)
+        else:
+            self._note(
+                f"local rank {rank.local_rank} is not started again: {tries} replacements in a row did not come in"
+            )
+
+    def begin_again(self, others_have_begun: bool) -> bool:
+        """Start all again if one was killed before training began; returns whether it did, LaunchError if it may not.
+
+        Others may have ended first, by errors for that reason; so this waits a moment.
+        """
+        ends = self._early_ends
+        if not ends or time.monotonic() - ends[0].at_s < _EARLY_S:
+            return False
+        first = next((end for end in ends if end.was_killed), ends[0])
+        self._num_beginnings += 1
+        may_start_again = first.was_killed and not others_have_begun and not self.num_finished
+        if not may_start_again or self._num_beginnings >= _MOST_STARTS:
+            raise LaunchError(
+                f"{first.why} before the ranks had met in paceline.Elastic; the others were stopped. Its own message, "
+                "if it wrote one, is above. A script without paceline.Elastic cannot outlive a rank."
+            )
+        self._note(
+            f"{first.why} before training began: all ranks start again ({self._num_beginnings} of {_MOST_STARTS})"
+        )
+        for rank in self:
+            self._remove(rank)
+            rank.process.bury()
+        self._early_ends = []
+        self._start_all()
+        return True

@@ -22,12 +22,13 @@ class Packet:
     sender: Voter  # who
     epoch: int  # of the newest decree that the sender knows; `NOT_STARTED`: it knows none
     is_done: bool = False  # whether its ranks have ended well, so that its leaving is no loss
+    has_paused: bool = False  # whether no rank of its host was lost or stopped within a step
     message: Message | None = None  # of the vote; None: a heartbeat
 
 
 def encode(packet: Packet) -> bytes:
     """As JSON."""
-    fields = [packet.job, _of_voter(packet.sender), packet.epoch, packet.is_done]
+    fields = [packet.job, _of_voter(packet.sender), packet.epoch, packet.is_done, packet.has_paused]
     if (message := packet.message) is not None:
         promise = message.promise
         fields += [
@@ -43,9 +44,14 @@ def encode(packet: Packet) -> bytes:
 def decode(body: bytes) -> Packet:
     """What `encode` was given. Raises ProtocolError if it is something else."""
     try:
-        job, sender, epoch, is_done, *rest = json.loads(body)
+        job, sender, epoch, is_done, has_paused, *rest = json.loads(body)
         return Packet(
-            _text(job), _voter(sender), _whole(epoch), is_done is True, _message(*rest) if rest else None
+            _text(job),
+            _voter(sender),
+            _whole(epoch),
+            is_done is True,
+            has_paused is True,
+            _message(*rest) if rest else None,
         )
     except (ValueError, TypeError, RecursionError) as error:
         raise ProtocolError(f"{body[:80]!r} is no message of an agent: {error!r}") from error

@@ -35,7 +35,7 @@ from paceline.host.processes import whereabouts
 from paceline.observe import StepTiming
 from paceline.process_group.connections import open_transport, open_vectors, store_of_job
 from paceline.process_group.executor import Executor
-from paceline.process_group.folds import flat_view
+from paceline.process_group.folds import flat_of, write_back
 from paceline.process_group.host_collectives import HostVectors
 from paceline.process_group.shared_vectors import shared_vectors_of
 from paceline.reductions.adasum.in_shared_memory import combine_shared
@@ -81,7 +81,7 @@ class Adasum(Reduction):
             raise ConfigurationError(f'hosts={hosts!r}: give None, "auto" or lists of ranks.')
         self.hosts: Hosts = hosts if hosts is None or isinstance(hosts, str) else tuple(map(tuple, hosts))
         self.orthogonality = math.nan
-        self._connection: Connection | None = None
+        self._connection: AdasumConnection | None = None
         self._prepared_for: ProcessGroup | None = None
         self._lock = threading.Lock()  # `_keep` is called on the lane's thread
         self._norms: list[Norms] = []
@@ -136,7 +136,7 @@ class Adasum(Reduction):
             return C10dWork(work)
         if self._connection is None:
             find_topology = None if self.hosts is None else self._find_topology
-            self._connection = Connection(message.process_group, message.flat.device, find_topology)
+            self._connection = AdasumConnection(message.process_group, message.flat.device, find_topology)
         return self._connection.launch(message.body, segments, self._keep)
 
     def end_step(self, timing: StepTiming) -> None:
@@ -173,7 +173,7 @@ class Adasum(Reduction):
         return found
 
 
-class Connection:
+class AdasumConnection:
     """Transport and thread of the Adasums over one process group. Collective: making one, and `launch`; neither blocks.
 
     `find_topology`, a collective, returns which ranks' mean is taken, as those of a host, given an executor and a
@@ -200,12 +200,13 @@ class Connection:
         """
 
         def perform() -> None:
-            with flat_view(flat, is_output=True) as values:
-                combiner = self._connect()
-                if isinstance(combiner, AdasumOverRanks):
-                    keep(combiner.run(values, segments))
-                else:
-                    combiner.on_all("adasum", values, lambda vectors: keep(combine_shared(vectors, segments)))
+            values = flat_of(flat)
+            combiner = self._connect()
+            if isinstance(combiner, AdasumOverRanks):
+                keep(combiner.run(values, segments))
+            else:
+                combiner.on_all("adasum", values, lambda vectors: keep(combine_shared(vectors, segments)))
+            write_back(values, flat)
 
         work = LaneWork(perform, [flat], "adasum")
         self._lane.launch(work, at_once=False)

@@ -23,8 +23,7 @@ from paceline.reductions.auto.course import Pace, Phase, Question
 from paceline.reductions.auto.group_decision import IDLE, GroupDecision, Ledger
 from paceline.reductions.auto.measurement import Probe, payload_ratios, traffic_of
 from paceline.reductions.lossy import Lossy
-from paceline.reductions.mean import Mean
-from paceline.reductions.reduction import Message, Reduction
+from paceline.reductions.reduction import Mean, Message, Reduction
 
 _PLAIN = "none"
 _FURTHER = ("int8", "powersgd")  # what is named if much stays exposed: they send less than bfloat16

@@ -88,7 +88,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """What one step does."""
 
     codec: str | None  # reduces it; None: no compression
@@ -116,7 +116,7 @@ class Course:
     def _enter(self, phase: Phase) -> None:
         self.phase, self._place = phase, 0
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """The plan of the next step."""
         place, last = self._place, self._num_samples() + 1
         question = _QUESTIONS[self.phase] if place >= last else Question.NOTHING
@@ -124,7 +124,7 @@ class Course:
         if self.phase is Phase.TRYING:
             has_codec = place == 0 or (place < last and _PATTERN[(place - 1) % 4])
             codec = self.tried if has_codec else None if self.tried == codec else codec
-        return Plan(codec, 0 < place < last, question)
+        return StepPlan(codec, 0 < place < last, question)
 
     def _num_samples(self) -> int:
         return {

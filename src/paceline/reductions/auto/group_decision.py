@@ -19,10 +19,10 @@ from torch.distributed import ProcessGroup
 from paceline.comm.collectives import Work, all_reduce_max, device_for_metadata
 from paceline.observe import StepTiming
 from paceline.planning import Decision, Rules, StepProfile, decide
-from paceline.reductions.auto.course import Course, Pace, Phase, Plan, Question
+from paceline.reductions.auto.course import Course, Pace, Phase, Question, StepPlan
 from paceline.reductions.auto.measurement import Periods, Probe, Stopwatch, median_profile, profile_of
 
-IDLE = Plan(None, is_sample=False, question=Question.NOTHING)
+IDLE = StepPlan(None, is_sample=False, question=Question.NOTHING)
 
 
 class GroupDecision:

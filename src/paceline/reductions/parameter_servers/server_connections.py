@@ -23,7 +23,7 @@ from paceline.errors import ConfigurationError
 from paceline.process_group.connections import store_of_job
 from paceline.reductions.parameter_servers.pieces import Cutting, spans_of
 from paceline.reductions.reduction import Message
-from paceline.servers.link import Link, Rank
+from paceline.servers.link import Identity, ServerLink
 from paceline.servers.response_future import ResponseFuture
 from paceline.servers.wire import DType, Frame, Kind
 
@@ -57,13 +57,13 @@ class ServerConnections:
         self._store = store_of_job("ParameterServers")
         self._session_name = launch_session_name(process_group, device)
         self._num_pushed = 0
-        self._link: Link | None = None
+        self._link: ServerLink | None = None
         self._cutting: Cutting | None = None
         self._lane = Lane(f"paceline servers lane of rank {process_group.rank()}")
         self._let_go = weakref.finalize(self, self._lane.close, 0.0)
 
     @property
-    def link(self) -> Link:
+    def link(self) -> ServerLink:
         assert self._link is not None, "on the lane, after `open`"
         return self._link
 
@@ -134,9 +134,9 @@ class ServerConnections:
         store = dist.PrefixStore(f"paceline/servers/{session}", self._store)
         addresses = self._addresses or of_all_launchers(store, rank, size, self._timeout)
         cutting = Cutting(self._parameters, len(addresses))
-        who = Rank(rank, size, session, timeout_s, os.environ.get(TOKEN, ""))
-        self._link, self._cutting = Link(addresses, who), cutting
-        weakref.finalize(self, Link.close, self._link, 0.0)  # servers are told that the model is gone
+        who = Identity(rank, size, session, timeout_s, os.environ.get(TOKEN, ""))
+        self._link, self._cutting = ServerLink(addresses, who), cutting
+        weakref.finalize(self, ServerLink.close, self._link, 0.0)  # servers are told that the model is gone
         self._on_open(self)
 
 
@@ -155,7 +155,7 @@ def of_all_launchers(store: dist.Store, rank: int, size: int, timeout: timedelta
     return found
 
 
-def ask_all(link: Link, frame_of: Callable[[int], Frame]) -> list[Any]:
+def ask_all(link: ServerLink, frame_of: Callable[[int], Frame]) -> list[Any]:
     """Ask every server; the answers' bodies by server. Blocks; on the lane."""
     asked = [ResponseFuture(1) for _ in range(link.num_servers)]
     for number, answers in enumerate(asked):

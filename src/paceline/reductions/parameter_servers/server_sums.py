@@ -2,7 +2,7 @@
 
 Rules
 1. Gradients are pushed, and sums pulled, by datagrams: nothing of the pull is lost. What is to be summed, and who is
-   gone, is said over the TCP connections of `Link`.
+   gone, is said over the TCP connections of `ServerLink`.
 2. Whatever goes wrong on either ends both: every sum under way raises the same, and so does every later one.
 3. A server whose datagrams stay away is lost, even if its TCP connection is not; the other servers are told.
 """
@@ -27,7 +27,7 @@ from paceline.comm.collectives import launch_session_name, timeout_of
 from paceline.errors import PeerLostError, ServerLostError
 from paceline.process_group.connections import introduce, open_met_transport, store_of_job
 from paceline.reductions.parameter_servers.server_connections import of_all_launchers
-from paceline.servers.link import GRACE_S, PATIENCE_S, Link, Rank
+from paceline.servers.link import GRACE_S, PATIENCE_S, Identity, ServerLink
 from paceline.servers.response_future import ResponseFuture
 from paceline.servers.wire import Frame, Kind, pack, unpack
 from paceline.transports import Bound, Losses, LossyTransport, Sum
@@ -46,10 +46,10 @@ class ServerSums(LossyTransport):
         ConfigurationError: One has another token or version, or no numba; ranks name different servers.
     """
 
-    def __init__(self, addresses: Sequence[str], who: Rank, num_ports: int) -> None:
+    def __init__(self, addresses: Sequence[str], who: Identity, num_ports: int) -> None:
         super().__init__(who.rank, who.num_ranks)
         self._num_servers = len(addresses)
-        self._over_tcp = Link(addresses, who)
+        self._over_tcp = ServerLink(addresses, who)
         try:
             introduction = introduce(self._over_tcp.address_of(0), num_ports)
             cards = self._join(introduction.card)
@@ -64,7 +64,7 @@ class ServerSums(LossyTransport):
         self._link = open_met_transport(self._num_servers + who.rank, met, timeout, self._num_servers)
         self._num_launched = 0
         # servers are told that it is gone
-        self._let_go = weakref.finalize(self, Link.close, self._over_tcp, 0.0)
+        self._let_go = weakref.finalize(self, ServerLink.close, self._over_tcp, 0.0)
 
     def _join(self, card: dict[str, Any]) -> list[dict[str, Any]]:
         """Tell every server where this rank's datagrams come from; what each says of itself."""
@@ -164,7 +164,9 @@ def over_servers(
         session = f"datagrams {name()}"
         prefixed = dist.PrefixStore(f"paceline/servers/{session}", store)
         found = addresses or of_all_launchers(prefixed, group.rank(), group.size(), timeout)
-        who = Rank(group.rank(), group.size(), session, timeout.total_seconds(), os.environ.get(TOKEN, ""))
+        who = Identity(
+            group.rank(), group.size(), session, timeout.total_seconds(), os.environ.get(TOKEN, "")
+        )
         return ServerSums(found, who, paths)
 
     return connect

@@ -10,9 +10,10 @@ Rules
 
 At its front lie status words, what a rank tells the others of its host outside any message (`Status`):
 
-    offset     words            written by their owner only
+    offset     words            written by their owner only, but for one
     0          nonce            16 random bytes, by which a peer checks that it has mapped this very memory
     64         arrivals         at how many barriers its owner has arrived, modulo 2^32; peers wait for it to grow
+    96         sleepers         1 if a peer may sleep until it grows: peers write it, and the owner resets it
     128        given_up         0, or 1 + the rank that its owner considers lost, or that its owner has left
     192, 2112  announcements    integers for the ranks that meet at a barrier: for even and for odd numbers, 240 each
 
@@ -26,7 +27,6 @@ import collections
 import mmap
 import os
 import resource
-import struct
 import threading
 import weakref
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ NONCE_BYTES = 16
 NUM_ANNOUNCED = 240
 _ROW_BYTES = 8 * NUM_ANNOUNCED
 _HAS_LEFT = 2**32 - 1
-_ARRIVALS, _GIVEN_UP, _ANNOUNCEMENTS = 64, 128, 192
+_ARRIVALS, _SLEEPERS, _GIVEN_UP, _ANNOUNCEMENTS = 64, 96, 128, 192
 
 
 @dataclass(frozen=True)
@@ -210,23 +210,26 @@ class Status:
     def __init__(self, arena: Arena) -> None:
         # Views that Python reads and writes in a third of the time that an array's element takes.
         self._arrivals = arena.bytes[_ARRIVALS : _ARRIVALS + 4].data.cast("I")
+        self._sleepers = arena.bytes[_SLEEPERS : _SLEEPERS + 4].data.cast("I")
         self._given_up = arena.bytes[_GIVEN_UP : _GIVEN_UP + 4].data.cast("I")
-        self._announcements = arena.bytes[_ANNOUNCEMENTS : _ANNOUNCEMENTS + 2 * _ROW_BYTES].data
+        rows = (_ANNOUNCEMENTS, _ANNOUNCEMENTS + _ROW_BYTES)
+        # What its owner announces for even barriers, and for odd ones.
+        self.announcements = [arena.bytes[row : row + _ROW_BYTES].data.cast("q") for row in rows]
         self._address = arena.address + _ARRIVALS
 
-    def announce(self, barrier: int, integers: Sequence[int]) -> None:
-        """Write what the ranks may read after barrier number `barrier`. Owner only, before it arrives there."""
-        struct.pack_into(f"={len(integers)}q", self._announcements, barrier % 2 * _ROW_BYTES, *integers)
-
-    def announced(self, barrier: int, num_integers: int) -> list[int]:
-        """Return what its owner has announced for barrier number `barrier`."""
-        return list(struct.unpack_from(f"={num_integers}q", self._announcements, barrier % 2 * _ROW_BYTES))
-
     def arrive(self, barrier: int) -> None:
-        """Publish everything written before, arrive at barrier number `barrier` and wake who waits. Owner only."""
+        """Publish everything written before, arrive at barrier number `barrier` and wake who sleeps. Owner only.
+
+        To wake takes as long as all the rest, so only if a peer sleeps, or is about to: it has said so before it looked
+        for the last time. The word is reset before the arrival; later it may be of one that waits for the next.
+        """
+        if has_sleepers := self._sleepers[0]:
+            self._sleepers[0] = 0
         futex.fence()
         self._arrivals[0] = barrier % 2**32
-        futex.wake(self._address)
+        futex.full_fence()
+        if has_sleepers or self._sleepers[0]:
+            futex.wake(self._address)
 
     def has_arrived(self, barrier: int) -> bool:
         """Whether its owner is at barrier number `barrier` or beyond."""
@@ -236,6 +239,8 @@ class Status:
         """Wait at most `timeout_s` until its owner has arrived; returns whether it has. May return early."""
         seen = self._arrivals[0]
         if (seen - barrier) % 2**32 >= 2**31:
+            self._sleepers[0] = 1
+            futex.full_fence()
             futex.wait_while(self._address, seen, timeout_s)
             return self.has_arrived(barrier)
         futex.fence()

@@ -2,7 +2,8 @@
 
 Rules
 1. Who has left a barrier knows that every rank of the host has arrived at it.
-2. What a rank announces before a barrier can be read by all ranks after it, and until the next but one.
+2. What a rank announces (`Status.announcements`) before a barrier can be read by all ranks after it, and until the next
+   but one.
 3. Who waits checks every `SLICE_S` whether those it waits for are alive. It raises, and writes so in its status, when
    one is gone, when one gave up, and at the timeout. After that the barrier is broken for good.
 4. Who gives up wakes whoever waits for it, and its own threads that wait for others: they raise at once.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from paceline.errors import PeerLostError
 from paceline.host.processes import GONE, is_stopped, start_time_of, state_of
@@ -33,27 +34,18 @@ class HostBarrier:
     def __init__(self, host: Host, timeout_s: float) -> None:
         self._me = host.me
         self._others = [other for other in host.neighbours if other.rank != host.me.rank]
-        self._statuses = [neighbour.status for neighbour in host.neighbours]
-        self._number = 0  # of the last barrier that this rank has arrived at
+        self.number = 0  # of the last barrier that this rank has arrived at
         self._starts = {other.rank: start_time_of(other.pid) for other in self._others}
         self._patience_s = PATIENCE_S if host.num_ranks <= len(os.sched_getaffinity(0)) else 0.0
         self.timeout_s = timeout_s
         self.is_broken = False
 
-    def announce(self, integers: Sequence[int]) -> None:
-        """Let every rank read these after the next barrier."""
-        self._me.status.announce(self._number + 1, integers)
-
-    def announcements(self, num_integers: int) -> list[list[int]]:
-        """Return what each rank of the host announced before the last barrier, in the order of the ranks."""
-        return [status.announced(self._number, num_integers) for status in self._statuses]
-
     def wait(self, doing: Callable[[], str]) -> None:
         """Wait for all others, at most `timeout_s`, or PeerLostError; `doing` returns what this rank does, for it."""
-        self._number += 1
-        self._me.status.arrive(self._number)
+        self.number += 1
+        self._me.status.arrive(self.number)
         for other in self._others:
-            if not other.status.has_arrived(self._number):
+            if not other.status.has_arrived(self.number):
                 self._await(other, doing)
         futex.fence()  # what the others wrote before they arrived is read after their arrival has been seen
 
@@ -61,19 +53,19 @@ class HostBarrier:
         start_s = time.monotonic()
         while time.monotonic() - start_s < self._patience_s:
             for _ in range(_NUM_LOOKS):
-                if other.status.has_arrived(self._number):
+                if other.status.has_arrived(self.number):
                     return
             futex.let_threads_run()
         slice_s = min(SLICE_S, self.timeout_s)
         next_check_s = start_s + slice_s
-        while not other.status.wait_for(self._number, slice_s):
+        while not other.status.wait_for(self.number, slice_s):
             now_s = time.monotonic()
             has_given_up = self.is_broken or other.status.given_up_because_of is not None
             if now_s < next_check_s and not has_given_up:
                 continue  # woken for an earlier barrier, or by a signal
             next_check_s = now_s + slice_s
             lost = self._lost(other, now_s - start_s)
-            if lost is not None and not other.status.has_arrived(self._number):
+            if lost is not None and not other.status.has_arrived(self.number):
                 self.give_up(lost[0])
                 raise PeerLostError(
                     f"rank {self._me.rank} was {doing()} when rank {lost[0]} {lost[1]}.", lost[0]

@@ -54,12 +54,18 @@ def let_threads_run() -> None:
 
 
 def fence() -> None:
-    """Memory barrier: what was written so far is seen before what is written next.
-
-    x86 keeps stores in order by itself. Elsewhere a lock's release followed by its acquisition is a full fence.
-    """
+    """Memory barrier: what was written so far is seen before what is written next. x86 keeps stores in order."""
     if _KEEPS_NO_ORDER:
-        with _fence_lock:
-            pass
+        full_fence()
+
+
+def full_fence() -> None:
+    """Memory barrier: what was written is seen before anything is read.
+
+    A lock's acquisition is one on x86; elsewhere its release followed by its acquisition.
+    """
+    with _fence_lock:
+        pass
+    if _KEEPS_NO_ORDER:
         with _fence_lock:
             pass

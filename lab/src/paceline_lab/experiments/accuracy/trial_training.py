@@ -20,7 +20,6 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from paceline.optim import DiLoCo, LocalSGD
-from paceline.optim.local_steps import LocalSteps
 from paceline.reductions import Reduction, choose_reduction
 from paceline.reductions.adasum import combine
 from paceline_lab.doubles.in_process import InProcessWorld
@@ -202,7 +201,7 @@ class RareAverages(Copies):
     """
 
     def __init__(
-        self, model: nn.Module, num_ranks: int, wrap: Callable[[Optimizer, ProcessGroup], LocalSteps]
+        self, model: nn.Module, num_ranks: int, wrap: Callable[[Optimizer, ProcessGroup], LocalSGD]
     ) -> None:
         super().__init__(model, num_ranks)
         self._threads = ThreadPoolExecutor(num_ranks)
@@ -210,15 +209,15 @@ class RareAverages(Copies):
 
     def step(self, inputs: Tensor, labels: Tensor, rate: float) -> float:
         loss = self.backward(inputs, labels, rate)
-        self._on_all_ranks(LocalSteps.step)
+        self._on_all_ranks(LocalSGD.step)
         return loss
 
     def finish(self) -> None:
-        self._on_all_ranks(LocalSteps.synchronize)
+        self._on_all_ranks(LocalSGD.synchronize)
         self._threads.shutdown()
         super().finish()
 
-    def _on_all_ranks(self, method: Callable[[LocalSteps], Any]) -> None:
+    def _on_all_ranks(self, method: Callable[[LocalSGD], Any]) -> None:
         list(self._threads.map(method, self._wrapped))
         self.sent_bytes = self._wrapped[0].traffic.sent_bytes
 

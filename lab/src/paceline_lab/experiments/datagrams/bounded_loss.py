@@ -8,7 +8,8 @@ smallest retransmission timeout of 5 ms; each is a cluster of its own (`--tcp` f
 With `--layers 6` it is instead how long the first layer's gradient takes, which is launched last, behind so many
 others of `--megabytes` each, while a TCP connection loads the network: with priorities, and without; where ports do not
 know them (`--without-switch`) that connection takes most of a port, and all layers take some 4 s: few `--repeats`. With
-`--compute-s 0.4` it is a training step of a VGG-16 whose layers sleep so long, with `--megabytes` of gradients. With
+`--compute-s 0.4` it is a training step of a VGG-16 whose layers sleep so long, with `--megabytes` of gradients; with
+`--overlap-forward` consecutive ones, each side with forward overlap and without, and what the front layer waits. With
 `--second-rate 40mbit` hosts have two links, among which the kernel chooses by ports, the second one of that rate: by
 one port of each rank, and by eight.
 
@@ -36,7 +37,7 @@ from paceline_lab.experiments.options import REPORT_FOLDER, ReportFolder
 
 NAME = "bounded_loss"
 _RANK_PROGRAM = Path(__file__).with_name("bounded_loss_rank.py")
-_BASELINES = ("Gloo", "torch over Gloo", "without priorities")
+_BASELINES = ("Gloo", "torch over Gloo", "without priorities", "bound 0")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Case:
         repeats: Of every side.
         layers: 0, or behind how many the first one waits.
         compute_s: 0, or how long a step computes.
+        overlaps: Whether consecutive steps are measured, with forward overlap and without.
         has_switch: Whether ports know priorities.
         second_rate: Of every host's second link; "" if there is none.
     """
@@ -66,13 +68,14 @@ class Case:
     repeats: int
     layers: int
     compute_s: float
+    overlaps: bool
     has_switch: bool
     second_rate: str
 
     @property
     def kind(self) -> str:
         if self.layers or self.compute_s:
-            return "layers" if self.layers else "step"
+            return "layers" if self.layers else "overlap" if self.overlaps else "step"
         return "paths" if self.second_rate else "sum"
 
     @property
@@ -83,17 +86,23 @@ class Case:
             "paths": f"{self.megabytes:g} MB over two links",
             "layers": f"first of {self.layers + 1} layers",
             "step": f"VGG-16 step of {self.compute_s:g} s and {self.megabytes:g} MB",
+            "overlap": f"VGG-16 steps in a row of {self.compute_s:g} s and {self.megabytes:g} MB",
         }[self.kind]
         rates = " and ".join(filter(None, (self.rate, self.second_rate)))
         parts = [what, f"{self.hosts} hosts", rates, f"loss {self.loss}"]
         parts += [f"delay {self.delay}"] if self.delay else []
         parts += [f"MTU {self.mtu}"] if self.mtu != 1500 else []
-        parts += ["without switch"] if self.layers and not self.has_switch else []
+        parts += ["without switch"] if self.can_know and not self.has_switch else []
         return ", ".join(parts)
+
+    @property
+    def can_know(self) -> bool:
+        """Whether there are priorities that ports may know."""
+        return self.kind in ("layers", "overlap")
 
     def spec(self, tcp: str) -> ClusterSpec:
         """The cluster, with one of the TCPs."""
-        threshold = "60KB" if self.layers and self.has_switch else None
+        threshold = "60KB" if self.can_know and self.has_switch else None
         return ClusterSpec.parse(
             hosts=self.hosts,
             rate=self.rate,
@@ -151,6 +160,9 @@ def main(
     compute_s: Annotated[
         float, typer.Option(help="Seconds of computing per step. Measures steps instead of sums.")
     ] = 0.0,
+    overlap_forward: Annotated[
+        bool, typer.Option("--overlap-forward", help="With --compute-s: measure forward overlap.")
+    ] = False,
     without_switch: Annotated[
         bool, typer.Option("--without-switch", help="Send priorities, which the ports ignore.")
     ] = False,
@@ -170,13 +182,16 @@ def main(
         repeats,
         layers,
         compute_s,
+        overlap_forward,
         has_switch=not without_switch,
         second_rate=second_rate,
     )
     for kind in [tcp] if tcp else list(TCP):
         load = load_average()
         told = asdict(case) | {"kind": case.kind}
-        samples, busy = run_job(case.spec(kind), _RANK_PROGRAM, told, change=case.slower_link)
+        samples, busy = run_job(
+            case.spec(kind), _RANK_PROGRAM, told, 240 + 30 * repeats, change=case.slower_link
+        )
         summary = {side: summarise(taken, case.wire_ms) for side, taken in samples.items()}
         baseline = next(summary[side]["ms"] for side in _BASELINES if side in summary)
         for row in summary.values():

@@ -1,4 +1,4 @@
-"""A rank of `bounded_loss`: sums, over two links, layers with priorities, or steps, by each side in turn."""
+"""A rank of `bounded_loss`: sums, over two links, layers with priorities, steps, or some in a row; sides in turn."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import statistics
 import sys
 import threading
 import time
@@ -32,6 +33,18 @@ STEP_SIDES: dict[str, dict[str, Any] | None] = {
     **{side: {"bound": bound} for side, bound in BOUNDS.items()},
 }
 _WARM_UP_STEPS = 3
+# The same, and whether the next forward runs meanwhile.
+OVERLAP_SIDES: dict[str, tuple[dict[str, Any] | None, bool]] = {
+    f"{name}{', overlap' * overlaps}": (bounded, overlaps)
+    for overlaps in (False, True)
+    for name, bounded in (
+        (GLOO, None),
+        ("bound 0", {"bound": 0.0}),
+        ("bound 5 %", {"bound": 0.05}),
+        ("bound 5 %, priorities", {"bound": 0.05, "priorities": True}),
+    )
+}
+_IN_A_ROW = 5
 
 Samples = dict[str, list[dict[str, float]]]
 
@@ -44,7 +57,9 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore("benchmark", dist.distributed_c10d._get_default_store())
     link = open_lossy_transport(store, rank, ranks, timedelta(seconds=120))
-    measure = {"sum": _sums, "paths": _paths, "layers": _layers, "step": _steps}[case["kind"]]
+    measure = {"sum": _sums, "paths": _paths, "layers": _layers, "step": _steps, "overlap": _in_a_row}[
+        case["kind"]
+    ]
     samples = measure(link, case)
     if rank == 0:
         print(json.dumps(samples), flush=True)
@@ -181,16 +196,92 @@ def _steps(link: LossyTransport, case: dict[str, Any]) -> Samples:
             if sides[side] is not None:
                 sample["lost"] = round(model.reduction.losses.ratio, 6)
     for side, (module, *_) in trainees.items():
-        gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        error = module.expected_error(gradients, dist.get_world_size())
-        most = 1e-6 + math.sqrt(
-            (sides[side] or {}).get("bound", 0.0)
-        )  # lost elements are wrong by their own size
-        assert error <= most, f"{side} is {error:.2g} off"
+        _check(side, module, (sides[side] or {}).get("bound", 0.0))
     return samples
 
 
-def _wrapped(side: str, bounded: dict[str, Any] | None, module: Any, scale: float) -> Any:
+def _in_a_row(link: LossyTransport, case: dict[str, Any]) -> Samples:
+    """Train the same model, some steps in a row by each side once a round.
+
+    A sample has milliseconds of a step without the first, of a step with all that is under way after the last, and of
+    what the front layer's forward waits: from the backward before, less what that and the optimizer sleep.
+    """
+    from paceline.optim import overlap
+    from paceline_lab.bench.layer_profile import default_profile
+    from paceline_lab.bench.timed_model import TimedModel, gradient_bytes
+    from paceline_lab.experiments.step.forward_overlap_sides import ProportionalSleep
+
+    profile = default_profile("vgg16").taking(case["compute_s"])
+    scale = gradient_bytes(profile) / (case["megabytes"] * 1e6)
+    slept_s = sum(layer.backward_s for layer in profile.layers) + profile.optimizer_s
+    fronts: dict[str, list[float]] = {}
+    trainees = {}
+    for side, (bounded, overlaps) in OVERLAP_SIDES.items():
+        module = TimedModel(profile, dist.get_rank(), scale)
+        model = _wrapped(side, bounded, module, scale, overlap_forward="always" if overlaps else False)
+        optimizer: Any = ProportionalSleep(module.parameters(), profile.optimizer_s)
+        if overlaps:
+            optimizer = overlap(optimizer, model, per_parameter=True)
+        fronts[side] = []
+        _note_calls(next(iter(module)), fronts[side])
+        trainees[side] = (module, model, optimizer)
+    samples: Samples = {side: [] for side in OVERLAP_SIDES}
+    turns = list(OVERLAP_SIDES)
+    for repeat in range(-2, case["repeats"]):  # the ranks agree on an order in the first
+        random.Random(repeat).shuffle(turns)
+        for side in turns:
+            _, model, optimizer = trainees[side]
+            begun_s, backward_s = [], []
+            fronts[side].clear()
+            _begin_together(link)
+            for _ in range(_IN_A_ROW):
+                begun_s.append(time.perf_counter())
+                optimizer.zero_grad(set_to_none=True)
+                output = model(torch.zeros(1, requires_grad=True)).sum()
+                backward_s.append(time.perf_counter())
+                output.backward()
+                optimizer.step()
+            model.flush()
+            _begin_together(link)  # the slowest rank's
+            ended_s = time.perf_counter()
+            waits = [
+                front - since - slept_s for since, front in zip(backward_s, fronts[side][1:], strict=False)
+            ]
+            sample = {
+                "ms": round(1e3 * (begun_s[-1] - begun_s[1]) / (_IN_A_ROW - 2), 2),
+                "drained_ms": round(1e3 * (ended_s - begun_s[0]) / _IN_A_ROW, 2),
+                "front_ms": round(1e3 * statistics.median(waits), 2),
+            }
+            if OVERLAP_SIDES[side][0] is not None:
+                sample["lost"] = round(model.reduction.losses.ratio, 6)
+            if repeat >= 0:
+                samples[side].append(sample)
+    for side, (module, *_) in trainees.items():
+        _check(side, module, (OVERLAP_SIDES[side][0] or {}).get("bound", 0.0))
+    return samples
+
+
+def _note_calls(layer: Any, moments: list[float]) -> None:
+    """Append the time whenever a layer's own forward begins, behind all that waits in front of it."""
+    forward = layer.forward
+
+    def noted(*arguments: Any) -> Any:
+        moments.append(time.perf_counter())
+        return forward(*arguments)
+
+    layer.forward = noted
+
+
+def _check(side: str, module: Any, bound: float) -> None:
+    """Refuse times of wrong gradients; lost elements are wrong by their own size."""
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    error = module.expected_error(gradients, dist.get_world_size())
+    assert error <= 1e-6 + math.sqrt(bound), f"{side} is {error:.2g} off"
+
+
+def _wrapped(
+    side: str, bounded: dict[str, Any] | None, module: Any, scale: float, overlap_forward: bool | str = False
+) -> Any:
     """A model under data parallelism, with its wrapper's default buckets, scaled like its gradients."""
     from paceline import DistributedDataParallel
     from paceline.planning.bucket_assignment import BucketCaps
@@ -205,7 +296,13 @@ def _wrapped(side: str, bounded: dict[str, Any] | None, module: Any, scale: floa
     found = BucketCaps.default(int(whole), any_on_cpu=True, on_one_host=False, num_ranks=num_ranks)
     caps = [cap / scale / mebibyte for cap in found.caps_bytes]
     reduction = Mean() if bounded is None else BoundedLoss(**bounded)
-    return DistributedDataParallel(module, init_sync=False, bucket_cap_mb_list=caps, reduction=reduction)
+    return DistributedDataParallel(
+        module,
+        init_sync=bool(overlap_forward),
+        bucket_cap_mb_list=caps,
+        reduction=reduction,
+        overlap_forward=overlap_forward,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How much memory is there?"""
+"""How much memory does this machine have to spare?"""
 
 from __future__ import annotations
 
