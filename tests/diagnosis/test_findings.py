@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_the_sentence_says_who_where_why_and_what_to_do():
     assert found.words.startswith("Rank 3 (host b) is 3")
     for words in (
         " late in every step, in forward and backward alike, because its cgroup is throttled for 29 ms a step. ",
-        "Without it a step takes 6",
+        "Without it a step takes 58.8 ms",  # its part in collectives is as much shorter as its work
         'Raise its CPU quota, or pass balance="auto" (predicted ',
     ):
         assert words in found.words
@@ -53,11 +54,12 @@ def test_the_cause_is_what_the_kernel_says_of_this_rank_and_not_of_others(facts,
     assert diagnose(MadeRun(computing(1, 0.06), host=of_culprit(1, facts)).make()).finding.cause == kind
 
 
-def in_a_crowd(waits_s, asleep=None):
+def in_a_crowd(waits_s, asleep=None, seen_by=()):
     """Every rank waits for a core in its forward; one may sleep for 30 ms in its optimizer besides."""
     return MadeRun(
         lambda rank, _: {"forward": waits_s[rank], "optimizer": 0.03 * (rank == asleep)},
         host=lambda rank, _: HostFacts(0.03, waits_s[rank]),
+        samples=lambda rank: busy_core(812, "postgres", 0.6) if rank in seen_by else [],
     ).make()
 
 
@@ -66,6 +68,20 @@ def test_a_rank_that_waits_longest_for_a_core_in_a_crowd_is_there_by_chance():
     assert found.finding is None
     assert "Each waits 32.5 ms a step for a core, none much longer than the others" in found.words
     assert diagnose(in_a_crowd([0.030, 0.080, 0.025, 0.035])).finding.cause == "core shared"
+
+
+def test_a_process_on_its_core_alone_tells_a_rank_from_a_crowd():
+    found = diagnose(in_a_crowd([0.030, 0.055, 0.025, 0.035], seen_by=(1,))).finding
+    assert (found.rank, found.cause) == (1, "core shared")
+    assert diagnose(in_a_crowd([0.030, 0.055, 0.025, 0.035], seen_by=(1, 2))).finding.kind == "all ranks"
+
+
+def test_a_process_on_the_cores_of_all_delays_all():
+    found = diagnose(in_a_crowd([0.030, 0.031, 0.029, 0.030], seen_by=(1,)))
+    assert (found.finding.kind, found.finding.rank, found.finding.cause) == ("all ranks", None, "core shared")
+    assert found.words.startswith("The 4 ranks of host a each wait 30 ms of 9")
+    assert "process 812 (postgres) takes 60% of one. Keep other processes off their cores" in found.words
+    assert diagnose(in_a_crowd([0.001] * 4, seen_by=(1,))).finding is None  # they do not wait
 
 
 def test_a_rank_that_is_late_in_a_crowd_is_told_from_those_that_wait_for_a_core():
@@ -206,6 +222,31 @@ def test_a_slow_direction_is_told_by_how_fast_data_arrive_at_best(slow, directio
     assert (found.finding.rank, found.finding.direction) == (2, direction)
     assert words in found.words
     assert "which direction of a link is slow" not in found.not_measured
+
+
+def test_in_a_ring_the_others_mean_falls_and_arrivals_tell():
+    def samples(arrival):
+        slow = lambda a, b: 4.5e6 if 2 in {a, b} else 6e6  # noqa: E731
+        return lambda rank: link_samples(rank, 3, slow, peak=arrival)
+
+    found = MadeRun(num_ranks=3, hosts=("a", "b", "c"), samples=samples(lambda *_: 20e6)).make()
+    assert diagnose(found).finding is None
+    found = samples(lambda _, target: 6e6 if target == 2 else 20e6)
+    found = MadeRun(num_ranks=3, hosts=("a", "b", "c"), samples=found).make()
+    assert (diagnose(found).finding.rank, diagnose(found).finding.direction) == (2, "towards")
+
+
+def test_a_link_s_repaired_step_plays_the_buckets_at_the_others_rate():
+    """Each step sends 60 kB in two buckets, the last of 4 of 9 parts: 27 kB at 15 MB/s are all that is exposed."""
+    run = meshed(3, lambda a, b: 2.4e6 if 2 in {a, b} else 15e6).make()
+    for rank in run.ranks:
+        rank.samples[-1] = replace(rank.samples[-1], step=rank.samples[0].step + 40)
+    work_s = median(max(x.work_s for x in row) for row in run.rows()[3:])
+    last_s = 2.4e6 / 40 * 4 / 9 / 15e6
+    assert diagnose(run).finding.without.step_s == pytest.approx(work_s + last_s, rel=1e-3)
+    for rank in run.ranks:
+        rank.sizes = ()  # recorded by an earlier version
+    assert diagnose(run).finding.without is None
 
 
 # ---- all ranks

@@ -72,7 +72,10 @@ class MadeRun:
     def make(self) -> Run:
         """The run, and the same one every time."""
         draw = random.Random(self.seed)
-        ranks = [RankRun(self._header(rank), labels=LAYERS) for rank in range(self.num_ranks)]
+        ranks = [
+            RankRun(self._header(rank), labels=LAYERS, sizes=(4000, 2000, 3000), bucket_bytes=5000)
+            for rank in range(self.num_ranks)
+        ]
         at_s = [100.0 * rank for rank in range(self.num_ranks)]  # no two clocks agree
         for step in range(1, self.num_steps + 1):
             done = [self._work(rank, step, at_s[rank], draw) for rank in range(self.num_ranks)]
@@ -126,7 +129,7 @@ def link_samples(
     peak: Callable[[int, int], float] = lambda *_: 0.0,
     rtt: Callable[[int, int], float] = lambda *_: 0.0005,
 ) -> list[Sample]:
-    """Two samples of a full mesh: each direction was busy for one second at its rate, in bytes, at most at its peak."""
+    """Two samples of a full mesh, 100 steps apart: each direction was busy for one second at its rate, in bytes."""
 
     def counters(at: int) -> tuple[LinkCounters, ...]:
         return tuple(
@@ -139,13 +142,13 @@ def link_samples(
                 at * lost(rank, peer),
                 2 * rtt(rank, peer),
                 rtt(rank, peer),
-                peak_bytes_per_s=peak(peer, rank),
+                arrival_bytes_per_s=peak(peer, rank),
             )
             for peer in range(num_ranks)
             if peer != rank
         )
 
-    return [Sample(at, float(at), 0.0, counters(at)) for at in (1, 2)]
+    return [Sample(100 * at, float(at), 0.0, counters(at)) for at in (1, 2)]
 
 
 def busy_core(pid: int, name: str, load: float) -> list[Sample]:

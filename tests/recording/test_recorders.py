@@ -282,7 +282,7 @@ def test_how_fast_data_arrive_from_another_host_is_seen_at_its_end_alone(monkeyp
         with monkeypatch.context() as patched:
             patched.setattr(peer_sockets.time, "sleep", lambda _: there.sendall(bytes(1000)))
             sockets.look_at_arrivals()
-        peaks = {x.local.split(":")[0]: x.peak_bytes_per_s for x in sockets.counters()}
+        peaks = {x.local.split(":")[0]: x.arrival_bytes_per_s for x in sockets.counters()}
         assert peaks.pop("127.0.0.1") > 0.0
         assert peaks == {"127.0.0.2": 0.0}
         monkeypatch.setattr(peer_sockets, "_BREAK_S", 0.001)

@@ -1,10 +1,12 @@
-"""What delays all ranks alike, so that none is late: too many threads for the cores, too many small buckets."""
+"""What delays all ranks alike, so that none is late: threads or other processes on their cores, small buckets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
 
+from paceline.diagnosis.causes import taken_from_cores
+from paceline.diagnosis.culprit import LEAST_RATIO
 from paceline.diagnosis.step_table import StepTable
 from paceline.diagnosis.what_if import exposed_s
 from paceline.observe.run_reading import RankRun, Run
@@ -30,15 +32,19 @@ class Everybody:
 
 def everybody_waits(run: Run, table: StepTable) -> Everybody | None:
     """The first of them that is there; None: neither."""
-    return _too_many_threads(run, table) or _small_buckets(run, table)
+    return _too_many_threads(run, table) or _shared_cores(run, table) or _small_buckets(run, table)
+
+
+def _by_host(run: Run) -> dict[str, list[RankRun]]:
+    found: dict[str, list[RankRun]] = {}
+    for rank in run.ranks:
+        found.setdefault(rank.header.host, []).append(rank)
+    return found
 
 
 def _too_many_threads(run: Run, table: StepTable) -> Everybody | None:
     """On one host: threads that compute outnumber the cores, and threads of its ranks wait for one."""
-    by_host: dict[str, list[RankRun]] = {}
-    for rank in run.ranks:
-        by_host.setdefault(rank.header.host, []).append(rank)
-    for host, ranks in by_host.items():
+    for host, ranks in _by_host(run).items():
         threads = sum(rank.header.num_threads for rank in ranks)
         cores = max(rank.header.num_cpus for rank in ranks)
         queued = median(_queued_ratio(rank) for rank in ranks)
@@ -57,6 +63,30 @@ def _too_many_threads(run: Run, table: StepTable) -> Everybody | None:
                 words,
                 f"Set OMP_NUM_THREADS={each}",
             )
+    return None
+
+
+def _shared_cores(run: Run, table: StepTable) -> Everybody | None:
+    """On one host: its ranks wait for cores, and others took at least as much of these as a rank waits."""
+    taken = taken_from_cores(run)
+    for host, ranks in _by_host(run).items():
+        numbers = {x.header.rank for x in ranks}
+        used: dict[str, float] = {}
+        for number in numbers:
+            for name, ratio in taken[number].items():
+                used[name] = max(ratio, used.get(name, 0.0))
+        places = [place for place, number in enumerate(table.ranks) if number in numbers]
+        waits = (row[place].host for row in table.rows for place in places)
+        waited_s = median(max(0.0, x.queued_s - x.throttled_s) for x in waits)
+        if waited_s < LEAST_RATIO * table.step_s or sum(used.values()) * table.step_s < waited_s:
+            continue
+        name = max(used, key=used.__getitem__)
+        words = (
+            f"The {len(ranks)} ranks of host {host} each wait {ms(waited_s)} of {ms(table.step_s)} a step for a core: "
+            f"process {name} takes {used[name]:.0%} of one."
+        )
+        advice = "Keep other processes off their cores"
+        return Everybody("core shared", host, "computation", waited_s, words, advice)
     return None
 
 

@@ -2,7 +2,8 @@
 
 Rules
 0. Work is compared without waits for a core first. Only then a rank may be late because it waits for one, and only if
-   it waits much longer than every other rank: on a crowded machine all wait, and chance makes one of them the last.
+   it waits much longer than every other rank, or processes that were seen on its core alone account for what it waits
+   longer: on a crowded machine all wait, and chance makes one of them the last.
 1. Phases that are their own cause come first: garbage collection, checkpoints.
 2. Throttling is asked before waiting for a core, which contains it; unequal work before a slower core.
 3. What differs from the other ranks counts, never the number alone.
@@ -42,15 +43,15 @@ def late_rank(run: Run, table: StepTable) -> tuple[Culprit, Cause] | None:
         and _median_excess_s(table, own, lambda rank: rank.work_s) < LEAST_RATIO * table.step_s
     ):
         own = None  # the others wait so long for cores that it is none the later
-    if any_way is not None and _is_chance(table, any_way):
+    if any_way is not None and _is_chance(run, table, any_way):
         any_way = None
     if own is not None and (any_way is None or own.delay_s > 0.5 * any_way.delay_s):
         return own, cause_of(run, alone, own)
     return None if any_way is None else (any_way, cause_of(run, table, any_way))
 
 
-def _is_chance(table: StepTable, culprit: Culprit) -> bool:
-    """Whether it is late because it waits for a core, in a window in which others wait half as long or more."""
+def _is_chance(run: Run, table: StepTable, culprit: Culprit) -> bool:
+    """Whether it is late because it waits for a core, and nothing sets it apart from others that do (rule 0)."""
     if _median_excess_s(table, culprit, _queued_s) <= 0.5 * culprit.delay_s:
         return False
     if culprit.rank is None:
@@ -59,7 +60,11 @@ def _is_chance(table: StepTable, culprit: Culprit) -> bool:
     rows = table.rows[culprit.indices[0] if culprit.when == "since" else 0 :]
     waits_s = [fmean(_queued_s(row[place]) for row in rows) for place in range(len(table.ranks))]
     own_s = waits_s.pop(culprit.places[0])
-    return own_s < _ALONE * max(waits_s)
+    if own_s >= _ALONE * max(waits_s):
+        return False
+    taken_s = {rank: sum(x.values()) * table.step_s for rank, x in taken_from_cores(run).items()}
+    own_taken_s = taken_s.pop(culprit.rank)
+    return own_taken_s < own_s - max(waits_s) or 2 * max(taken_s.values()) > own_taken_s
 
 
 def _median_excess_s(table: StepTable, culprit: Culprit, value: Callable[[RankStep], float]) -> float:
@@ -176,18 +181,26 @@ class _Facts:
 
     def _neighbour(self) -> str:
         """Who else used the culprit's core most, no rank of this run; "": nobody was seen."""
-        rank = self._of_rank()
-        own = {x.header.pid for x in self._run.ranks}
-        used: dict[str, float] = {}
-        for look in [x for x in rank.samples if x.neighbours is not None][1:] if rank else []:
-            for x in look.neighbours or ():
-                if x.pid not in own:
-                    name = f"{x.pid} ({x.name})"
-                    used[name] = used.get(name, 0.0) + x.cpu_s
+        used = {} if self._culprit.rank is None else taken_from_cores(self._run)[self._culprit.rank]
         return max(used, key=used.__getitem__, default="")
 
     def _of_rank(self) -> RankRun | None:
         return next((x for x in self._run.ranks if x.header.rank == self._culprit.rank), None)
+
+
+def taken_from_cores(run: Run) -> dict[int, dict[str, float]]:
+    """Of each rank, for what share of the time each process that is no rank of this run was seen on its core."""
+    own = {x.header.pid for x in run.ranks}
+    found: dict[int, dict[str, float]] = {}
+    for rank in run.ranks:
+        used = found[rank.header.rank] = {}
+        looks = [x for x in rank.samples if x.neighbours is not None]
+        for look in looks[1:]:
+            for x in look.neighbours or ():
+                if x.pid not in own:
+                    ratio = x.cpu_s / max(1e-9, looks[-1].at_s - looks[0].at_s)
+                    used[f"{x.pid} ({x.name})"] = used.get(f"{x.pid} ({x.name})", 0.0) + ratio
+    return found
 
 
 def _tokens(rank: RankStep) -> int | None:

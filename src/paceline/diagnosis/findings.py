@@ -13,7 +13,7 @@ from paceline.diagnosis.health import health_of
 from paceline.diagnosis.links import SlowLink, edges_of, slow_link
 from paceline.diagnosis.remedies import Remedy, remedies_of, remedies_of_link, remedies_of_waiting
 from paceline.diagnosis.step_table import StepTable, table_of
-from paceline.diagnosis.what_if import Prediction, exposed_s, without
+from paceline.diagnosis.what_if import Prediction, exposed_s
 from paceline.observe.run_reading import Run, read_run
 from paceline.quantities import ms, show_rate
 
@@ -164,8 +164,9 @@ def _saved_s(finding: Finding) -> float:
 
 
 def _of_rank(run: Run, table: StepTable, culprit: Culprit, cause: Cause) -> Finding:
-    predicted = without(table, culprit)
     remedies = remedies_of(table, culprit, cause)
+    predicted = remedies[0].predicted
+    assert predicted is not None
     is_lasting = culprit.when in {"always", "since", "moving"}
     now_s = table.step_s if is_lasting else sum(table.steps_s) / len(table)
     then_s = predicted.step_s if is_lasting else predicted.mean_s
@@ -303,7 +304,7 @@ def _not_measured(run: Run) -> tuple[str, ...]:
     if run.ranks and not any(sample.links for x in run.ranks for sample in x.samples):
         found.append("links: no TCP connection between ranks was seen")
     elif len({x.header.host for x in run.ranks}) > 1 and not any(
-        link.peak_bytes_per_s for x in run.ranks for sample in x.samples[-1:] for link in sample.links
+        link.arrival_bytes_per_s for x in run.ranks for sample in x.samples[-1:] for link in sample.links
     ):
         found.append("which direction of a link is slow")
     return tuple(found)

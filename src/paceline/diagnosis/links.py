@@ -1,22 +1,22 @@
 """Which host's link is slow, lossy or far, from what both ends of every connection between ranks have counted.
 
 Rates are acknowledged bytes over the time in which something was not yet acknowledged. Which of a link's two directions
-is slow cannot be told from that: acknowledgements wait in the same queue. It is told by how fast data have arrived at
-best, at the host and at those that it sends to.
+is slow cannot be told from that: acknowledgements wait in the same queue. It is told by how data arrive, at the host
+and at those that it sends to. In a ring others wait for the slow one, so that their mean falls, too, but what arrives
+there does so in bursts. So of the host with the lowest means, these or one direction's arrivals have to be low.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from paceline.observe.run_reading import Run
 from paceline.observe.run_records import LinkCounters, Sample
 
-_SLOW = 0.7  # the best rate at a slow host over the worst elsewhere, and of arrivals the best over the best
-_BOTH = 0.6  # of arrivals, the best in either direction over the best elsewhere
+_SLOW = 0.7  # the best rate at a slow host over the worst elsewhere; arrivals one way over elsewhere
 _LOSSY, _MORE_LOST = 0.005, 3.0  # segments resent, and over any other connection's
 _FAR, _FAR_S = 3.0, 0.002  # the shortest round trip over the others', and at least
 _SEGMENT_BYTES = 1448
@@ -34,7 +34,8 @@ class Edge:
     num_resent: int  # segments
     least_rtt_s: float  # the shortest round trip seen
     kind: str = "tcp"  # "tcp" or "udp"
-    peak_bytes_per_s: float = 0.0  # the fastest at which it arrived at the target; 0: not known
+    arrival_bytes_per_s: float = 0.0  # half of the bytes arrived faster; 0: not known
+    num_steps: int = 1  # between the samples
 
     @property
     def bytes_per_s(self) -> float:
@@ -55,27 +56,39 @@ class SlowLink:
     others: float  # the same of the other connections
     peer: int | None = None  # with "loss": to whom
     direction: str = ""  # with "rate": "towards" or "from" the rank's host, "both"; "": not known
-    best: float = (
-        0.0  # with "rate": what others reach at best; in the mean a ring's others wait for the slow one
-    )
+    # With "rate": what others reach at best, as in the mean a ring's others wait for the slow one; and the bytes that
+    # its busiest connection carries each step.
+    best: float = 0.0
+    step_bytes: float = 0.0
 
 
 def edges_of(run: Run) -> tuple[Edge, ...]:
     """Connections between ranks that carried a good part of the gradients, by their two ends' own addresses."""
-    owner, peaks = {}, {}
+    owner, arrivals = {}, {}
     for rank in run.ranks:
         for link in _links(rank.samples[-1:]):
             owner[link.local, link.remote] = rank.header.rank
-            peaks[link.remote, link.local] = link.peak_bytes_per_s  # of what the other end sends
+            arrivals[link.remote, link.local] = link.arrival_bytes_per_s  # of what the other end sends
     found: dict[tuple[int, int], Edge] = {}
     for rank in run.ranks:
-        early = {(x.local, x.remote): x for x in _first_links(rank.samples)}
+        early = {(x.local, x.remote): (at, x) for at in reversed(rank.samples[:-1]) for x in at.links}
         for link in _links(rank.samples[-1:]):
             peer = owner.get((link.remote, link.local))
             before = early.get((link.local, link.remote))
             if peer is None or before is None or _is_within_a_host(link):
                 continue
-            edge = _since(rank.header.rank, peer, before, link, peaks[link.local, link.remote])
+            at, first = before
+            edge = Edge(
+                rank.header.rank,
+                peer,
+                link.sent_bytes - first.sent_bytes,
+                link.busy_s - first.busy_s,
+                link.num_resent - first.num_resent,
+                link.least_rtt_s,
+                link.kind,
+                arrivals[link.local, link.remote],
+                max(1, rank.samples[-1].step - at.step),
+            )
             old = found.get((edge.source, edge.target))
             found[edge.source, edge.target] = edge if old is None else _both(old, edge)
     most = max((edge.sent_bytes for edge in found.values()), default=0)
@@ -95,30 +108,33 @@ def _slow(edges: tuple[Edge, ...], ranks: set[int]) -> SlowLink | None:
     scores = {rank: fmean(math.log(max(x.bytes_per_s, 1.0)) for x in _at(edges, rank)) for rank in ranks}
     slowest = min(scores, key=scores.__getitem__)
     own = [x.bytes_per_s for x in _at(edges, slowest)]
-    others = [x.bytes_per_s for x in edges if slowest not in {x.source, x.target}]
-    if not others or max(own) >= _SLOW * min(others):
+    elsewhere = [x for x in edges if slowest not in {x.source, x.target}]
+    if not elsewhere:
         return None
-    best = max(median(others), *(x.peak_bytes_per_s for x in edges if slowest not in {x.source, x.target}))
+    others = [x.bytes_per_s for x in elsewhere]
     direction = _direction(edges, slowest)
-    return SlowLink(slowest, "rate", median(own), median(others), direction=direction, best=best)
+    if max(own) >= _SLOW * min(others) and not direction:
+        return None
+    best = max(median(others), *(x.arrival_bytes_per_s for x in elsewhere))
+    step_bytes = max(x.sent_bytes / x.num_steps for x in _at(edges, slowest))
+    return SlowLink(slowest, "rate", median(own), median(others), None, direction, best, step_bytes)
 
 
 def _direction(edges: tuple[Edge, ...], rank: int) -> str:
-    """What is slow is so at its best, too; the other direction has bursts as fast as elsewhere."""
+    """Which way data arrive more slowly than elsewhere, byte by byte; "": neither, or it is not known."""
 
-    def peak(found: Iterable[Edge]) -> float:
-        return max((x.peak_bytes_per_s for x in found), default=0.0)
+    def arrives(found: Iterable[Edge]) -> float:
+        return max((x.arrival_bytes_per_s for x in found), default=0.0)
 
-    towards = peak(x for x in edges if x.target == rank)
-    away = peak(x for x in edges if x.source == rank)
-    elsewhere = peak(x for x in edges if rank not in {x.source, x.target})
-    if not towards or not away:
+    elsewhere = arrives(x for x in edges if rank not in {x.source, x.target})
+    rates = {
+        "towards": arrives(x for x in edges if x.target == rank),
+        "from": arrives(x for x in edges if x.source == rank),
+    }
+    slow = [way for way, rate in rates.items() if rate < _SLOW * elsewhere]
+    if not all(rates.values()) or not slow:
         return ""
-    if max(towards, away) < _BOTH * elsewhere:
-        return "both"
-    if towards < _SLOW * away:
-        return "towards"
-    return "from" if away < _SLOW * towards else ""
+    return "both" if len(slow) == 2 else slow[0]
 
 
 def _lossy(edges: tuple[Edge, ...]) -> SlowLink | None:
@@ -146,29 +162,6 @@ def _links(samples: Iterable[Sample]) -> list[LinkCounters]:
     return [link for sample in samples for link in sample.links]
 
 
-def _first_links(samples: list[Sample]) -> list[LinkCounters]:
-    """Each connection as it was first seen."""
-    found: Mapping[tuple[str, str], LinkCounters] = {
-        (link.local, link.remote): link for link in reversed(_links(samples[:-1]))
-    }
-    return list(found.values())
-
-
-def _since(
-    source: int, target: int, before: LinkCounters, now: LinkCounters, peak_bytes_per_s: float
-) -> Edge:
-    return Edge(
-        source,
-        target,
-        now.sent_bytes - before.sent_bytes,
-        now.busy_s - before.busy_s,
-        now.num_resent - before.num_resent,
-        now.least_rtt_s,
-        now.kind,
-        peak_bytes_per_s,
-    )
-
-
 def _is_within_a_host(link: LinkCounters) -> bool:
     """No link carries it, whichever ranks they are."""
     return link.local.rpartition(":")[0] == link.remote.rpartition(":")[0]
@@ -184,5 +177,6 @@ def _both(a: Edge, b: Edge) -> Edge:
         a.num_resent + b.num_resent,
         min(a.least_rtt_s, b.least_rtt_s),
         a.kind,
-        max(a.peak_bytes_per_s, b.peak_bytes_per_s),
+        max(a.arrival_bytes_per_s, b.arrival_bytes_per_s),
+        max(a.num_steps, b.num_steps),
     )

@@ -12,7 +12,7 @@ from paceline.diagnosis.communication import hiding
 from paceline.diagnosis.culprit import Culprit
 from paceline.diagnosis.links import SlowLink
 from paceline.diagnosis.step_table import RankStep, StepTable
-from paceline.diagnosis.what_if import Prediction, exposed_s, with_exposed, with_work, without
+from paceline.diagnosis.what_if import Prediction, exposed_s, with_wire, with_work, without
 from paceline.observe.run_reading import Run
 from paceline.planning.shares import Speed, lower_bound_s
 from paceline.quantities import ms
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 _COMPUTES = {"forward", "backward", "computation", "other"}
 _SLOW_CORE = {"throttled", "stolen", "core shared", "computes longer"}
 """Fewer samples help against these; a wait of so many milliseconds stays as it is."""
+SLOWS_ALL = {"throttled", "stolen", "core shared"}
+"""A process has these in all that it does, in its part of collectives as well."""
 _PER_SAMPLE = ("forward", "backward")
 _WORTH = 0.97  # of a step: a remedy that is predicted to leave more is not named
-_HALF_RATIO = 0.5  # of the exposed communication that bf16 leaves where the link's rate limits
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ _OF_CAUSE = {
 
 def remedies_of(table: StepTable, culprit: Culprit, cause: Cause) -> tuple[Remedy, ...]:
     """For a late rank: what removes the cause, and shares by speed where these help and others do not."""
-    removed = without(table, culprit)
+    removed = without(table, culprit, slows_all=cause.kind in SLOWS_ALL)
     found = [Remedy(_OF_CAUSE[cause.kind], removed)]
     is_lasting = culprit.when in {"always", "since"}
     if is_lasting and culprit.phase in _COMPUTES and cause.kind in _SLOW_CORE:
@@ -95,8 +96,8 @@ def remedies_of_link(run: Run, table: StepTable, link: SlowLink) -> tuple[Remedy
     if exposed_s(table) <= 0:
         return ()
     if link.kind == "rate":
-        repaired = with_exposed(table, min(1.0, link.value / link.best))
-        halved = Remedy('pass compression="bf16"', with_exposed(table, _HALF_RATIO))
+        repaired = with_wire(run, table, link.step_bytes / link.best)
+        halved = Remedy('pass compression="bf16"', with_wire(run, table, link.step_bytes / link.value / 2))
         hidden = remedies_of_waiting(run, table)
         return (
             Remedy("Repair its link", repaired),

@@ -14,11 +14,15 @@ from statistics import median
 
 from paceline.diagnosis.culprit import Culprit
 from paceline.diagnosis.step_table import RankStep, StepTable
+from paceline.observe.run_reading import RankRun, Run
+from paceline.observe.run_records import StepRecord
+from paceline.planning.replay import Wire, replay
 
 _DRAWS = 20  # replays of a run
 _RESAMPLED = 200  # medians, for the range
 # phases with a larger excess are replaced: of the delay, or of the step without it
 _GUILTY_RATIO, _GUILTY_STEP_RATIO = 0.1, 0.01
+_RECORDING = frozenset({"recording"})
 
 
 @dataclass(frozen=True)
@@ -38,20 +42,27 @@ class Prediction:
     mean_s: float
 
 
-def without(table: StepTable, culprit: Culprit) -> Prediction:
-    """The step if the culprit took for its guilty phases what others take."""
+def without(table: StepTable, culprit: Culprit, *, slows_all: bool = False) -> Prediction:
+    """The step if the culprit took for its guilty phases what others take.
+
+    Where something `slows_all` that its process does, its part in collectives is as many times as long as its work.
+    Recording takes a share of the time, not of the steps: of shorter ones, less.
+    """
     guilty = _guilty(table, culprit)
+    recorded = min(1.0, culprit.delay_s / table.step_s) * (len(culprit.indices) / len(table))
     affected = set(culprit.indices)
     chance = random.Random(0)  # noqa: S311  the same answer every time
     steps_s = []
     for _ in range(_DRAWS):
         for index, row in enumerate(table.rows):
-            works = {rank: x.work_s for rank, x in enumerate(row)}
+            works = {rank: x.work_s - recorded * _phases_s(x, _RECORDING) for rank, x in enumerate(row)}
+            left = 1.0
             if index in affected:
                 place = culprit.places[index]
                 other = chance.choice([x for x in range(len(row)) if x != place])
-                works[place] = _replaced_s(row[place], row[other], guilty)
-            steps_s.append(_step_s(row, works))
+                works[place] += _phases_s(row[other], guilty) - _phases_s(row[place], guilty)
+                left = min(1.0, works[place] / row[place].work_s) if slows_all else 1.0
+            steps_s.append(_step_s(row, works, left))
     return _prediction(steps_s, len(table), chance)
 
 
@@ -63,13 +74,34 @@ def with_work(table: StepTable, work_s: Mapping[int, float]) -> Prediction:
     return _prediction(steps_s, len(table), random.Random(0))  # noqa: S311  as above
 
 
-def with_exposed(table: StepTable, ratio: float) -> Prediction:
-    """The step if so much of the exposed communication were left."""
-    steps_s = []
-    for row in table.rows:
-        last_s = max(x.work_s for x in row)
-        steps_s.append(last_s + ratio * max(0.0, median(x.step_s for x in row) - last_s))
+def with_wire(run: Run, table: StepTable, wire_s: float) -> Prediction | None:
+    """The step if its gradients took so long on the wire, bucket after bucket; None: nothing is known of buckets."""
+    steps_s, of_step = [], dict(zip(table.steps, table.rows, strict=True))
+    for records in run.rows():
+        row = of_step.get(records[0].step)
+        if row is None:
+            continue
+        last = max(range(len(row)), key=lambda place: row[place].work_s)  # whose buckets the others wait for
+        ready_s, sizes = _buckets(records[last], run.ranks[last])
+        if not sum(sizes):
+            return None
+        wires = [Wire(0.0, x, x) for x in (wire_s * size / sum(sizes) for size in sizes)]
+        steps_s.append(row[last].work_s + replay(ready_s, wires, records[last].work_ended_s).exposed_s)
     return _prediction(steps_s, len(table), random.Random(0))  # noqa: S311  as above
+
+
+def _buckets(record: StepRecord, rank: RankRun) -> tuple[list[float], list[int]]:
+    """When each was ready, and its bytes; of torch's DDP as it fills them, layer after layer as they are ready."""
+    if record.buckets:
+        return [x.ready_s for x in record.buckets], [x.size_bytes for x in record.buckets]
+    ready_s, sizes, filled = [], [], 0
+    for index, at_s in record.gradient_marks if rank.sizes else ():
+        filled += rank.sizes[index]
+        if filled >= rank.bucket_bytes or index == record.gradient_marks[-1][0]:
+            ready_s.append(at_s)
+            sizes.append(filled)
+            filled = 0
+    return ready_s, sizes
 
 
 def shorter_by(table: StepTable, gain_s: float) -> Prediction:
@@ -99,18 +131,14 @@ def _guilty(table: StepTable, culprit: Culprit) -> frozenset[str]:
     return frozenset(phase for phase, x in by_phase.items() if x > least_s)
 
 
-def _replaced_s(guilty_one: RankStep, other: RankStep, guilty: frozenset[str]) -> float:
-    return guilty_one.work_s - _phases_s(guilty_one, guilty) + _phases_s(other, guilty)
-
-
 def _phases_s(rank: RankStep, phases: frozenset[str]) -> float:
     return sum(seconds for (phase, _), seconds in rank.parts.items() if phase in phases)
 
 
-def _step_s(row: tuple[RankStep, ...], works: Mapping[int, float]) -> float:
-    """With the exposed communication of now, which does not depend on who was last."""
+def _step_s(row: tuple[RankStep, ...], works: Mapping[int, float], left: float = 1.0) -> float:
+    """With what is left of the exposed communication of now, which does not depend on who was last."""
     before_s = max(x.work_s for x in row)
-    return median(x.step_s for x in row) - before_s + max(works.values())
+    return left * (median(x.step_s for x in row) - before_s) + max(works.values())
 
 
 def _prediction(steps_s: list[float], num_steps: int, chance: random.Random) -> Prediction:

@@ -25,6 +25,8 @@ class RankRun:
     steps: list[StepRecord] = field(default_factory=list)  # in order
     samples: list[Sample] = field(default_factory=list)  # in order
     labels: tuple[str, ...] = ()  # what indices in `StepRecord.gradient_marks` mean
+    sizes: tuple[int, ...] = ()  # as `Labels`
+    bucket_bytes: int = 0
     health: list[Health] = field(default_factory=list)  # in order
     is_cut: bool = False  # whether its file ends in mid-line
 
@@ -34,7 +36,7 @@ class RankRun:
         elif isinstance(record, Sample):
             self.samples.append(record)
         elif isinstance(record, Labels):
-            self.labels = record.names
+            self.labels, self.sizes, self.bucket_bytes = record.names, record.sizes, record.bucket_bytes
         elif isinstance(record, Health):
             self.health.append(record)
 

@@ -156,8 +156,8 @@ class LinkCounters:
     rtt_s: float  # the last round trip, smoothed
     least_rtt_s: float  # the shortest one
     kind: str = "tcp"  # "tcp" or "udp"
-    # the fastest at which data arrived from there in any 5 ms that were looked at; 0: not known
-    peak_bytes_per_s: float = 0.0
+    # at which data arrived from there, by the millisecond: half of the bytes did faster; 0: not known
+    arrival_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,9 @@ class Labels:
     """Names of what `StepRecord.gradient_marks` counts, from this line on: a layer, or the layers of a bucket."""
 
     names: tuple[str, ...]
+    # Of torch's DDP: bytes of each layer's gradients, and how many a bucket takes before it is sent.
+    sizes: tuple[int, ...] = ()
+    bucket_bytes: int = 0
 
 
 @dataclass(frozen=True)

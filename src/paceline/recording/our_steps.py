@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from paceline.observe import spans
+from paceline.observe.run_records import Labels
 from paceline.observe.timings import LeftBackward, StepTimings
 from paceline.recording.fingerprints import fingerprint
 from paceline.recording.process_phases import watch_phases
@@ -45,7 +46,7 @@ class OurSteps:
         """What they hold; `buckets` is another object whenever they were cut anew, and else nothing is asked."""
         if buckets is not self._named:
             self._named = buckets
-            self.recorder.name(labels())
+            self.recorder.name(Labels(tuple(labels())))
 
     def begin_forward(self, module: Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Before a forward of these arguments that may be differentiated."""

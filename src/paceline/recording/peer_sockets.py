@@ -4,7 +4,7 @@ Whose end the other one is, each rank's file says of itself: readers match addre
 `tcpi_delivery_rate` is not read: a measurement found it the same on links of 20 and of 200 Mbit/s.
 
 Which direction of a link is slow is in none of the counters, as acknowledgements wait in the same queue. It is in how
-fast data arrive for 5 ms within a collective, at best, so a thread looks five times a second.
+data arrive within a collective: steadily on a slow link, in bursts on others. So a thread looks, a millisecond apart.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import struct
 import threading
 import time
 import weakref
+from collections import deque
+from collections.abc import Collection
 
 from paceline.observe.run_records import LinkCounters
 
@@ -24,9 +26,11 @@ _SIZE = 232
 _RTT_US, _TOTAL_RETRANS, _MIN_RTT_US = 68, 100, 148
 _BYTES_ACKED, _BYTES_RECEIVED, _BUSY_US = 120, 128, 168
 _ESTABLISHED = 1
-# Looks at what has arrived: how long they are apart, how many follow each other, the break after them, and for how long
-# after the counters were asked for
-_APART_S, _LOOKS, _BREAK_S, _WATCHED_S = 0.005, 4, 0.18, 30.0
+# Looks at what has arrived: how long they are apart, how many follow each other, fewer if so many see nothing; the
+# break after them, and once so many that saw something are kept; for how long after the counters were asked for
+_APART_S, _LOOKS, _QUIET = 0.001, 20, 5
+_BREAK_S, _LATER_BREAK_S, _KEPT, _WATCHED_S = 0.18, 2.0, 256, 30.0
+_FEWEST = 8  # looks that say a rate
 
 
 class PeerSockets:
@@ -34,7 +38,8 @@ class PeerSockets:
 
     def __init__(self) -> None:
         self._ends: dict[int, tuple[str, str]] = {}
-        self._peaks: dict[tuple[str, str], float] = {}  # bytes per second, by their ends
+        # by their ends: bytes that arrived, and in which time, of the last looks that saw some
+        self._arrivals: dict[tuple[str, str], deque[tuple[int, float]]] = {}
         self._asked_s = 0.0
         self._is_watched = False
 
@@ -45,20 +50,30 @@ class PeerSockets:
             threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
 
     def look_at_arrivals(self) -> None:
-        """Look some times at what has arrived, and keep the fastest rates. Takes 20 ms, asleep."""
+        """Look each millisecond at what has arrived, for 20 ms, or until nothing does. Asleep in between."""
         watched = [(file, ends) for file, ends in list(self._ends.items()) if _crosses_hosts(ends)]
         if not watched or time.monotonic() - self._asked_s > _WATCHED_S:
             return
         began_s, before = time.perf_counter(), [_arrived(file) for file, _ in watched]
+        num_quiet = 0
         for _ in range(_LOOKS):
             time.sleep(_APART_S)
-            at_s = time.perf_counter()
-            now = [_arrived(file) for file, _ in watched]
-            # At least so fast: whoever is put off its core meanwhile sees it slower, never faster.
+            at_s, now = time.perf_counter(), [_arrived(file) for file, _ in watched]
+            # Whoever is put off its core meanwhile sees data arrive slower, never faster.
             apart_s = time.perf_counter() - began_s
+            num_quiet = num_quiet + 1 if now == before else 0
             for (_, ends), first, last in zip(watched, before, now, strict=True):
-                self._peaks[ends] = max(self._peaks.get(ends, 0.0), (last - first) / apart_s)
+                if last > first:
+                    kept = self._arrivals.setdefault(ends, deque(maxlen=_KEPT))
+                    kept.append((last - first, apart_s))
+            if num_quiet == _QUIET:
+                return
             began_s, before = at_s, now
+
+    @property
+    def knows_arrivals(self) -> bool:
+        """Whether it has looked often enough to look more seldom."""
+        return any(len(kept) == _KEPT for kept in self._arrivals.values())
 
     def find(self) -> None:
         """Look for connections again: new ones may have been made."""
@@ -76,15 +91,31 @@ class PeerSockets:
     def counters(self) -> tuple[LinkCounters, ...]:
         """What each of them has counted, since it was made."""
         self._asked_s = time.monotonic()
-        asked = (_counters(file, *ends, self._peaks.get(ends, 0.0)) for file, ends in self._ends.items())
+        asked = (
+            _counters(file, *ends, _median_rate(self._arrivals.get(ends, ())))
+            for file, ends in self._ends.items()
+        )
         return tuple(counters for counters in asked if counters is not None)
 
 
 def _watch(sockets: weakref.ref[PeerSockets]) -> None:
     while (found := sockets()) is not None:
         found.look_at_arrivals()
+        break_s = _LATER_BREAK_S if found.knows_arrivals else _BREAK_S
         del found
-        time.sleep(_BREAK_S)
+        time.sleep(break_s)
+
+
+def _median_rate(arrivals: Collection[tuple[int, float]]) -> float:
+    """Bytes per second, half of the bytes arrived faster; 0: too few looks. A link's limit lets short bursts pass."""
+    if len(arrivals) < _FEWEST:
+        return 0.0
+    left = sum(size for size, _ in arrivals) / 2
+    for rate, size in sorted((size / max(apart_s, 1e-6), size) for size, apart_s in arrivals):
+        left -= size
+        if left <= 0:
+            return rate
+    return 0.0
 
 
 def _crosses_hosts(ends: tuple[str, str]) -> bool:
@@ -132,7 +163,7 @@ def _arrived(file: int) -> int:
     return int(struct.unpack_from("Q", info, _BYTES_RECEIVED)[0]) if info else 0
 
 
-def _counters(file: int, local: str, remote: str, peak_bytes_per_s: float) -> LinkCounters | None:
+def _counters(file: int, local: str, remote: str, arrival_bytes_per_s: float) -> LinkCounters | None:
     info = _info(file)
     if not info:
         return None
@@ -152,5 +183,5 @@ def _counters(file: int, local: str, remote: str, peak_bytes_per_s: float) -> Li
         half(_TOTAL_RETRANS),
         1e-6 * half(_RTT_US),
         1e-6 * half(_MIN_RTT_US),
-        peak_bytes_per_s=peak_bytes_per_s,
+        arrival_bytes_per_s=arrival_bytes_per_s,
     )

@@ -18,7 +18,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,9 +93,9 @@ class Recorder:
         self._is_detached = self._has_stopped = False
         _forget_clock()  # the process may be in another cgroup by now
 
-    def name(self, labels: Sequence[str]) -> None:
+    def name(self, labels: Labels) -> None:
         """What the indices of gradients or buckets mean from now on."""
-        self._labels = Labels(tuple(labels))
+        self._labels = labels
         if self._writer is not None:
             self._writer.write(self._labels)
 

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.observe import spans
+from paceline.observe.run_records import Labels
 from paceline.recording.fingerprints import fingerprint, is_finite
 from paceline.recording.labels import layer_of_each
 from paceline.recording.process_phases import watch_phases
@@ -64,7 +65,10 @@ class RecordedTorchDDP:
         labels, self._layer_of = layer_of_each(wrapper.module)
         self._suspect: Parameter | None = None  # had a gradient that was not finite, of a loss that was not
         self._has_blamed = False  # said so
-        recorder.name(labels)
+        sizes = [0] * len(labels)
+        for parameter, layer in self._layer_of:
+            sizes[layer] += parameter.nbytes
+        recorder.name(Labels(tuple(labels), tuple(sizes), getattr(wrapper, "bucket_bytes_cap", 0)))
         self._ready_s = [0.0] * len(labels)
         self._last_s = 0.0
         self._handles = [

@@ -96,7 +96,9 @@ class BoundedLoss(Reduction):
     """
 
     needs_all_buckets = True
-    why_not_elastic = "counts lost packets between ranks that know each other from the beginning. Leave out transport=."
+    why_not_elastic = (
+        "counts lost packets between ranks that know each other from the beginning. Leave out transport=."
+    )
 
     def __init__(
         self,

@@ -157,7 +157,7 @@ def _report(grades: list[Grade], config: Config) -> Report:
         {f"{row.cause} {row.strength:g}": asdict(row) for row in rows},
         {"grades": [asdict(x) for x in grades]},
         collect(_NUM_RANKS),
-        {"ranks": f"{_NUM_RANKS} on this machine; links: 3 emulated hosts of 200 Mbit/s"},
+        {"ranks": f"{_NUM_RANKS} on this machine; links: 3 emulated hosts of 400 Mbit/s"},
     )
 
 

@@ -1,10 +1,18 @@
-"""Was the doctor right? A case counts only if the injection made steps longer; misses stay in the table."""
+"""Was the doctor right? Misses stay in the table. Two rules say what may be asked of it, from the records alone.
+
+Rules
+1. A case counts if its effect is verified: the injection made the step at least 5 % longer, and by more than three
+   times what steps of clean runs differ (root of the mean square) from those before and after them.
+2. A process on a core that other ranks may use as well delays whomever the kernel puts there. If the rank that it was
+   put beside is not 5 % of a step later than every other, "all ranks" is right, and to name that rank is wrong.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean, median_high
+from dataclasses import dataclass, replace
+from statistics import fmean, median, median_high
 
 from paceline.diagnosis import Finding, diagnose
 from paceline.diagnosis.step_table import table_of
@@ -13,8 +21,9 @@ from paceline_lab.experiments.slow_ranks.injections import Case
 from paceline_lab.experiments.slow_ranks.links import CLEAN_LINKS, LINK_CAUSES
 from paceline_lab.experiments.slow_ranks.records import BEFORE, REPAIRED, SLOW, Recorded
 
-LEAST_EFFECT = 0.05  # of the repaired step
+LEAST_EFFECT, _TIMES_CHANCE = 0.05, 3.0  # of the repaired step; and of what clean runs show
 _CLOSE = 0.05  # a prediction of the repaired step
+_OF_LINKS = 1000  # clean runs on links have seeds from here on, beside those of one machine
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,7 @@ class Grade:
         strength: How strongly.
         seed: Of whom and where.
         effect: The step with the injection over the repaired one, less 1.
-        is_effective: Whether that is enough to be asked for.
+        is_effective: Whether that is enough to be asked for (rule 1).
         answer: "right" or "wrong" of the rank, "silent", or of clean runs "quiet" or "alarm".
         is_cause_right: Phase, layer and cause as well.
         is_when_right: And the pattern in time.
@@ -79,7 +88,9 @@ def grades_of(recorded: Mapping[Case, Recorded]) -> list[Grade]:
             found.append(grade_rank(x))
         elif clean is not None:
             found.append(grade_link(x, clean))
-    return found
+    chance = [x.effect for x in found if x.cause == "clean" and x.seed < _OF_LINKS]
+    bar = max(LEAST_EFFECT, _TIMES_CHANCE * math.sqrt(fmean(x * x for x in chance)) if chance else 0.0)
+    return [replace(x, is_effective=x.cause != "clean" and x.effect >= bar) for x in found]
 
 
 def grade_rank(recorded: Recorded) -> Grade:
@@ -96,6 +107,7 @@ def grade_rank(recorded: Recorded) -> Grade:
     error = None
     if finding is not None:
         has_one = of.is_of_one and case.cause != "moves from rank to rank"
+        has_one &= not of.may_hit_all or _is_latest(recorded, then_s)
         is_right = not is_clean and finding.rank == (recorded.culprit if has_one else None)
         is_cause = (
             is_right
@@ -110,7 +122,7 @@ def grade_rank(recorded: Recorded) -> Grade:
         case.strength,
         case.seed,
         effect,
-        effect >= LEAST_EFFECT,
+        False,
         _answer(finding, is_clean=is_clean, is_right=is_right),
         is_cause,
         finding is not None and is_right and finding.when in of.when,
@@ -119,6 +131,13 @@ def grade_rank(recorded: Recorded) -> Grade:
         after.median_s / before.median_s - 1,
         load=recorded.load,
     )
+
+
+def _is_latest(recorded: Recorded, then_s: float) -> bool:
+    """Whether the rank that was struck works longer than every other (rule 2)."""
+    table = table_of(recorded.runs[SLOW])
+    place = table.ranks.index(recorded.culprit)
+    return median(leads[place] for leads in table.leads_s()) >= LEAST_EFFECT * then_s
 
 
 def grade_link(recorded: Recorded, clean: Recorded) -> Grade:
@@ -137,9 +156,9 @@ def grade_link(recorded: Recorded, clean: Recorded) -> Grade:
     return Grade(
         "clean" if is_clean else case.cause,
         case.strength,
-        case.seed + (1000 if is_clean else 0),  # beside the clean runs of one machine
+        case.seed + (_OF_LINKS if is_clean else 0),
         effect,
-        not is_clean and effect >= LEAST_EFFECT,
+        False,
         _answer(finding, is_clean=is_clean, is_right=is_right),
         is_cause,
         is_cause,

@@ -30,7 +30,10 @@ from paceline_lab.experiments.slow_ranks.injections import NUM_LAYERS, Busy, Cas
 from paceline_lab.experiments.slow_ranks.records import BEFORE, REPAIRED, SLOW, store
 
 NUM_STEPS, NUM_WITHOUT = 24, 14  # the first four of each do not count
-_WIDTH, _BATCH, _TOKENS = 96, 4, 32
+_BATCH, _TOKENS = 4, 32
+# Of layers, and a bucket's MiB; on links, wide ones: what a ring sends at once is then longer than the burst of 15 KB
+# that an emulated link lets pass unhindered.
+_SIZES, _LINKS_SIZES = (96, 0.075), (192, 0.3)
 _FORWARD_S, _BACKWARD_S, _OPTIMIZER_S, _LOADER_S = 0.002, 0.004, 0.003, 0.003
 
 
@@ -49,9 +52,9 @@ class _Slow(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
-    def __init__(self, number: int, busy: Busy, injected: Injected) -> None:
+    def __init__(self, number: int, width: int, busy: Busy, injected: Injected) -> None:
         super().__init__()
-        self.linear = nn.Linear(_WIDTH, _WIDTH)
+        self.linear = nn.Linear(width, width)
         self._number, self._busy, self._injected = number, busy, injected
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,10 +70,10 @@ class _Layer(nn.Module):
 
 
 class _Net(nn.Module):
-    def __init__(self, busy: Busy, injected: Injected) -> None:
+    def __init__(self, width: int, busy: Busy, injected: Injected) -> None:
         super().__init__()
-        self.words = nn.Embedding(64, _WIDTH)
-        self.layers = nn.ModuleList(_Layer(i, busy, injected) for i in range(NUM_LAYERS))
+        self.words = nn.Embedding(64, width)
+        self.layers = nn.ModuleList(_Layer(i, width, busy, injected) for i in range(NUM_LAYERS))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x: torch.Tensor = self.words(tokens).mean(1)
@@ -120,9 +123,10 @@ def _train(case: Case, training: Training) -> None:
     injected = Injected(case, rank, num_ranks)
     busy = Busy(case.seed, rank, case.of.arithmetic_s)
     torch.manual_seed(case.seed)
-    net = _Net(busy, injected)
+    width, bucket_mib = _SIZES if training.slow_host is None else _LINKS_SIZES
+    net = _Net(width, busy, injected)
     ddp = paceline.DistributedDataParallel if case.of.wrapper == "paceline" else TorchDDP
-    model: Any = ddp(net, bucket_cap_mb=0.075)
+    model: Any = ddp(net, bucket_cap_mb=bucket_mib)
     optimizer = torch.optim.SGD(net.parameters(), 1e-3)
     optimizer.register_step_pre_hook(lambda *_: busy(_OPTIMIZER_S, injected.extra_s("optimizer")))
     batches = iter(DataLoader(_Batches(busy, injected, NUM_STEPS + 2 * NUM_WITHOUT), batch_size=None))
@@ -138,7 +142,7 @@ def _train(case: Case, training: Training) -> None:
         _steps(model, optimizer, batches, injected, folder / SLOW, NUM_STEPS)
         injected.end()
         if case.cause == "buckets too small":
-            model = ddp(net, bucket_cap_mb=0.075)
+            model = ddp(net, bucket_cap_mb=bucket_mib)
         if is_of_rank:
             _steps(model, optimizer, batches, injected, folder / REPAIRED, NUM_WITHOUT)
         if rank == 0:

@@ -39,6 +39,7 @@ class Cause:
         when: Which pattern in time it has.
         arithmetic_s: Processor time of every rank's step.
         is_of_one: Whether one rank is to be named; else none is.
+        may_hit_all: Whether it may delay all ranks of the host alike instead; see `grading`.
         wrapper: Whose DDP trains.
     """
 
@@ -49,6 +50,7 @@ class Cause:
     when: frozenset[str] = frozenset({"always"})
     arithmetic_s: float = 0.0
     is_of_one: bool = True
+    may_hit_all: bool = False
     wrapper: str = "torch"
 
 
@@ -76,7 +78,9 @@ CAUSES = {
     ),
     "more tokens": Cause((1.25, 1.5, 2.0), "times", _COMPUTES, frozenset({"more tokens"})),
     "cgroup quota": Cause((8, 6, 4), "% of a core", kinds=frozenset({"throttled"}), arithmetic_s=0.008),
-    "process on its core": Cause((1, 2, 4), "hogs", kinds=frozenset({"core shared"}), arithmetic_s=0.016),
+    "process on its core": Cause(
+        (1, 2, 4), "hogs", kinds=frozenset({"core shared"}), arithmetic_s=0.016, may_hit_all=True
+    ),
     "too many threads": Cause(
         (2, 4, 8), "threads", kinds=frozenset({"too many threads"}), arithmetic_s=0.008, is_of_one=False
     ),

@@ -13,7 +13,7 @@ from paceline_lab.experiments.registry import IS_ROOT
 from paceline_lab.experiments.slow_ranks.injected_training import Training, train_cases
 from paceline_lab.experiments.slow_ranks.injections import Case
 
-_HOSTS, _RATE = 3, "200Mbit"
+_HOSTS, _RATE = 3, "400Mbit"
 CLEAN_LINKS = "clean links"
 """Whose steps the other links' are compared with."""
 
@@ -43,12 +43,12 @@ class LinkCause:
 
 LINK_CAUSES = {
     CLEAN_LINKS: LinkCause((0,), "", "", "", ""),
-    "slow link": LinkCause((20, 50), "Mbit", "rate", _RATE, "slow link: rate", "both"),
+    "slow link": LinkCause((40, 100), "Mbit", "rate", _RATE, "slow link: rate", "both"),
     "slow link, towards it only": LinkCause(
-        (20, 50), "Mbit", "port_rate", _RATE, "slow link: rate", "towards"
+        (40, 100), "Mbit", "port_rate", _RATE, "slow link: rate", "towards"
     ),
     "slow link, from it only": LinkCause(
-        (20, 50), "Mbit", "rate", _RATE, "slow link: rate", "from", {"port_rate": _RATE}
+        (40, 100), "Mbit", "rate", _RATE, "slow link: rate", "from", {"port_rate": _RATE}
     ),
     "lossy link": LinkCause((0.5, 1, 2), "%", "loss", "0%", "slow link: loss"),
 }
