@@ -143,7 +143,7 @@ def _report(grades: list[Grade], config: Config) -> Report:
     )
     ineffective = sum(row.num - row.num_effective for row in asked)
     notes = (
-        f"{ineffective} runs in which the injection made the step less than 5 % longer do not count",
+        f"{ineffective} runs whose effect is below 5 % of a step, or what clean runs do not exclude, do not count",
         "silent is not wrong, and counts as missed",
     )
     return Report(
@@ -157,7 +157,7 @@ def _report(grades: list[Grade], config: Config) -> Report:
         {f"{row.cause} {row.strength:g}": asdict(row) for row in rows},
         {"grades": [asdict(x) for x in grades]},
         collect(_NUM_RANKS),
-        {"ranks": f"{_NUM_RANKS} on this machine; links: 3 emulated hosts of 400 Mbit/s"},
+        {"ranks": f"{_NUM_RANKS} on this machine; links: 3 emulated hosts"},
     )
 
 
