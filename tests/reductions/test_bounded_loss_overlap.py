@@ -74,7 +74,7 @@ def _fed_back(rank, _num_ranks):
             Parallel(),
             reduction=BoundedLoss(BOUND, compensation="feedback", deliver="early"),
             overlap_forward="always",
-            bucket_cap_mb=0.1,
+            bucket_cap_mb=0.6,  # two layers in the first bucket
             find_unused_parameters=True,
         )
         optimizer = overlap(torch.optim.SGD(model.parameters(), lr=1.0), model)
@@ -102,7 +102,7 @@ def test_what_is_lost_of_a_piece_is_kept_for_the_next_step():
     first = outcomes[0]
     losses = first[3]
     assert 0 < losses.lost <= BOUND * losses.sent
-    assert len(losses.by_bucket) == 3
+    assert len(losses.by_bucket) == 2
     for name, lost in losses.by_parameter.items():
         layer = ("front.weight", "rare.weight", "back.weight").index(name)
         num_kept = sum(int((kept[layer] != 0).sum()) for _, _, kept, _ in outcomes)

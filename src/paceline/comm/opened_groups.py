@@ -7,7 +7,8 @@ Rules
    store what the closed one has left there.
 2. The number of groups that torch counts never falls by what is closed here. Ranks close at different times, as the
    garbage collector decides, and the script's own groups over a part of the ranks are named by that number.
-3. A group ends on a thread that is none of its own, for it joins those.
+3. A group ends on a thread that is none of its own, for it joins those. Nor on the main thread, if ranks were lost:
+   a collective in it that never ends is waited for.
 """
 
 from __future__ import annotations
@@ -89,7 +90,11 @@ def close(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
     elif is_ours:
         ours.shutdown()  # c10d has forgotten it
-    # One of its threads may hold it by the callback of a collective that has just completed (rule 3).
+    end_aside(group)  # one of its threads may hold it by the callback of a collective that has just completed
+
+
+def end_aside(group: dist.ProcessGroup) -> None:
+    """Let a group end on a thread of its own, once nobody else holds it (rule 3). Local."""
     threading.Thread(target=_end, args=([group],), name="paceline-close", daemon=True).start()
 
 

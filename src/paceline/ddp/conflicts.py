@@ -71,11 +71,12 @@ def check_forward_overlap(
     named = managed.named()
     for parameter in managed.parameters:
         outstanding.complete(parameter)  # it may have been wrapped before
+    takers = "only the mean, or BoundedLoss without servers"
     not_here = {
         "a module on several devices": len({p.device for p in managed.parameters}) > 1,
         "init_sync=False (it opens a process group)": not given.init_sync,
         "several process groups": len(process_groups) > 1,
-        f"gradients combined by {reduction!r} (only the mean, or BoundedLoss)": not reduction.pieces_at_once,
+        f"gradients combined by {reduction!r} ({takers})": not reduction.pieces_at_once,
         f"gradients on an accelerator combined by {reduction!r} (only the mean)": type(reduction) is not Mean
         and managed.parameters[0].device.type != "cpu",
         "mixed_precision (it reads all parameters before forward; torch.autocast does not)": given.mixed_precision,

@@ -27,7 +27,6 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm.collectives import Work
-from paceline.ddp.bucket import Bucket
 from paceline.ddp.late_gradients import launch_late
 from paceline.ddp.views import gradient_views, is_large
 from paceline.reductions import Message, Reduction
@@ -87,7 +86,7 @@ class _Kept:
     values: Tensor | None
 
 
-class DenseBucket(Bucket):
+class DenseBucket:
     """Dense gradients of one (dtype, device): a `Bucket` with a buffer."""
 
     def __init__(
@@ -99,10 +98,11 @@ class DenseBucket(Bucket):
         num_words: int = 0,  # how many of these; only in the last bucket
     ) -> None:
         """Take `message` as the buffer of the members' gradients."""
-        super().__init__(index, members, parameters)
+        self.index = index
+        self.members = list(members)
+        self.parameters = list(parameters)
         self.message = message
         self.body = body = message[: message.numel() - num_words]
-        self.size_bytes = body.numel() * body.element_size()
         self.words = message[body.numel() :] if num_words else None
         self.views = gradient_views(body, self.parameters)
         self.num_large = sum(is_large(parameter) for parameter in self.parameters)
@@ -114,8 +114,13 @@ class DenseBucket(Bucket):
         self._slots = {id(parameter): slot for slot, parameter in enumerate(self.parameters)}
 
         # State of one backward.
+        self.touched: list[Tensor] = []
+        self.expected = 1
+        self.is_collected = self.left_out = False
+        self.ready_s = 0.0
         self._is_whole = False  # known to have been touched once each, with a gradient
         self._seen: Tensor | None = None  # of each gradient an element, not scaled yet
+        self._num_touched_at_collect = 0
         self._entered: set[int] = set()  # large slots already in the buffer, scaled
         self._is_detached = False  # small parameters have no `.grad` until `attach`
         self._installed = False  # small gradients were None and now alias the filled buffer
@@ -124,17 +129,31 @@ class DenseBucket(Bucket):
         self._untouched: list[int] = []
         self._kept: dict[int, _Kept] = {}  # untouched slots that had a gradient
         self._with_graph: dict[int, Tensor] = {}  # made under create_graph: the graph outlives the step
+        self.not_finite: Tensor | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return self.body.numel() * self.body.element_size()
 
     def arm(self, expected: int) -> None:
         """As `Bucket.arm`; autograd may add small gradients straight into the buffer."""
-        super().arm(expected)
-        self._is_whole, self._seen = False, None
+        self.touched.clear()
+        self.expected = expected
+        self.is_collected = self.left_out = False
+        self.ready_s = 0.0
+        self._is_whole, self._seen, self.not_finite = False, None, None
         self._entered.clear()
         self._untouched, self._kept, self._with_graph = [], {}, {}
         self._installed = self._install()
 
+    def expect(self, touches: int) -> None:
+        self.expected = touches
+
+    def note_ready(self, ready_s: float) -> None:
+        self.ready_s = ready_s
+
     def leave_out(self) -> None:
-        super().leave_out()
+        self.left_out, self._num_touched_at_collect = True, 0
         self._untouched = list(range(len(self.members)))
 
     def _install(self) -> bool:
@@ -154,6 +173,11 @@ class DenseBucket(Bucket):
     def _num_writes(self) -> int:
         """How often autograd has added to a small gradient in this backward, if nothing else wrote there."""
         return self._small_views[0]._version - self._num_writes_before if self._small_views else 0
+
+    def disarm(self) -> None:
+        self.expected = 1
+        self.touched.clear()
+        self.is_collected = False
 
     def touched_slots(self) -> list[int]:
         return [self._slots[id(parameter)] for parameter in self.touched]
@@ -337,6 +361,9 @@ class DenseBucket(Bucket):
         late = set(self.touched_slots()[self._num_touched_at_collect :])
         self._untouched = [slot for slot in self._untouched if slot not in late]
         return [self.members[slot] for slot in self._untouched]
+
+    def has_late_gradients(self) -> bool:
+        return (self.is_collected or self.left_out) and len(self.touched) > self._num_touched_at_collect
 
     def launch_late(self, scale: float, group: ProcessGroup) -> Work:
         late = self.parameters if self.has_late_gradients() else []

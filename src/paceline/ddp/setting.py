@@ -66,8 +66,11 @@ class Setting:
                     tell_of_refusal(error, process_groups[0], next(iter(parameters), torch.empty(0)).device)
             raise
 
-    @classmethod
-    def _checked(cls, module: Module, given: Any, process_groups: list[ProcessGroup]) -> Setting:
+    @staticmethod
+    def _wrappable(
+        module: Module, given: Any, process_groups: list[ProcessGroup]
+    ) -> tuple[set[str], list[Parameter]]:
+        """Names that are ignored, and the other parameters, of a module that can be wrapped over these groups."""
         arguments.check_is_module(module)
         arguments.check_flags(given)
         arguments.check_mixed_precision(given.mixed_precision)
@@ -79,6 +82,11 @@ class Setting:
         arguments.check_module(parameters)
         arguments.choose_devices(parameters, given.device_ids, given.output_device)
         arguments.check_device(parameters, process_groups)
+        return ignored, parameters
+
+    @classmethod
+    def _checked(cls, module: Module, given: Any, process_groups: list[ProcessGroup]) -> Setting:
+        ignored, parameters = cls._wrappable(module, given, process_groups)
         given_caps = BucketCaps.from_arguments(given.bucket_cap_mb, given.bucket_cap_mb_list)
         delayed = [p for _, p in given.delay_all_reduce_named_params or ()]
         units = units_of(module, given.droppable)

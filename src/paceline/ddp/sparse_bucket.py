@@ -10,27 +10,50 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm.collectives import Work
-from paceline.ddp.bucket import Bucket
 from paceline.reductions import Reduction
 from paceline.reductions.reduction import launch_sparse_sum
 
 
-class SparseBucket(Bucket):
+class SparseBucket:
     """One parameter whose gradient is a sparse COO tensor (`nn.Embedding(sparse=True)`).
 
-    A `Bucket` without a buffer: the gradient stays where autograd put it until it is reduced. Nobody looks whether it
-    is finite, because dense gradients show it as well.
+    A `Bucket` without a buffer: the gradient stays where autograd put it until it is reduced.
     """
 
     def __init__(self, index: int, member: int, parameter: Parameter) -> None:
-        super().__init__(index, [member], [parameter])
+        self.index = index
+        self.members = [member]
+        self.parameters = [parameter]
         self.message = torch.empty(0)  # the reduced gradient, once it is there
+        self.words: Tensor | None = None
+        self.not_finite: Tensor | None = None  # not looked at: dense gradients show it as well
+        self.size_bytes = 0
+        self.num_large = 0
+        self.touched: list[Tensor] = []
+        self.expected = 1
+        self.is_collected = self.left_out = False
+        self.ready_s = 0.0
         self._used = False
         self._kept: Tensor | None = None
+        self._num_touched_at_collect = 0
+
+    def arm(self, expected: int) -> None:
+        self.touched.clear()
+        self.expected = expected
+        self.is_collected = self.left_out = False
+        self.ready_s = 0.0
+
+    def expect(self, touches: int) -> None:
+        self.expected = touches
+
+    def note_ready(self, ready_s: float) -> None:
+        self.ready_s = ready_s
 
     def leave_out(self) -> None:
-        super().leave_out()
-        self._used = False
+        self.left_out, self._used, self._num_touched_at_collect = True, False, 0
+
+    def disarm(self) -> None:
+        self.arm(expected=1)
 
     def touched_slots(self) -> list[int]:
         return [0] * len(self.touched)
@@ -40,6 +63,12 @@ class SparseBucket(Bucket):
 
     def is_complete(self) -> bool:
         return len(self.touched) == 1
+
+    def enter(self, slot: int, scale: float) -> None:
+        """Sparse gradients wait for `collect`."""
+
+    def accumulate(self, slot: int) -> None:
+        """There is no buffer to keep it in."""
 
     def collect(self, scale: float, mean_scale: float, used_before: set[int], has_ended: bool) -> None:
         parameter = self.parameters[0]
@@ -69,6 +98,9 @@ class SparseBucket(Bucket):
         self._used = self._used or self.has_late_gradients()
         return [] if self._used else list(self.members)
 
+    def has_late_gradients(self) -> bool:
+        return (self.is_collected or self.left_out) and len(self.touched) > self._num_touched_at_collect
+
     def launch_late(self, scale: float, group: ProcessGroup) -> Work:
         late = _scaled(_as_sparse(self.parameters[0]), scale)
         self.parameters[0].grad = None  # as after `collect`
@@ -76,6 +108,9 @@ class SparseBucket(Bucket):
 
     def _add_late(self, late: Tensor) -> None:
         self.message = (self.message + late).coalesce()
+
+    def drop_installed(self) -> None:
+        """Nothing is ever installed."""
 
     def take_over(self, gradients: Mapping[int, Tensor]) -> None:
         gradient = gradients.get(id(self.parameters[0]))

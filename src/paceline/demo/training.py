@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import DistributedDataParallel
-from paceline.demo.images import load_images
+from paceline.demo.images import Images, load_images
 
 STEP_PARTS = ("forward", "backward", "exposed communication", "optimizer", "other")
 _NUM_WARM_UP_STEPS = 5
@@ -93,18 +93,22 @@ def train(job: Job, rank: int, num_ranks: int, say: Callable[..., object]) -> No
                 say(rank=rank, epoch=epoch, done=done, loss=loss_sum / (step + 1), samples_per_s=speed)
         training_s += time.perf_counter() - began_s
     parameters = {name: parameter.detach().numpy() for name, parameter in bare.named_parameters()}
-    accuracy = None
+    accuracy = _accuracy(bare, images, dtype) if rank == 0 else None
     if rank == 0:
-        with torch.no_grad():
-            parts = torch.split(torch.from_numpy(images.test_images).to(dtype), 250)
-            predicted = torch.cat([bare(part).argmax(dim=1) for part in parts])
-        accuracy = float((predicted.numpy() == images.test_labels).mean())
         np.savez(job.parameters, **parameters)  # type: ignore[arg-type]  # of numpy 2.4's stubs
     speed = job.epochs * num_steps * batch / training_s
     means_s = np.mean(steps_s[_NUM_WARM_UP_STEPS:] or steps_s, axis=0)
     step_s = dict(zip(STEP_PARTS, means_s.tolist(), strict=True))
     digest = hashlib.sha256(b"".join(each.tobytes() for each in parameters.values())).hexdigest()
     say(rank=rank, samples_per_s=speed, step_s=step_s, fingerprint=digest, accuracy=accuracy)
+
+
+def _accuracy(model: nn.Module, images: Images, dtype: torch.dtype) -> float:
+    """The part of the test images whose label the model predicts."""
+    with torch.no_grad():
+        parts = torch.split(torch.from_numpy(images.test_images).to(dtype), 250)
+        predicted = torch.cat([model(part).argmax(dim=1) for part in parts])
+    return float((predicted.numpy() == images.test_labels).mean())
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from paceline.comm import peers
+from paceline.comm import opened_groups, peers
 from paceline.comm.collectives import all_reduce, backend_of, timeout_of
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.ddp import DistributedDataParallel
@@ -386,6 +386,8 @@ class Crew:
         if not self.is_new and seat.epoch <= self.watcher.epoch:
             raise OverError(f"a seat of epoch {seat.epoch} came after epoch {self.watcher.epoch}")
         self.watcher.begin(seat.epoch)
+        if (world := dist.group.WORLD) is not None:
+            opened_groups.end_aside(world)
         forget_world()
         host, port = seat.store
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._kind.timeout)

@@ -80,6 +80,8 @@ class Watcher:
             self.epoch = epoch
             while self._to_give:
                 self._to_give.popleft().close()  # for who waited in the last one
+            if self._chosen is not None:  # all are out of the last one
+                connections.shut(self._chosen, frozenset())
             self._spared, self._chosen = connections.connected(), None
             self._acknowledged = False
             if self._over >= epoch:

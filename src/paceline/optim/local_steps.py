@@ -234,7 +234,7 @@ class LocalSGD(AcrossRanks):
     # ---- groups and checkpoints
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; collective: the new parameters become rank 0's. What DiLoCo remembers starts anew.
+        """As torch's; collective: the new parameters become rank 0's. What DiLoCo remembers starts again.
 
         Raises:
             ConfigurationError: Steps have been taken since the last synchronization.
@@ -251,7 +251,7 @@ class LocalSGD(AcrossRanks):
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, to be saved by every rank, beside the rank's model. Local."""
+        """Return this rank's state, to be saved by every rank, with the rank's model. Local."""
         return {
             **super().state_dict(),
             "kind": type(self).__name__,
@@ -271,8 +271,8 @@ class LocalSGD(AcrossRanks):
         The model's parameters come first, after this object was made: it gives every rank rank 0's.
 
         Raises:
-            ConfigurationError: It is another rank's state or that of another kind of optimizer, or the parameters are
-                not those that it was saved with; nothing was changed.
+            ConfigurationError: It is the state of another rank or kind of optimizer, or of other parameters. Nothing
+                was changed.
         """
         self._check_state(state_dict)
         # The reduction may refuse its state, so it comes before anything else is loaded.

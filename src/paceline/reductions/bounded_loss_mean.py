@@ -78,7 +78,8 @@ class BoundedLoss(Reduction):
             under way then counts as lost, so the bound is spent in every step, also if the network loses nothing.
 
     Attributes:
-        losses: What was lost in the last step; the same on every rank.
+        losses: What was lost in the last step; the same on every rank. With `overlap_forward`, in the last that was
+            completed, as `model.reduction` does before it returns this object.
         loss_scale: With "feedback": returns the factor of the loss, such as your `GradScaler.get_scale`. Residuals are
             rescaled when it changes.
 
@@ -95,7 +96,9 @@ class BoundedLoss(Reduction):
     """
 
     needs_all_buckets = True
-    why_not_elastic = "counts lost packets between ranks that know each other from the beginning. Leave out transport=."
+    why_not_elastic = (
+        "counts lost packets between ranks that know each other from the beginning. Leave out transport=."
+    )
 
     def __init__(
         self,

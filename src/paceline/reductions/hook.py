@@ -68,7 +68,9 @@ class HookReduction(Reduction):
     """
 
     is_ours = False
-    why_not_elastic = "runs a function of the script, which may keep ranks or gradients of its own. Leave out the hook."
+    why_not_elastic = (
+        "runs a function of the script, which may keep ranks or gradients of its own. Leave out the hook."
+    )
 
     def __init__(self, state: Any, hook: Hook, overlaps: bool) -> None:
         self.state = state

@@ -10,13 +10,13 @@ from typing import Any
 from paceline import quantities
 from paceline.errors import ConfigurationError
 from paceline.files_given import check_output
+from paceline.host.memory import available_bytes
 from paceline.plan import RecordedWorkload
 from paceline.plan.script_recording import record_script
 from paceline_lab.bench import allreduce_report
 from paceline_lab.bench.allreduce import ReduceConfig, run_launches
 from paceline_lab.bench.allreduce_sides import parse_reduce_sides, parse_sizes
 from paceline_lab.bench.layer_profile import PUBLISHED, Profile, default_profile
-from paceline_lab.bench.memory import available_bytes
 from paceline_lab.bench.profile_recording import check_recordable, record
 from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator
 from paceline_lab.bench.provenance import load_average

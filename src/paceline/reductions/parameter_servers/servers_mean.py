@@ -47,7 +47,9 @@ class ParameterServers(Reduction):
     """
 
     needs_all_buckets = True
-    why_not_elastic = "needs servers that outlive the ranks they have met, and nobody restarts them. Use the mean."
+    why_not_elastic = (
+        "needs servers that outlive the ranks they have met, and nobody restarts them. Use the mean."
+    )
 
     def __init__(self, addresses: Sequence[str] | None = None) -> None:
         if isinstance(addresses, str) or (addresses is not None and not addresses):

@@ -220,8 +220,9 @@ class Status:
     def arrive(self, barrier: int) -> None:
         """Publish everything written before, arrive at barrier number `barrier` and wake who sleeps. Owner only.
 
-        To wake takes as long as all the rest, so only if a peer sleeps, or is about to: it has said so before it looked
-        for the last time. The word is reset before the arrival; later it may be of one that waits for the next.
+        A wake-up takes as long as all the rest, so it is left out where no peer sleeps. Who is about to sleep says so
+        before it looks for the last time. The word is reset before the arrival; later it may be of one that waits for
+        the next.
         """
         if has_sleepers := self._sleepers[0]:
             self._sleepers[0] = 0

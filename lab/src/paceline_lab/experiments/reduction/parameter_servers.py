@@ -76,6 +76,8 @@ class Config:
         workload: Whose gradients.
         loss: Share of packets that each link loses; None: none, and hosts send large segments.
         num_sharing: Workers that share a batch: each computes so much less of `compute_s`; the optimizer stays whole.
+        divides_caps: Whether buckets are as many as the whole model's. False: as a wrapper cuts these megabytes.
+            What a message costs cannot be divided: neither its packets, one of which is lost, nor its processor time.
     """
 
     case: str
@@ -89,6 +91,7 @@ class Config:
     workload: str = "resnet50"
     loss: float | None = None
     num_sharing: int = 1
+    divides_caps: bool = True
 
     @property
     def sides(self) -> list[str]:
@@ -105,7 +108,7 @@ SHALLOW_BYTES = 64 * 1024  # of a switch's port, where packets are lost
 CASES = {
     "lemma": Config("lemma", 4, (1, 2, 3, 4, 5, 6, 7, 8), 200, 32, 1.5, 0.6),
     "second": Config("second", 3, (1, 2, 3, 4, 5, 6, 7, 8), 150, 40, 1.8, 0.5, workload="bert"),
-    "loss": Config("loss", 4, (1,), 100, 100, 0.5, 0.2, loss=0.0),
+    "loss": Config("loss", 4, (1,), 100, 100, 4.0, 0.2, loss=0.0, divides_caps=False),
     "symmetric": Config("symmetric", 4, (1, 2, 4), 50, 50, 4.0, 0.6),
     "asymmetric": Config("asymmetric", 4, (1, 2), 50, 400, 4.0, 0.6),
 }
@@ -193,11 +196,9 @@ class _Trainee:
         if side == ALONE:
             return
         wrapper = "torch" if side == "torch" else "ours"
-        how: dict[str, Any] = {
-            "bucket_cap_mb_list": [
-                cap / MEBIBYTE for cap in _caps(wrapper, config.num_workers, profile, scale)
-            ]
-        }
+        how: dict[str, Any] = {}
+        if config.divides_caps:
+            how["bucket_cap_mb_list"] = [cap / MEBIBYTE for cap in caps_of(wrapper, config)]
         if side not in ("torch", "ours"):
             number, _, bound = side.partition(" servers")
             servers = ParameterServers(addresses[: int(number)])
@@ -227,16 +228,18 @@ def _profile(config: Config) -> tuple[Any, float]:
     return profile, gradient_bytes(profile) / (config.megabytes * 1e6)
 
 
-def _caps(wrapper: str, num_ranks: int, profile: Any, scale: float) -> tuple[float, ...]:
-    """Bytes that fill buckets: the wrapper's defaults for several hosts and the whole model, scaled like it."""
+def caps_of(wrapper: str, config: Config) -> tuple[float, ...]:
+    """Bytes that fill buckets: the wrapper's defaults for several hosts, of this model or, divided, of the whole."""
     from paceline.planning.bucket_assignment import BucketCaps
     from paceline_lab.bench.timed_model import gradient_bytes
 
+    profile, scale = _profile(config)
+    divisor = scale if config.divides_caps else 1.0
     if wrapper == "torch":
-        return tuple(cap * MEBIBYTE / scale for cap in (1.0, 25.0))
-    size_bytes = gradient_bytes(profile)
-    caps = BucketCaps.default(size_bytes, any_on_cpu=True, on_one_host=False, num_ranks=num_ranks)
-    return tuple(cap / scale for cap in caps.caps_bytes)
+        return tuple(cap * MEBIBYTE / divisor for cap in (1.0, 25.0))
+    size_bytes = int(gradient_bytes(profile) / scale * divisor)
+    caps = BucketCaps.default(size_bytes, any_on_cpu=True, on_one_host=False, num_ranks=config.num_workers)
+    return tuple(cap / divisor for cap in caps.caps_bytes)
 
 
 # ---- the cluster
@@ -267,6 +270,7 @@ def measure(config: Config) -> tuple[dict[str, Any], float]:
                 own = environment | {
                     "RANK": str(rank),
                     "WORLD_SIZE": str(config.num_workers),
+                    "LOCAL_WORLD_SIZE": "1",  # as torchrun says, so that defaults are those of several hosts
                     "MASTER_ADDR": cluster.hosts[0].address,
                     "MASTER_PORT": "29500",
                     "GLOO_SOCKET_IFNAME": host.interface,
@@ -355,12 +359,10 @@ def predict(config: Config, alone_s: float | None = None) -> tuple[dict[str, flo
     worker_rate = config.worker_mbit * 125_000 * PAYLOAD_RATIO
     server_rate = config.server_mbit * 125_000 * PAYLOAD_RATIO
     cluster = Cluster.of_equal_hosts(config.num_workers, HostLink(worker_rate, 2e-4))
-    ours = ReductionPlan(_caps("ours", config.num_workers, profile, scale), "ring")
+    ours = ReductionPlan(caps_of("ours", config), "ring")
     steps_s = {
         ALONE: simulate(workload, Cluster.of_equal_hosts(1, HostLink(worker_rate)), ours).step_s,
-        "torch": simulate(
-            workload, cluster, ReductionPlan(_caps("torch", config.num_workers, profile, scale), "ring")
-        ).step_s,
+        "torch": simulate(workload, cluster, ReductionPlan(caps_of("torch", config), "ring")).step_s,
         "ours": simulate(workload, cluster, ours).step_s,
     }
     for number in config.servers:

@@ -60,6 +60,7 @@ def main(
             config.compute_s,
             config.num_rounds,
             num_sharing=G,
+            divides_caps=False,
         )
         found, busy[str(G)] = measure(job)
         samples[str(G)] = {side: result["steps_s"] for side, result in found.items()}

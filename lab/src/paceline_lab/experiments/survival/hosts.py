@@ -214,8 +214,13 @@ class _Blows:
             host.set_link(up=False)
         if blow.kind == "half-open":
             host.set_loss(_ALMOST_ALL)
-        if blow.kind in ("agent killed", "switched off"):
-            launch.signal(host.index, signal.SIGKILL, only_agent=blow.kind == "agent killed")
+        if blow.kind == "agent killed":
+            launch.signal(host.index, signal.SIGKILL, only_agent=True)
+        while blow.kind == "switched off" and launch.pids(
+            host.index
+        ):  # an agent may just have started a rank
+            launch.signal(host.index, signal.SIGKILL)
+            time.sleep(_POLL_S)
         if blow.kind in ("agent stopped", "host stopped"):
             launch.signal(host.index, signal.SIGSTOP, only_agent=blow.kind == "agent stopped")
         comes_back = self._returns and blow.kind in ("agent killed", "switched off")
