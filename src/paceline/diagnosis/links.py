@@ -34,7 +34,7 @@ class Edge:
     num_resent: int  # segments
     least_rtt_s: float  # the shortest round trip seen
     kind: str = "tcp"  # "tcp" or "udp"
-    arrival_bytes_per_s: float = 0.0  # half of the bytes arrived faster; 0: not known
+    arrival_bytes_per_s: float = 0.0  # a quarter of the bytes arrived faster; 0: not known
     num_steps: int = 1  # between the samples
 
     @property

@@ -28,9 +28,10 @@ _BYTES_ACKED, _BYTES_RECEIVED, _BUSY_US = 120, 128, 168
 _ESTABLISHED = 1
 # Looks at what has arrived: how long they are apart, how many follow each other, fewer if so many see nothing; the
 # break after them, and once so many that saw something are kept; for how long after the counters were asked for
-_APART_S, _LOOKS, _QUIET = 0.001, 20, 5
+_APART_S, _LOOKS, _QUIET = 0.001, 40, 10
 _BREAK_S, _LATER_BREAK_S, _KEPT, _WATCHED_S = 0.18, 2.0, 256, 30.0
 _FEWEST = 8  # looks that say a rate
+_FASTER = 0.25  # of the bytes: others wait for a slow link, so data arrive in bursts elsewhere, with breaks
 
 
 class PeerSockets:
@@ -38,7 +39,7 @@ class PeerSockets:
 
     def __init__(self) -> None:
         self._ends: dict[int, tuple[str, str]] = {}
-        # by their ends: bytes that arrived, and in which time, of the last looks that saw some
+        # by their ends: bytes that arrived, and how long after those before, of the last looks that saw some
         self._arrivals: dict[tuple[str, str], deque[tuple[int, float]]] = {}
         self._asked_s = 0.0
         self._is_watched = False
@@ -50,25 +51,29 @@ class PeerSockets:
             threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
 
     def look_at_arrivals(self) -> None:
-        """Look each millisecond at what has arrived, for 20 ms, or until nothing does. Asleep in between."""
+        """Look each millisecond at what has arrived, for 40 ms, or until nothing does. Asleep in between."""
         watched = [(file, ends) for file, ends in list(self._ends.items()) if _crosses_hosts(ends)]
         if not watched or time.monotonic() - self._asked_s > _WATCHED_S:
             return
-        began_s, before = time.perf_counter(), [_arrived(file) for file, _ in watched]
+        before = [_arrived(file) for file, _ in watched]
+        seen_s: dict[tuple[str, str], float] = {}
         num_quiet = 0
         for _ in range(_LOOKS):
             time.sleep(_APART_S)
             at_s, now = time.perf_counter(), [_arrived(file) for file, _ in watched]
             # Whoever is put off its core meanwhile sees data arrive slower, never faster.
-            apart_s = time.perf_counter() - began_s
+            ended_s = time.perf_counter()
             num_quiet = num_quiet + 1 if now == before else 0
             for (_, ends), first, last in zip(watched, before, now, strict=True):
-                if last > first:
+                if last == first:
+                    continue
+                if ends in seen_s:  # a slow link hands over some packets at once, and then none for a while
                     kept = self._arrivals.setdefault(ends, deque(maxlen=_KEPT))
-                    kept.append((last - first, apart_s))
+                    kept.append((last - first, ended_s - seen_s[ends]))
+                seen_s[ends] = at_s
             if num_quiet == _QUIET:
                 return
-            began_s, before = at_s, now
+            before = now
 
     @property
     def knows_arrivals(self) -> bool:
@@ -92,8 +97,7 @@ class PeerSockets:
         """What each of them has counted, since it was made."""
         self._asked_s = time.monotonic()
         asked = (
-            _counters(file, *ends, _median_rate(self._arrivals.get(ends, ())))
-            for file, ends in self._ends.items()
+            _counters(file, *ends, _rate(self._arrivals.get(ends, ()))) for file, ends in self._ends.items()
         )
         return tuple(counters for counters in asked if counters is not None)
 
@@ -106,11 +110,11 @@ def _watch(sockets: weakref.ref[PeerSockets]) -> None:
         time.sleep(break_s)
 
 
-def _median_rate(arrivals: Collection[tuple[int, float]]) -> float:
-    """Bytes per second, half of the bytes arrived faster; 0: too few looks. A link's limit lets short bursts pass."""
+def _rate(arrivals: Collection[tuple[int, float]]) -> float:
+    """Bytes per second, a quarter of the bytes arrived faster; 0: too few looks. A link lets short bursts pass."""
     if len(arrivals) < _FEWEST:
         return 0.0
-    left = sum(size for size, _ in arrivals) / 2
+    left = sum(size for size, _ in arrivals) * (1 - _FASTER)
     for rate, size in sorted((size / max(apart_s, 1e-6), size) for size, apart_s in arrivals):
         left -= size
         if left <= 0:
