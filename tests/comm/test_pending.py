@@ -1,11 +1,15 @@
 """Handles of collectives: a chain is done when its last stage is, and says so once, whoever asks when."""
 
+import gc
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
 
 from paceline.comm.collectives import C10dWork, Chain
+from paceline.comm.lane import LaneWork
+from paceline.errors import PeerLostError
 
 
 class Stage:
@@ -92,3 +96,22 @@ class UnderWay:
 def test_the_rest_of_a_slice_is_no_error(timeout_s):
     """A chain waits for what is left of a slice. 1.9 ms cut to 1 looked like an early error, and training ended."""
     assert not C10dWork(UnderWay()).wait(timeout_s)
+
+
+def test_a_kept_error_keeps_no_group():
+    """What performs a collective is a function over its group, and a frame of the error that it raised refers to it."""
+    held = Stage()
+
+    def perform(held=held):
+        def inner():
+            raise PeerLostError(f"rank 1 died, as {held!r} found", 1)
+
+        inner()
+
+    work, seen = LaneWork(perform, [], "all-reduce"), weakref.ref(held)
+    del held, perform
+    work.perform()
+    with pytest.raises(PeerLostError, match="rank 1 died"):
+        work.wait()
+    gc.collect()
+    assert seen() is None

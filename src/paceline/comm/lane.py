@@ -28,6 +28,7 @@ from torch.futures import Future
 from paceline.comm import BACKEND_NAME
 from paceline.comm.collectives import C10dWork, Work
 from paceline.comm.device import Mark, SideStreams, devices_of, keep_for_current_streams
+from paceline.errors import PeerLostError
 from paceline.host.exit import end_before_exit
 
 
@@ -80,8 +81,13 @@ class LaneWork(dist.Work):
         try:
             self._perform_on_streams(self._launched) if self._launched is not None else self._perform()
         except BaseException as error:  # noqa: BLE001  whatever it is, it is raised to the waiters
-            # Without this frame, which refers to this object: else only the garbage collector would free it.
-            self._error = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
+            # Without this frame, which refers to this object: else only the garbage collector would free it. A lost
+            # peer is told by its words; functions of the frames refer to the group, which could not end.
+            frames = error.__traceback__
+            if frames is not None:
+                frames = None if isinstance(error, PeerLostError) else frames.tb_next
+            self._error = error.with_traceback(frames)
+            del frames
         finally:
             torch._C._set_grad_enabled(had_grad)
         del self._perform  # and with it the references to inputs

@@ -58,7 +58,9 @@ class Recovery:
         self._used_before = used_before
         self._backward: weakref.ref[Backward] | None = None
         self._synchronizes = False
-        self._failure: Exception | None = None
+        self._failure: str | None = (
+            None  # words: the error itself holds the step's graph, whose hooks lead back here
+        )
         self._trained_by = threading.get_ident()
         _modules.add(self)
 
@@ -103,7 +105,7 @@ class Recovery:
 
     def fail(self, error: Exception) -> None:
         """Communication has failed for good: refuse to begin another step."""
-        self._failure = error
+        self._failure = str(error)
 
     def check(self) -> None:
         """Before a step: complete the last backward, if it raised. ProtocolError if communication has failed for good.
@@ -114,7 +116,7 @@ class Recovery:
         if self._failure is not None:
             raise ProtocolError(
                 f"communication of this module failed earlier, and it cannot be trained any more: {self._failure}"
-            ) from self._failure
+            )
         if self.is_interrupted and not self._is_under_way():
             self.recover()
 
