@@ -104,9 +104,12 @@ def test_a_kept_error_keeps_no_group():
 
     def perform(held=held):
         def inner():
-            raise PeerLostError(f"rank 1 died, as {held!r} found", 1)
+            raise RuntimeError(f"closed, as {held!r} found")
 
-        inner()
+        try:
+            inner()
+        except RuntimeError as error:
+            raise PeerLostError("rank 1 died", 1) from error
 
     work, seen = LaneWork(perform, [], "all-reduce"), weakref.ref(held)
     del held, perform

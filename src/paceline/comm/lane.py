@@ -84,8 +84,12 @@ class LaneWork(dist.Work):
             # Without this frame, which refers to this object: else only the garbage collector would free it. A lost
             # peer is told by its words; functions of the frames refer to the group, which could not end.
             frames = error.__traceback__
-            if frames is not None:
-                frames = None if isinstance(error, PeerLostError) else frames.tb_next
+            if isinstance(error, PeerLostError):
+                frames = None
+                if error.__cause__ is not None:  # what a backend said, which is among the words
+                    error.__cause__.__traceback__ = None
+            elif frames is not None:
+                frames = frames.tb_next
             self._error = error.with_traceback(frames)
             del frames
         finally:

@@ -7,8 +7,8 @@ Rules
    store what the closed one has left there.
 2. The number of groups that torch counts never falls by what is closed here. Ranks close at different times, as the
    garbage collector decides, and the script's own groups over a part of the ranks are named by that number.
-3. A group ends on a thread that is none of its own, for it joins those. Nor on the main thread, if ranks were lost:
-   a collective in it that never ends is waited for.
+3. A group's end waits for its threads and for its collectives. So none of its own threads may end it. After a rank was
+   lost, the main thread may not either: a collective of the old group may never end.
 """
 
 from __future__ import annotations

@@ -58,9 +58,8 @@ class Recovery:
         self._used_before = used_before
         self._backward: weakref.ref[Backward] | None = None
         self._synchronizes = False
-        self._failure: str | None = (
-            None  # words: the error itself holds the step's graph, whose hooks lead back here
-        )
+        # In words: the error itself holds the step's graph, whose hooks lead back here.
+        self._failure: str | None = None
         self._trained_by = threading.get_ident()
         _modules.add(self)
 

@@ -56,9 +56,8 @@ class Rank:
     saves: bool = False  # whether it makes a checkpoint, if training cannot go on
     is_silent: bool = False  # whether it has closed its end of the line
     cpu_ticks: int = 0  # that it had used when it was seen to use more
-    moved_s: float = field(
-        default_factory=time.monotonic
-    )  # when that was, or when it said that it waits for others
+    # when that was, or when it said that it waits for others
+    moved_s: float = field(default_factory=time.monotonic)
 
     @property
     def name(self) -> str:
@@ -191,9 +190,7 @@ class Seats:
                 rank.cpu_ticks, rank.moved_s = vitals.cpu_ticks, now_s
             still_s = now_s - rank.moved_s
             is_held = is_stopped(vitals.state) and still_s > limit_s * _STOPPED_RATIO
-            hangs = (
-                rank.is_replaying and still_s > limit_s
-            )  # who follows another's steps says so when it waits
+            hangs = rank.is_replaying and still_s > limit_s  # else it would have said that it waits
             if rank.phase is Phase.TRAINING:
                 is_awaited = awaited_since_s is not None and rank.is_inside and rank.step is None
                 if is_held:
