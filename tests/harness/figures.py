@@ -5,8 +5,8 @@ A table of figures has the first column `#`: the name of its row in `lab/results
 
     a path         `step_time-tiny-2ranks > ours > step_s in ms`: a file of `lab/results`, then keys below its
                    `summaries` (or below the file itself). In a list, a key is an index, or `name=value` for the
-                   record that has it, or the first cell of a row. A summary stands for its median, a text for the
-                   number it begins with, `*` for every key.
+                   records that have it (or not: `name!=value`), or the first cell of a row. A summary stands for its
+                   median, a text for the number it begins with, `*` for every key.
     a calculation  `100 * (1 - of("study-skipped-sync > NCCL > ours > 1"))`: Python with `of` and `geomean` of paths,
                    and `best`, of a path to pairs: the first half of the pair whose second is the least.
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -42,11 +43,16 @@ class Table:
 
 @dataclass(frozen=True)
 class Row:
-    """What `figures.json` holds of a row: figures as printed, each with where its value is."""
+    """What `figures.json` holds of a row: figures as printed, each with where its value is.
+
+    A paper's claim has a verdict and samples as well, which `harness.claims` reads.
+    """
 
     what: str
     commands: list[str]
     figures: list[tuple[str, str]]
+    verdict: Mapping[str, Any]
+    samples: list[str] | str
 
     @property
     def printed(self) -> set[str]:
@@ -58,9 +64,21 @@ def stored_rows() -> dict[str, Row]:
     """Every row of `figures.json`, by its name."""
     stored = json.loads((RESULTS / "figures.json").read_text())
     return {
-        name: Row(row["what"], row["commands"], [(figure, source) for figure, source in row["figures"]])
+        name: Row(
+            row["what"],
+            row["commands"],
+            [(figure, source) for figure, source in row["figures"]],
+            row.get("verdict", {}),
+            row.get("samples", []),
+        )
         for name, row in stored.items()
     }
+
+
+def written(rows: Mapping[str, Any]) -> str:
+    """The text of `figures.json`, with a line for each figure."""
+    text = json.dumps(rows, indent=1, ensure_ascii=False)
+    return re.sub(r'^   \[\n    (".*"),\n    (".*")\n   \]', r"   [\1, \2]", text, flags=re.MULTILINE) + "\n"
 
 
 def tables(text: str) -> list[Table]:
@@ -99,9 +117,14 @@ def rounds_to(value: float, figure: str) -> bool:
 
 def value_of(source: str) -> float:
     """The measured value that a path or a calculation stands for."""
-    if re.search(r'\b(of|geomean|best)\("', source):
-        return float(eval(source, {"__builtins__": {}}, {"of": _one, "geomean": _geomean, "best": _best}))
-    return _one(source)
+    return float(calculated(source)) if re.search(r'\b(of|geomean|best)\("', source) else _one(source)
+
+
+def calculated(words: str) -> Any:
+    """What a calculation with measured values comes to."""
+    known = {"of": _one, "geomean": _geomean, "best": _best}
+    known |= {function.__name__: function for function in (all, any, abs, max, min)}
+    return eval(words, {"__builtins__": {}, **known})
 
 
 def _one(path: str) -> float:
@@ -110,7 +133,7 @@ def _one(path: str) -> float:
 
 
 def _best(path: str) -> float:
-    return float(min(_found(path)[0], key=lambda pair: pair[1])[0])
+    return float(min(found_at(path)[0], key=lambda pair: pair[1])[0])
 
 
 def _geomean(*paths: str) -> float:
@@ -120,12 +143,13 @@ def _geomean(*paths: str) -> float:
 
 def _values(path: str) -> list[float]:
     path, scale = _without_unit(path)
-    return [_number(value) * scale for value in _found(path)]
+    return [_number(value) * scale for value in found_at(path)]
 
 
-def _found(path: str) -> list[Any]:
+def found_at(path: str) -> list[Any]:
+    """Whatever is stored where a path leads."""
     file, *keys = path.split(" > ")
-    result = _result(file)
+    result = result_of(file)
     found = [result.get("summaries", result) if keys[0] not in result else result]
     for key in keys:
         found = [value for record in found for value in _step(record, key)]
@@ -138,18 +162,25 @@ def _without_unit(path: str) -> tuple[str, float]:
 
 
 @cache
-def _result(file: str) -> Any:
+def result_of(file: str) -> Any:
+    """A stored result."""
     return json.loads((RESULTS / f"{file}.json").read_text())
 
 
 def _step(record: Any, key: str) -> list[Any]:
     if isinstance(record, dict):
         return list(record.values()) if key == "*" else [record[key]]
+    if key == "*":
+        return list(record)
     if re.fullmatch(r"\d+", key):
         return [record[int(key)]]
     if "=" in key:
-        wanted = dict(part.split("=") for part in key.split(", "))
-        return [each for each in record if all(str(each[name]) == value for name, value in wanted.items())]
+        wanted = [re.split("(!?=)", part) for part in key.split(", ")]
+        return [
+            each
+            for each in record
+            if all((str(each[name]) == value) == (sign == "=") for name, sign, value in wanted)
+        ]
     return [row for row in record if row[0] == key]
 
 

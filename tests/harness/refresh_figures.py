@@ -1,8 +1,8 @@
 """Bring the figures of rows up to date after measuring again: `python tests/harness/refresh_figures.py D5 M2`.
 
 For each named row of `lab/results/figures.json` the figures on the pages and in that file become what the stored values
-round to, with as many digits as before. A row's figures stand there in the order in which a page prints them. Words
-and verdicts are left alone: read the difference.
+round to, with as many digits as before. Pages may print some of a row's figures, and in any order. Words and verdicts
+are left alone: read the difference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from harness.figures import NUMBER, PROSE_COLUMNS, RESULTS, value_of
+from harness.figures import NUMBER, PROSE_COLUMNS, RESULTS, value_of, written
 from harness.terminal import REPOSITORY
 
 PAGES = ("README.md", "docs/benchmarks.md", "docs/notebook/benchmarks.md", "docs/notebook/claims.md")
@@ -25,23 +25,54 @@ _UNREAD = re.compile(r"`[^`]*`|\]\([^)]*\)")  # code and links hold no figures
 def main(names: list[str]) -> None:
     """Refresh the rows."""
     path = RESULTS / "figures.json"
-    rows = json.loads(text := path.read_text())
+    rows = json.loads(path.read_text())
     for name in names:
         old = [figure for figure, _ in rows[name]["figures"]]
         new = [_shown(value_of(source), figure) for figure, source in rows[name]["figures"]]
         if old == new:
             continue
         pages = {page: found for page in PAGES if (found := list(_figures(REPOSITORY / page, name)))}
-        if not pages or any([text for _, text in found] != old for found in pages.values()):
-            raise SystemExit(
-                f"{name}: a page prints other figures, or in another order, than figures.json has."
-            )
+        if not pages:
+            raise SystemExit(f"{name}: no page prints its figures.")
         for page, found in pages.items():
-            _replace(REPOSITORY / page, [where for where, _ in found], old, new)
-        for (figure, source), value in zip(rows[name]["figures"], new, strict=True):
-            text = text.replace(json.dumps([figure, source]), json.dumps([value, source]))
+            printed = [figure for _, figure in found]
+            _replace(REPOSITORY / page, found, _renewed(name, printed, old, new))
+        rows[name]["figures"] = [
+            [value, source] for value, (_, source) in zip(new, rows[name]["figures"], strict=True)
+        ]
         print(f"{name}: {', '.join(f'{a} -> {b}' for a, b in zip(old, new, strict=True) if a != b)}")
-    path.write_text(text)
+    path.write_text(written(rows))
+
+
+def _renewed(name: str, printed: list[str], old: list[str], new: list[str]) -> list[str]:
+    """What a page prints instead of `printed`: the new figures of the same sources.
+
+    Raises:
+        SystemExit: It prints one that is not there, or one of several sources whose new values differ.
+    """
+    placed = _in_order(printed, old)
+    if len(placed) == 1:
+        return [new[index] for index in placed[0]]
+    candidates = [
+        {after for before, after in zip(old, new, strict=True) if before == each} for each in printed
+    ]
+    for each, values in zip(printed, candidates, strict=True):
+        if len(values) != 1:
+            raise SystemExit(f"{name}: a page prints {each}, which is {len(values)} different figures now.")
+    return [values.pop() for values in candidates]
+
+
+def _in_order(printed: list[str], old: list[str]) -> list[tuple[int, ...]]:
+    """Every way to find the printed figures among the old ones, one after the other, up to two."""
+    found: list[tuple[int, ...]] = [()]
+    for each in printed:
+        found = [
+            (*places, index)
+            for places in found
+            for index in range(places[-1] + 1 if places else 0, len(old))
+            if old[index] == each
+        ][:1000]
+    return found[:2]
 
 
 def _shown(value: float, figure: str) -> str:
@@ -69,9 +100,9 @@ def _figures(page: Path, name: str) -> Iterator[tuple[int, str]]:
         start += len(line)
 
 
-def _replace(page: Path, places: list[int], old: list[str], new: list[str]) -> None:
+def _replace(page: Path, found: list[tuple[int, str]], new: list[str]) -> None:
     text = page.read_text()
-    for at, before, after in sorted(zip(places, old, new, strict=True), reverse=True):
+    for (at, before), after in sorted(zip(found, new, strict=True), reverse=True):
         text = text[:at] + after + text[at + len(before) :]
     page.write_text(text)
 
