@@ -16,7 +16,7 @@ the whole of T_C (it can only overlap with what comes after the first gradient),
 Real servers send and receive at once, and have backward only to hide behind: `paceline study parameter-servers`.
 
 Source: Zou et al. 2017, "Distributed Training Large-Scale Deep Architectures", lemmas 3.1 and 3.2; the formulas are
-the paper's, read from summaries of it: its full text was not to be had.
+written down from memory: its full text was not to be had.
 """
 
 from __future__ import annotations

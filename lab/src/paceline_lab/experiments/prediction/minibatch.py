@@ -12,7 +12,7 @@ bytes:
 For every X that is asked about, this is solved exactly; the X with the most samples a second is taken. A larger X is
 not always faster: it leaves less memory for the algorithms that need some.
 
-Source: Zou et al. 2017, section 3.1 (solved there with GLPK, here with scipy's HiGHS).
+Source: Zou et al. 2017, from memory: its full text was not to be had (solved there with GLPK, here with scipy's HiGHS).
 """
 
 from __future__ import annotations
