@@ -18,7 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness.figures import NUMBER, PROSE_COLUMNS, RESULTS, value_of, written
 from harness.terminal import REPOSITORY
 
-PAGES = ("README.md", "docs/benchmarks.md", "docs/notebook/benchmarks.md", "docs/notebook/claims.md")
+PAGES = [
+    str(page.relative_to(REPOSITORY))
+    for page in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md")))
+    if "\n| # |" in page.read_text()
+]
 _UNREAD = re.compile(r"`[^`]*`|\]\([^)]*\)")  # code and links hold no figures
 
 
