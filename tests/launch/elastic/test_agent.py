@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -72,10 +74,10 @@ class OthersFirst:
     name = "here"
 
     def __init__(self) -> None:
-        self.asked: list[int] = []
+        self.asked: list[tuple[int, bool]] = []
 
     def decide(self, proposal: Proposal) -> Plan | None:
-        self.asked.append(proposal.epoch)
+        self.asked.append((proposal.epoch, proposal.has_paused))
         there = Member("there", 0)
         members = (there, *proposal.steps) if proposal.epoch > 4 else (there,)
         epoch, store = max(4, proposal.epoch), Address("127.0.0.1", 7)
@@ -86,6 +88,12 @@ class OthersFirst:
 
     def wants_pause(self, _epoch: int) -> bool:
         return False
+
+    def ask_for_state(self, _take: Callable[[socket.socket], None]) -> bool:
+        return False
+
+    def to_give(self) -> socket.socket | None:
+        return None
 
 
 @pytest.mark.processes
@@ -102,7 +110,7 @@ def test_a_host_that_comes_late_asks_again(tmp_path: Path, monkeypatch: pytest.M
             agent.look()
     finally:
         agent.end(signal.SIGTERM)
-    assert decider.asked == [0, 5]
+    assert decider.asked == [(0, False), (5, True)]  # the second is not urgent: no rank was lost
     assert notes == ["2 ranks go on after step 3, with 1 that came in"]
 
 

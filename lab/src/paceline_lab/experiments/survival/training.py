@@ -253,7 +253,7 @@ def main() -> None:
     faults.at("rendezvous")
     dist.init_process_group(args.backend)
     faults.at("constructing")
-    _fail_in_recovery(faults)
+    _fail_in_recovery(faults, notes)
     if args.parts:
         _note_parts(notes)
     data = Data(args)
@@ -342,8 +342,11 @@ def _fail_in_bucket(faults: Faults, bucket: int, layer: nn.Linear) -> None:
         each.register_post_accumulate_grad_hook(behind)  # behind the model's own
 
 
-def _fail_in_recovery(faults: Faults) -> None:
-    """Let faults happen as a rank opens the next group, has just told that it follows, gives its state or takes one."""
+def _fail_in_recovery(faults: Faults, notes: Notes) -> None:
+    """Let faults happen as a rank opens the next group, has just told that it follows, gives its state or takes one.
+
+    What it takes while others train is noted.
+    """
     from paceline.ddp.membership import Membership
     from paceline.elastic import replay
 
@@ -361,6 +364,7 @@ def _fail_in_recovery(faults: Faults) -> None:
     def taking(*given: Any) -> None:
         faults.at("replaying")
         take(*given)
+        notes.write(what="followed", frame=sorted(given[0]))
 
     def giving(giver: replay.Giver) -> None:
         faults.at("giving")
