@@ -83,20 +83,6 @@ def test_who_comes_in_stops_nobody_within_a_step(world: World) -> None:
     assert [host.num_stops for host in world.hosts[:2]] == stops
 
 
-def test_a_death_stops_even_those_that_pause(world: World) -> None:
-    """It is urgent: a step that needs the dead host never ends."""
-    kill(world, 2)
-    world.run(3)
-    stops = world.hosts[0].num_stops
-    world.hosts[0].step_s = 100.0
-    world.start(2)
-    world.run(2)
-    assert world.hosts[0].has_paused
-    kill(world, 1)
-    world.run(4)
-    assert world.hosts[0].num_stops == stops + 1
-
-
 def test_a_host_whose_ranks_start_is_not_waited_for(world: World) -> None:
     """Started again, its agent is told of the job, and asks to join when its ranks are there."""
     kill(world, 2)

@@ -10,7 +10,7 @@ Rules
 4. Survivors see the same loss at once, so they propose one after the other, in the order of the decree.
 5. An agent that was stopped itself (SIGSTOP, a suspended machine) has heard nobody: after a pause it listens first.
 6. Hosts that were lost are told the newest decree now and then, at their old addresses: who starts there again joins,
-   although it was told to begin a job.
+   although it was told to begin a job. It asks to join when its ranks are there: nobody pauses before.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Council:
         self._meet(sender, packet, now_s)
         if asks_to_join and self.state.decree is not None and self.state.decree.trained != NOT_STARTED:
             self._say(Message("decree", self.own.name, sender.name, decree=self.state.decree))
-            return True  # it asks again once it has ranks: nobody pauses before
+            return True  # rule 6
         if message is not None and message.to in (self.own.name, ANYBODY):
             self._take(message, now_s)
         if packet.epoch < known and (message is None or message.kind != "join"):
