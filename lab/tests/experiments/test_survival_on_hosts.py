@@ -28,7 +28,7 @@ def run(folder: Path, blow: Blow, epochs: int, *, returns: bool = False) -> Host
 @pytest.mark.parametrize("dies", ["nobody", "replaying", "giving"])
 def test_a_host_that_is_started_again_follows_one_that_trains(tmp_path: Path, dies: str) -> None:
     """Its ranks have the others' state, bit for bit, when they come in; if one dies meanwhile, others come."""
-    options = ("--epochs", "100", "--pause-ms", "20", "--optimizer", "adamw", "--deterministic")
+    options = ("--epochs", "40", "--pause-ms", "20", "--optimizer", "adamw", "--deterministic")
     faults = {"replaying": (1, Fault(0, 0, dies)), "giving": (0, Fault(0, 0, dies))}
     job = Job(4, 1, options, lost_after_s=3.0, limit_s=500.0, python=str(warm.folder() / "python"))
     fatal = tuple(faults[name] for name in faults if name == dies)
