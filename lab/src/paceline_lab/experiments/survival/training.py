@@ -376,7 +376,7 @@ def _fail_in_recovery(faults: Faults, notes: Notes) -> None:
         give(giver)
 
     Membership.rebuild = failing  # type: ignore[method-assign]
-    handover.Carried.take = taking_rest  # type: ignore[method-assign]
+    setattr(handover.Carried, "take", taking_rest)  # noqa: B010
     for owner, name, method in ((replay, "take", taking), (replay.Giver, "go_on", giving)):
         setattr(owner, name, method)
 
