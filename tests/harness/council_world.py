@@ -32,6 +32,7 @@ class Host:
     is_dead: bool = False
     has_paused: bool = False  # its ranks stop, or have stopped, between two steps
     num_stops: int = 0  # times that they had to stop within one
+    step_s: float = _STEP_S  # that they take to the end of one
 
     @property
     def epoch(self) -> int:
@@ -120,11 +121,14 @@ class World:
 
     def _live(self, host: Host) -> None:
         """What the agent of one host does."""
-        if host.council.is_over(host.epoch) and host.trains:
+        is_in_step = host.trains or (
+            host.has_paused and host.stops_s is not None and self.now_s < host.stops_s
+        )
+        if host.council.is_over(host.epoch) and is_in_step:
             host.stops_s, host.has_paused = self.now_s + _STOP_S, False
             host.num_stops += 1
         if host.council.wants_pause(host.epoch) and host.trains:
-            host.stops_s, host.has_paused = self.now_s + _STEP_S, True
+            host.stops_s, host.has_paused = self.now_s + host.step_s, True
         waits = host.plan is None or (host.stops_s is not None and self.now_s >= host.stops_s)
         is_out = host.plan is not None and not any(m.host == host.council.own.name for m in host.plan.members)
         if not (waits or is_out):

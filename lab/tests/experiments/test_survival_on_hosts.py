@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from harness import warm
 from paceline_lab.experiments.survival.hosts import Blow, HostsJob, HostsOutcome, run_on_hosts
-from paceline_lab.experiments.survival.job import Job, problems
+from paceline_lab.experiments.survival.job import Job, faults_of, problems, read_notes
+from paceline_lab.experiments.survival.training import Fault
 
 pytestmark = [pytest.mark.lab, pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -21,6 +23,25 @@ def run(folder: Path, blow: Blow, epochs: int, *, returns: bool = False) -> Host
     found = run_on_hosts(HostsJob(3, 1, job, (blow,), returns), folder)
     assert problems(job, found.outcome) == [], "\n".join(found.said)
     return found
+
+
+@pytest.mark.parametrize("dies", ["nobody", "replaying", "giving"])
+def test_a_host_that_is_started_again_follows_one_that_trains(tmp_path: Path, dies: str) -> None:
+    """Its ranks have the others' state, bit for bit, when they come in; if one dies meanwhile, others come."""
+    options = ("--epochs", "40", "--pause-ms", "20", "--optimizer", "adamw", "--deterministic")
+    faults = {"replaying": (1, Fault(0, 0, dies)), "giving": (0, Fault(0, 0, dies))}
+    job = Job(4, 1, options, lost_after_s=3.0, limit_s=500.0, python=str(warm.folder() / "python"))
+    fatal = tuple(faults[name] for name in faults if name == dies)
+    blows = (Blow(1, "agent killed"),)
+    found = run_on_hosts(HostsJob(2, 2, job, blows, returns=True, faults=fatal), tmp_path)
+    assert problems(job, found.outcome) == [], "\n".join(found.said)
+    assert found.codes == [0, 0]
+    assert len(found.outcome.ends) == 4
+    assert len(faults_of(found.outcome)) == len(fatal)
+    notes = [note for file in tmp_path.glob("host1/*.jsonl") for note in read_notes(file)]
+    assert any("gradients" in note["frame"] for note in notes if note["what"] == "followed")
+    if dies == "nobody":
+        assert [note["all"] for note in notes if note["what"] == "took"] == [False, False]
 
 
 @pytest.mark.parametrize("host", [0, 2])

@@ -7,7 +7,8 @@ Rules
 2. That they are is not believed but compared: by `Carried.digest`, when the membership ends. What a script changes
    behind the optimizer's back shows there, and the rank receives everything, as if nothing had been sent.
 3. The giver never waits for the receiver. What has not been read is bounded; beyond that the giver gives up.
-4. Frames are JSON and tensors as they are, over a socket of one host. Nothing is unpickled.
+4. Frames are JSON and tensors as they are. Nothing is unpickled. Between hosts the agents connect the two, and have
+   made sure that both are of the job (`launch/elastic/state_call.py`).
 """
 
 from __future__ import annotations

@@ -51,14 +51,15 @@ class Vitals:
 
     state: str  # as of `state_of`
     is_ending: bool  # It has begun to end. Its sockets and its pidfd say so later, when its memory is free.
-    cpu_ticks: int  # that it has used
+    cpu_ticks: int  # that its main thread has used
 
 
 class VitalSigns:
     """Looks at one process again and again: a file that stays open, for some microseconds a look."""
 
     def __init__(self, pid: int) -> None:
-        self._file = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        # Not /proc/PID/stat, which counts what all threads use: some look after a main thread that hangs.
+        self._file = os.open(f"/proc/{pid}/task/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
 
     def look(self) -> Vitals:
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,26 @@ while True:
 """
 
 
+# It follows a rank of another host before it comes in; once it trains, it gives to one.
+FOLLOWS = """
+import sys
+from paceline.elastic.line import CaughtUp, Give, InLoop, Line, Ready, Receive, Seat
+line = Line.of_this_process()
+line.tell(Ready("a card"))
+while True:
+    said = line.hear()
+    if isinstance(said, Receive):
+        if line.handed.popleft().recv(5) == b"state":
+            line.tell(CaughtUp())
+    elif isinstance(said, Seat):
+        line.tell(InLoop(True))
+    elif isinstance(said, Give):
+        line.handed.popleft().sendall(b"mine")
+        line.tell(InLoop(False))
+        sys.exit()
+"""
+
+
 class OthersFirst:
     """The other hosts' newest plan is without this one. Who asks for a later one is taken in."""
 
@@ -72,10 +94,10 @@ class OthersFirst:
     name = "here"
 
     def __init__(self) -> None:
-        self.asked: list[int] = []
+        self.asked: list[tuple[int, bool]] = []
 
     def decide(self, proposal: Proposal) -> Plan | None:
-        self.asked.append(proposal.epoch)
+        self.asked.append((proposal.epoch, proposal.has_paused))
         there = Member("there", 0)
         members = (there, *proposal.steps) if proposal.epoch > 4 else (there,)
         epoch, store = max(4, proposal.epoch), Address("127.0.0.1", 7)
@@ -86,6 +108,12 @@ class OthersFirst:
 
     def wants_pause(self, _epoch: int) -> bool:
         return False
+
+    def ask_for_state(self, _take: Callable[[socket.socket], None]) -> bool:
+        return False
+
+    def to_give(self) -> socket.socket | None:
+        return None
 
 
 @pytest.mark.processes
@@ -102,8 +130,55 @@ def test_a_host_that_comes_late_asks_again(tmp_path: Path, monkeypatch: pytest.M
             agent.look()
     finally:
         agent.end(signal.SIGTERM)
-    assert decider.asked == [0, 5]
+    assert decider.asked == [(0, False), (5, True)]  # the second is not urgent: no rank was lost
     assert notes == ["2 ranks go on after step 3, with 1 that came in"]
+
+
+class Connected(OthersFirst):
+    """A rank of another host gives its state late, and one of another takes this one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.take: Callable[[socket.socket], None] | None = None
+        self.ours, theirs = socket.socketpair()
+        self.theirs = [theirs]
+
+    def ask_for_state(self, take: Callable[[socket.socket], None]) -> bool:
+        self.take = take
+        return True
+
+    def to_give(self) -> socket.socket | None:
+        return self.theirs.pop() if self.theirs and (5, True) in self.asked else None
+
+
+@pytest.mark.processes
+def test_a_rank_comes_in_when_it_has_another_hosts_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is asked for a plan before; afterwards it gives to who asks."""
+    script = tmp_path / "train.py"
+    script.write_text(FOLLOWS)
+    monkeypatch.setattr("sys.executable", str(warm.folder() / "python"))
+    arguments = command_line.parse(["--nproc-per-node", "1", "--min-ranks", "1", str(script)])
+    decider = Connected()
+    agent = Agent(arguments, decider, Starter(arguments), None, lambda _: None)
+    try:
+        while decider.take is None:
+            agent.look()
+        for _ in range(10):
+            agent.look()
+        assert decider.asked == []
+        ends = socket.socketpair()
+        with ends[0], ends[1]:
+            ends[0].sendall(b"state")
+            decider.take(ends[1])
+        while not agent.is_over:
+            agent.look()
+    finally:
+        agent.end(signal.SIGTERM)
+    assert decider.asked == [(0, False), (5, True)]
+    with decider.ours:
+        assert decider.ours.recv(4) == b"mine"
 
 
 @pytest.mark.processes

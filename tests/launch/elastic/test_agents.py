@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from paceline.errors import ProtocolError
-from paceline.launch.elastic import links
+from paceline.launch.elastic import links, state_call
 from paceline.launch.elastic.agents import Agents, AgentSetting
+from paceline.launch.elastic.codes import CODE_BYTES, GREETING, NONCE_BYTES, frame_of
 from paceline.launch.elastic.decree import Candidate, Decree, Voter
 from paceline.launch.elastic.links import Links, Received
 from paceline.launch.elastic.plan import NOT_STARTED, Address, Member, Plan, Proposal
@@ -153,6 +155,80 @@ def test_training_does_not_begin_without_a_host_that_was_there(start: Start) -> 
         until(lambda: second.why_over(NOT_STARTED))
 
 
+def test_who_starts_again_at_the_end_learns_that_the_job_is_over(start: Start) -> None:
+    """Before its ranks are there: it had waited for others to train with, and these for it."""
+    first = start(needs=TWO)
+    second = start(first, needs=TWO)
+    epoch = meet([first, second])[0].epoch
+    third = start(first, needs=TWO)
+    assert third.meet(lambda: None) is None
+    for agent in (first, second):
+        with agent._lock:
+            agent._council.leave()
+    with pytest.raises(LaunchError, match="the job has ended well on the other hosts"):
+        until(lambda: third.why_over(NOT_STARTED))
+    assert not first.why_over(epoch)
+    third.close()
+    for agent in (first, second):
+        agent.finish(lambda: None)
+
+
+def test_a_rank_of_another_host_gets_the_state_of_one_that_trains(start: Start) -> None:
+    """Over a connection whose ends have proved that they know the token."""
+    first = start(needs=TWO)
+    assert not first.ask_for_state(lambda _: None)
+    second = start(first, needs=TWO)
+    meet([first, second])
+    third = start(first, needs=TWO)
+    third.meet(lambda: None)
+    taken: list[socket.socket] = []
+    assert third.ask_for_state(lambda end: taken.append(end.dup()))
+    given: list[socket.socket] = []
+    until(
+        lambda: taken and (given or any(given.append(end) for a in (first, second) if (end := a.to_give())))
+    )
+    with given[0], taken[0]:
+        given[0].sendall(b"state")
+        assert taken[0].recv(5, socket.MSG_WAITALL) == b"state"
+
+
+def test_a_host_that_has_ended_gives_nothing(start: Start) -> None:
+    """Nobody would read what is asked there; who asks sees the end, and receives everything later."""
+    first = start(needs=TWO)
+    meet([first, start(first, needs=TWO)])
+    first._council.leave()
+    with state_call.call(first.address, "t") as end:
+        assert end.recv(1) == b""
+    assert first.to_give() is None
+
+
+def test_a_stranger_is_given_nothing(start: Start) -> None:
+    """It does not get past the agent: no rank hears of it."""
+    first = start(needs=TWO)
+    meet([first, start(first, needs=TWO)])
+    with pytest.raises(OSError, match=r"closed|reset"):
+        state_call.call(first.address, "another token")
+    assert first.to_give() is None
+
+
+def test_what_a_stranger_gives_is_not_taken() -> None:
+    """It listens where an agent has been, and does not know the token."""
+    with socket.create_server(LOCAL) as server:
+
+        def greet() -> None:
+            connected, _ = server.accept()
+            with connected:
+                connected.sendall(GREETING + bytes(NONCE_BYTES + CODE_BYTES))
+                while connected.recv(1000):
+                    pass
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(OSError, match="does not know the job's token"):
+            state_call.call(Address(*server.getsockname()), "t")
+        thread.join()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_agent_that_can_no_longer_talk_says_so(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host does not wait for words that cannot come."""
@@ -232,8 +308,8 @@ def test_a_recorded_frame_is_of_no_use(pair: tuple[Links, Links]) -> None:
     mine, _ = pair
     with socket.create_connection(mine.address) as stranger:
         until(lambda: mine.turn(0.01, time.monotonic()) == [] and len(mine._incoming) == 1)
-        nonce = stranger.recv(100)[len(links.GREETING) :]
-        frame = struct.pack("!I", 2) + mine._code(nonce, 0, b"hi") + b"hi"
+        nonce = stranger.recv(100)[len(GREETING) :]
+        frame = frame_of(b"t", nonce, 0, b"hi")
         stranger.sendall(frame + frame)
         events: list[object] = []
         until(lambda: events.extend(mine.turn(0.01, time.monotonic())) or len(events) == 2)

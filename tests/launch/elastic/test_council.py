@@ -70,6 +70,37 @@ def test_a_host_that_is_cut_off_is_left_out_after_silence_and_comes_back(world: 
     assert [host.num_stops for host in others] == stops  # they paused
 
 
+def test_who_comes_in_stops_nobody_within_a_step(world: World) -> None:
+    """The others' ranks pause first, and ask: that is not urgent, and a host whose step takes longer completes it."""
+    kill(world, 2)
+    world.run(3)
+    stops = [host.num_stops for host in world.hosts[:2]]
+    world.hosts[1].step_s = 1.5  # longer than until somebody is asked again
+    world.start(2)
+    world.run(6)
+    world.check()
+    assert world.training() == {0, 1, 2}
+    assert [host.num_stops for host in world.hosts[:2]] == stops
+
+
+def test_a_host_whose_ranks_start_is_not_waited_for(world: World) -> None:
+    """Started again, its agent is told of the job, and asks to join when its ranks are there."""
+    kill(world, 2)
+    world.run(3)
+    epoch = world.hosts[0].epoch
+    world.start(2)
+    ranks, world.hosts[2].steps = world.hosts[2].steps, {}
+    world.run(4)
+    assert world.hosts[2].council.job == world.hosts[0].council.job
+    assert world.hosts[0].epoch == epoch
+    assert world.training() == {0, 1}
+    world.hosts[2].steps = ranks
+    world.run(4)
+    world.check()
+    assert world.training() == {0, 1, 2}
+    assert world.hosts[0].epoch == epoch + 1
+
+
 def test_a_short_cut_costs_nothing(world: World) -> None:
     """Nobody is suspected within a second and a half."""
     epoch = world.hosts[0].epoch

@@ -145,6 +145,7 @@ class Agent:
         self._since_s = time.monotonic()  # when its end began; for the first one, the launch
         self._furthest, self._num_tries = NOT_STARTED, 0
         self._has_said_missing = False
+        self._num_given = 0  # to ranks of other hosts
         self.is_over = False
         self._seats = Seats(arguments, starter, start, decider.name, note, self._take, self._stop)
 
@@ -178,6 +179,7 @@ class Agent:
         if seats.begin_again(self._begins_with_others):
             self._card = None
         self._ask_decider()
+        self._give_to_others()
         self._let_in()
         self._decide()
         is_done = not seats.in_phase(Phase.TRAINING, Phase.LOST) and not seats.dying
@@ -213,17 +215,34 @@ class Agent:
             self._seats.cannot_come_in(rank)
             return
         rank.phase = Phase.WAITING
-        givers = self._seats.training
-        if givers and not self._is_stopping:
-            self._connect(givers[rank.local_rank % len(givers)], rank)
+        if not self._is_stopping:
+            rank.is_replaying = self._connect(rank)
 
-    def _connect(self, giver: Rank, rank: Rank) -> None:
-        """Let a rank that waits have another's state while that trains; it says when it has caught up."""
-        rank.is_replaying = True
+    def _connect(self, rank: Rank) -> bool:
+        """Let a rank that waits have another's state while that trains; it says when it has caught up.
+
+        One of this host's, if any trains. Returns whether there is one anywhere.
+        """
+        if not self._seats.training:
+            return self._decider.ask_for_state(lambda end: rank.process.tell(Receive(), handing=end))
         ends = socket.socketpair()
         with ends[0], ends[1]:
             rank.process.tell(Receive(), handing=ends[0])
-            giver.process.tell(Give(self._epoch), handing=ends[1])
+            self._give(ends[1], rank.local_rank)
+        return True
+
+    def _give(self, end: socket.socket, number: int) -> None:
+        """Let one of the ranks that train give its state; they take turns."""
+        givers = self._seats.training
+        if givers and not self._is_stopping:
+            givers[number % len(givers)].process.tell(Give(self._epoch), handing=end)
+
+    def _give_to_others(self) -> None:
+        """Let ranks that wait on other hosts have the state of one that trains here."""
+        while (end := self._decider.to_give()) is not None:
+            with end:
+                self._give(end, self._num_given)
+            self._num_given += 1
 
     def _let_in(self) -> None:
         """Have the membership pause for ranks that wait, once all of these have caught up."""
@@ -274,7 +293,8 @@ class Agent:
                     f"{self._seats.num_finished} rank(s) of {self._arguments.script} ended without paceline.Elastic, "
                     f"in which {len(waiting)} wait for them. All ranks have to make one, or none."
                 )
-            if len(waiting) < self._arguments.num_local_ranks:
+            are_replaying = any(rank.is_replaying for rank in waiting)
+            if len(waiting) < self._arguments.num_local_ranks or are_replaying:
                 return
         elif not self._is_stopping or any(rank.step is None for rank in training):
             return

@@ -9,8 +9,10 @@ Rules
 from __future__ import annotations
 
 import secrets
+import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +21,7 @@ from paceline.launch.elastic.council import Council
 from paceline.launch.elastic.decree import Decree, Voter
 from paceline.launch.elastic.links import Closed, Links, Received, Refused
 from paceline.launch.elastic.plan import NOT_STARTED, Address, Plan, Proposal, Start
+from paceline.launch.elastic.state_call import call, is_call
 from paceline.launch.elastic.vote import Quorum
 from paceline.launch.elastic.wire import decode, encode
 from paceline.launch.launch_errors import LaunchError
@@ -53,6 +56,7 @@ class Agents:
         self._council = Council(own, setting.needs, setting.first, time.monotonic())
         self._lock = threading.Lock()
         self._names: dict[int, str] = {}  # of incoming connections
+        self._to_give: deque[socket.socket] = deque()  # to ranks of other hosts
         self._waits_since_s: float | None = None
         self._forgotten: set[str] = set()  # missing agents whose connections are closed
         self._ends = False
@@ -112,14 +116,14 @@ class Agents:
         """See `Decider`."""
         self._check_thread()
         with self._lock:
-            if epoch == NOT_STARTED:
-                self._check_beginning()
-                return None
             if self._council.is_all_over():
                 raise LaunchError(
                     f"the job has ended well on the other hosts, while {self.name} was out of touch. Nothing is left "
                     "to do here."
                 )
+            if epoch == NOT_STARTED:
+                self._check_beginning()
+                return None
             if not self._council.is_over(epoch):
                 return None
             missing = self._council.missing()
@@ -133,6 +137,31 @@ class Agents:
         """See `Decider`."""
         with self._lock:
             return self._council.wants_pause(epoch)
+
+    def ask_for_state(self, take: Callable[[socket.socket], None]) -> bool:
+        """See `Decider`."""
+        with self._lock:
+            trainers = self._council.trainers()
+        if trainers:
+            address = secrets.choice(trainers)
+            threading.Thread(
+                target=self._call, args=(address, take), name="paceline call", daemon=True
+            ).start()
+        return bool(trainers)
+
+    def _call(self, address: Address, take: Callable[[socket.socket], None]) -> None:
+        try:
+            end = call(address, self._setting.token)
+        except OSError:  # it reads the end at once, and receives everything later
+            end, other = socket.socketpair()
+            other.close()
+        with end:
+            take(end)
+
+    def to_give(self) -> socket.socket | None:
+        """See `Decider`."""
+        with self._lock:
+            return self._to_give.popleft() if self._to_give else None
 
     def _check_beginning(self) -> None:
         """Training does not begin without a host that began with this one."""
@@ -191,6 +220,7 @@ class Agents:
         """This host's ranks have ended well: wait for the others', who may need its vote; `check` may end that."""
         with self._lock:
             self._council.leave()
+            self._close_given()
         while True:
             check()
             self._check_thread()
@@ -205,7 +235,13 @@ class Agents:
         self._ends = True
         self._links.wake()
         self._thread.join()
+        self._close_given()
         self._links.close()
+
+    def _close_given(self) -> None:
+        """Nobody trains here, or will."""
+        while self._to_give:
+            self._to_give.popleft().close()
 
     # ---- the thread
 
@@ -236,6 +272,11 @@ class Agents:
                 address = self._council.peers[name].voter.address
                 self._links.forget(address)
                 self._council.call(address)
+        elif is_call(event.body):
+            if (given := self._links.hand_over(event.connection, event.body)) is not None:
+                self._to_give.append(given)
+            if self._council.is_done:
+                self._close_given()
         else:
             try:
                 packet = decode(event.body)

@@ -10,7 +10,7 @@ Rules
 4. Survivors see the same loss at once, so they propose one after the other, in the order of the decree.
 5. An agent that was stopped itself (SIGSTOP, a suspended machine) has heard nobody: after a pause it listens first.
 6. Hosts that were lost are told the newest decree now and then, at their old addresses: who starts there again joins,
-   although it was told to begin a job.
+   although it was told to begin a job. It asks to join when its ranks are there: nobody pauses before.
 """
 
 from __future__ import annotations
@@ -159,6 +159,9 @@ class Council:
             return False
         sender, known = packet.sender, self._epoch
         self._meet(sender, packet, now_s)
+        if asks_to_join and self.state.decree is not None and self.state.decree.trained != NOT_STARTED:
+            self._say(Message("decree", self.own.name, sender.name, decree=self.state.decree))
+            return True  # rule 6
         if message is not None and message.to in (self.own.name, ANYBODY):
             self._take(message, now_s)
         if packet.epoch < known and (message is None or message.kind != "join"):
@@ -207,6 +210,12 @@ class Council:
         """The voters of the newest decree that are not heard."""
         names = () if self.state.decree is None else self.state.decree.names
         return [n for n in names if n != self.own.name and (n not in self.peers or self.peers[n].is_missing)]
+
+    def trainers(self) -> list[Address]:
+        """Where other agents listen whose ranks train."""
+        members = () if self.state.decree is None else self.state.decree.members
+        peers = {each.member.host: self.peers.get(each.member.host) for each in members}
+        return [p.voter.address for p in peers.values() if p is not None and not (p.is_missing or p.is_done)]
 
     def is_all_over(self) -> bool:
         """Whether the job has ended well, without ranks of this host."""

@@ -10,33 +10,37 @@ Rules
 3. A stranger is dropped first: at its first wrong frame, after `PROOF_S` without one, or when `MOST_STRANGERS` wait.
 4. Nothing waits. A frame for an agent that is not reached is dropped: whoever needs it sends it again.
 5. One interface: the listener has the address that it is given.
+6. A connection that asks for the state of a rank (`state_call.py`) is handed over to one: the agents have it no more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import hmac
 import secrets
 import selectors
 import socket
-import struct
 from dataclasses import dataclass, field
 
+from paceline.launch.elastic import state_call
+from paceline.launch.elastic.codes import (
+    CODE_BYTES,
+    CONNECT_S,
+    GREETING,
+    LENGTH,
+    NONCE_BYTES,
+    code_of,
+    frame_of,
+)
 from paceline.launch.elastic.plan import Address
 
-GREETING = b"paceline agents 2\n"
-NONCE_BYTES = CODE_BYTES = 32
 MOST_BYTES = 1 << 20  # of a body
 MOST_FIRST_BYTES = 1 << 16  # of the first one: what a stranger can make us hold
 MOST_STRANGERS = 32
 PROOF_S = 10.0
-CONNECT_S = 1.0  # then the connection is tried anew: TCP itself would wait ever longer after a cut
 _MOST_QUEUED = 64
-_LENGTH = struct.Struct("!I")
-_HEAD = _LENGTH.size + CODE_BYTES
-_NUMBER = struct.Struct("!Q")
+_HEAD = LENGTH.size + CODE_BYTES
 _PART_BYTES = 1 << 16
 
 
@@ -157,6 +161,15 @@ class Links:
             one.close()
         self._selector.close()
 
+    def hand_over(self, connection: int, asked: bytes) -> socket.socket | None:
+        """Let go of the connection by which `state_call` asked so; None: it is closed."""
+        if connection not in self._incoming:
+            return None
+        given = self._incoming.pop(connection).socket
+        self._selector.unregister(given)
+        state_call.answer(given, self._token, asked)
+        return given
+
     # ---- incoming
 
     def _accept(self, now_s: float) -> None:
@@ -196,13 +209,13 @@ class Links:
     def _take_frames(self, fd: int, link: _Incoming) -> bool:
         """Whether all that has arrived is of an agent of this job."""
         while len(link.data) >= _HEAD:
-            (length,) = _LENGTH.unpack_from(link.data)
+            (length,) = LENGTH.unpack_from(link.data)
             if length > (MOST_BYTES if link.number else MOST_FIRST_BYTES):
                 return False
             if len(link.data) < _HEAD + length:
                 return True
-            code, body = bytes(link.data[_LENGTH.size : _HEAD]), bytes(link.data[_HEAD : _HEAD + length])
-            if not hmac.compare_digest(code, self._code(link.nonce, link.number, body)):
+            code, body = bytes(link.data[LENGTH.size : _HEAD]), bytes(link.data[_HEAD : _HEAD + length])
+            if not hmac.compare_digest(code, code_of(self._token, link.nonce, link.number, body)):
                 return False
             del link.data[: _HEAD + length]
             link.number += 1
@@ -253,7 +266,7 @@ class Links:
             self._selector.modify(link.socket, selectors.EVENT_READ, link)
             return
         for body in link.queued:
-            link.data += _LENGTH.pack(len(body)) + self._code(link.nonce, link.number, body) + body
+            link.data += frame_of(self._token, link.nonce, link.number, body)
             link.number += 1
         link.queued.clear()
         try:
@@ -293,6 +306,3 @@ class Links:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connected)
         connected.close()
-
-    def _code(self, nonce: bytes, number: int, body: bytes) -> bytes:
-        return hmac.new(self._token, nonce + _NUMBER.pack(number) + body, hashlib.sha256).digest()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -126,6 +126,15 @@ class Decider(Protocol):
     def wants_pause(self, epoch: int) -> bool:
         """Whether its ranks shall leave it between two steps, because ranks of another host come in."""
 
+    def ask_for_state(self, take: Callable[[socket.socket], None]) -> bool:
+        """Have a rank of another host give its state to one of this host; False: none trains. Local; never blocks.
+
+        `take` is given the socket over which the state comes, on another thread.
+        """
+
+    def to_give(self) -> socket.socket | None:
+        """To a rank of another host that shall have the state of one of this host; once each. Local."""
+
 
 class OneHost:
     """Decides where there is one host: its agent, at once."""
@@ -155,6 +164,12 @@ class OneHost:
 
     def wants_pause(self, epoch: int) -> bool:
         return False
+
+    def ask_for_state(self, take: Callable[[socket.socket], None]) -> bool:
+        return False
+
+    def to_give(self) -> socket.socket | None:
+        return None
 
 
 def _whole(value: Any) -> int:

@@ -93,7 +93,12 @@ def random_hosts_job(seed: int) -> HostsJob:
     if two:
         blows[1] = Blow(blows[1].host, blows[1].kind, blows[1].lasts_s, after_steps=0)
     job = Job(
-        num_hosts * per_host, 1, options, seed=seed, lost_after_s=dice.choice([3.0, 10.0]), limit_s=240.0
+        num_hosts * per_host,
+        1,
+        options,
+        seed=seed,
+        lost_after_s=dice.choice([3.0, 10.0]),
+        limit_s=2 * _LIMIT_S,
     )
     return HostsJob(num_hosts, per_host, job, tuple(blows), returns=dice.random() < 0.5)
 

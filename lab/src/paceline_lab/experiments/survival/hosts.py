@@ -21,6 +21,7 @@ import torch
 from paceline_lab.emulation import ClusterSpec, EmulatedCluster
 from paceline_lab.emulation.cluster import EmulatedHost
 from paceline_lab.experiments.survival.job import Job, Outcome, read_notes
+from paceline_lab.experiments.survival.training import Fault
 
 _MARK = "PACELINE_SURVIVAL_HOST"
 _TRAINING = "paceline_lab.experiments.survival.training"
@@ -61,6 +62,7 @@ class HostsJob:
         job: Its ranks' options, and `lost_after_s`, `min_ranks`, `limit_s` and `python`; its other fields are not used.
         blows: What happens, one after the other.
         returns: Whether hosts that were switched off or whose agent was killed are started again, by the same command.
+        faults: That ranks let happen to themselves, each on a host.
     """
 
     num_hosts: int
@@ -68,6 +70,7 @@ class HostsJob:
     job: Job
     blows: tuple[Blow, ...] = ()
     returns: bool = False
+    faults: tuple[tuple[int, Fault], ...] = ()
 
 
 @dataclass
@@ -113,6 +116,8 @@ class _Launch:
         command = [job.python, "-m", "paceline", "run"]
         command += [text for name, value in options.items() for text in (name, str(value))]
         command += ["-m", _TRAINING, str(self._folder / f"host{host.index}"), *job.options]
+        for where, fault in self._job.faults:
+            command += ["--fault", str(fault)] if where == host.index else []
         environment = {
             **os.environ,
             _MARK: f"{self.mark}-{host.index}",

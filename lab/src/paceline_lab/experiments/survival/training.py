@@ -253,7 +253,7 @@ def main() -> None:
     faults.at("rendezvous")
     dist.init_process_group(args.backend)
     faults.at("constructing")
-    _fail_in_recovery(faults)
+    _fail_in_recovery(faults, notes)
     if args.parts:
         _note_parts(notes)
     data = Data(args)
@@ -342,12 +342,16 @@ def _fail_in_bucket(faults: Faults, bucket: int, layer: nn.Linear) -> None:
         each.register_post_accumulate_grad_hook(behind)  # behind the model's own
 
 
-def _fail_in_recovery(faults: Faults) -> None:
-    """Let faults happen as a rank opens the next group, has just told that it follows, gives its state or takes one."""
+def _fail_in_recovery(faults: Faults, notes: Notes) -> None:
+    """Let faults happen as a rank opens the next group, has just told that it follows, gives its state or takes one.
+
+    What it takes while others train is noted, and whether it has to take all when it is let in.
+    """
     from paceline.ddp.membership import Membership
-    from paceline.elastic import replay
+    from paceline.elastic import handover, replay
 
     rebuild, take, give = Membership.rebuild, replay.take, replay.Giver.go_on
+    take_rest = handover.Carried.take
     faults.at("coming in")
 
     def failing(*given: Any, **named: Any) -> None:
@@ -361,12 +365,18 @@ def _fail_in_recovery(faults: Faults) -> None:
     def taking(*given: Any) -> None:
         faults.at("replaying")
         take(*given)
+        notes.write(what="followed", frame=sorted(given[0]))
+
+    def taking_rest(carried: handover.Carried, tree: Any, **named: Any) -> None:
+        notes.write(what="took", all="parameters" in tree)
+        take_rest(carried, tree, **named)
 
     def giving(giver: replay.Giver) -> None:
         faults.at("giving")
         give(giver)
 
     Membership.rebuild = failing  # type: ignore[method-assign]
+    setattr(handover.Carried, "take", taking_rest)  # noqa: B010
     for owner, name, method in ((replay, "take", taking), (replay.Giver, "go_on", giving)):
         setattr(owner, name, method)
 
