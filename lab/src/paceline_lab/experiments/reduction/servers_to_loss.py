@@ -186,7 +186,7 @@ def worker() -> None:
     dice = torch.Generator().manual_seed(job.seed)  # the same on every rank
     for number in range(-WARM_UP_STEPS, job.num_steps):
         chosen = torch.randint(len(x), (job.num_workers, job.num_samples), generator=dice)[rank]
-        for side in list(trainees) if number % 2 else reversed(trainees):
+        for side in sorted(trainees, reverse=number % 2 == 0):
             _begin_together(link)
             trainees[side].step(x[chosen], y[chosen], number >= 0)
     found = {
