@@ -14,7 +14,7 @@ from harness.ranks import Ranks, pool
 from paceline.errors import CollectiveMismatchError, PeerLostError, ProtocolError
 from paceline.process_group.executor import Executor
 from paceline.schedules import SCHEDULES, Link, Links, Topology, price, ring
-from paceline.transports.c10d import LARGE_BYTES, MOST_LARGE, C10dTransport
+from paceline.transports.c10d import C10dTransport
 
 pytestmark = pytest.mark.processes
 
@@ -134,47 +134,3 @@ class Failing:
 def test_an_error_says_how_long_was_waited_and_not_how_long_might_have_been():
     with pytest.raises(PeerLostError, match=r"from rank 1 for 0(\.\d+)? s \(of 60: "):
         C10dTransport(Failing()).exchange([], [(1, torch.zeros(3))], 60.0)
-
-
-class Counting:
-    """A c10d backend whose messages come when they are waited for; it knows how many large ones are awaited at once."""
-
-    def __init__(self):
-        self.awaited, self.most, self.order = 0, 0, []
-
-    def rank(self):
-        return 0
-
-    def size(self):
-        return 8
-
-    def send(self, tensors, peer, tag):
-        return Work(self, 0, peer)
-
-    def recv(self, tensors, peer, tag):
-        is_large = tensors[0].nbytes > LARGE_BYTES
-        self.awaited += is_large
-        self.most = max(self.most, self.awaited)
-        self.order.append(peer)
-        return Work(self, is_large, peer)
-
-
-class Work:
-    """One message of `Counting`."""
-
-    def __init__(self, backend, counts, peer):
-        self.backend, self.counts = backend, counts
-
-    def wait(self, *_):
-        self.backend.awaited -= self.counts
-
-
-@pytest.mark.parametrize(("num_bytes", "most"), [(LARGE_BYTES, 0), (LARGE_BYTES + 1, MOST_LARGE)])
-def test_only_so_many_large_messages_are_received_at_once(num_bytes, most):
-    """Seven that are sent to one port together overflow it; small ones fit, and do not wait for each other."""
-    backend, done = Counting(), []
-    messages = [(peer, torch.zeros(num_bytes, dtype=torch.uint8)) for peer in range(1, 8)]
-    C10dTransport(backend).exchange(messages, messages, 60.0, done.append)
-    assert (backend.most, backend.awaited) == (most, 0)
-    assert backend.order == list(range(1, 8))
-    assert done == list(range(7))

@@ -3,9 +3,6 @@
 Gloo announces a message, waits until the peer has a buffer for it, and sends it straight into that; several
 messages are under way at once. A message larger than its receiver's buffer would end the process, so its size is its
 tag: it finds no receiver, and the exchange times out.
-
-As nothing is sent before its receiver is ready, receivers decide how many send to them at once. All at once would
-overflow the port of a switch, and TCP would send again what it drops.
 """
 
 from __future__ import annotations
@@ -24,8 +21,6 @@ from paceline.errors import PeerLostError
 from paceline.transports.transport import Message, Transport
 
 GRACE_S = 1.0
-MOST_LARGE = 2  # messages that a rank is ready for at once; more would be sent into one port together
-LARGE_BYTES = 64 * 1024  # what a small switch's port holds
 _MAX_TAG = 2**31 - 1
 
 
@@ -49,12 +44,12 @@ class C10dTransport(Transport):
         receiving: list[dist.Work] = []
         sending: list[dist.Work] = []
         try:
-            self._get_ready(receives, receiving, 0)
+            for peer, tensor in receives:
+                receiving.append(self._launch(irecv, peer, tensor))
             for peer, tensor in sends:
                 sending.append(self._launch(isend, peer, tensor))
             for index, (peer, _) in enumerate(receives):
                 self._wait(receiving[index], peer, deadline, timeout_s)
-                self._get_ready(receives, receiving, index + 1)
                 on_received(index)
             for work, (peer, _) in zip(sending, sends, strict=True):
                 self._wait(work, peer, deadline, timeout_s)
@@ -62,15 +57,6 @@ class C10dTransport(Transport):
             self._abandoned = [receiving, sending, list(sends), list(receives)]
             _flush(sending)
             raise
-
-    def _get_ready(self, receives: Sequence[Message], receiving: list[dist.Work], num_done: int) -> None:
-        """Launch the next receives, as many as may be under way at once."""
-        num_large = sum(tensor.nbytes > LARGE_BYTES for _, tensor in receives[num_done : len(receiving)])
-        for peer, tensor in receives[len(receiving) :]:
-            num_large += tensor.nbytes > LARGE_BYTES
-            if num_large > MOST_LARGE:
-                return
-            receiving.append(self._launch(irecv, peer, tensor))
 
     def _launch(self, operation: Callable[..., dist.Work], peer: int, tensor: Tensor) -> dist.Work:
         try:

@@ -4,8 +4,7 @@ Rules
 1. Collectives go in their order, those of a higher priority first, and of equal ones what is to be summed before sums:
    others wait for it, and at the end of several collectives nobody then waits for the last one's sums. Of one,
    repetitions go first, then chunks that were never sent, then an END, and soon another: nothing follows whose arrival
-   would tell that the first was lost, and the answer may be lost as well. For the same reason what is repeated last is
-   sent twice: to lose it again would cost another round trip, of which nothing else makes use.
+   would tell that the first was lost, and the answer may be lost as well.
 2. The first chunk of a transfer differs from collective to collective, so that no part of a vector is always the last
    one, which losses hit more often.
 3. Ranks are served by bursts of a few datagrams, so that a small switch buffer holds a burst from everybody; first
@@ -244,14 +243,11 @@ def _send_burst(
             if chunk == _NOTHING or (chunk == _ENDED and not is_heard):
                 break
             p[e.P_EARLY] += p[e.P_BEGUN] <= collective
-            is_last = p[e.P_LEFT] <= BURST and chunk != _ENDED
-            is_twice = is_last and t.chunk_state[slot, phase, peer, chunk] == e.QUEUED and sent + 1 < budget
-            for _ in range(1 + is_twice):
-                _write_chunk(t, slot, phase, way, chunk, words[count], sizes, ways, count, now_us)
-                count += 1
-                sent += 1
+            _write_chunk(t, slot, phase, way, chunk, words[count], sizes, ways, count, now_us)
             if not is_heard:
                 queue(t, slot, phase, peer, chunk)
+            count += 1
+            sent += 1
     if sent:
         pause_us = window.pause_us(w, rate)
         missed_us = max(BURST * pause_us, LONGEST_REST_US)  # a fast path carries many datagrams in a rest
