@@ -113,6 +113,9 @@ _ALL = (
     Experiment("parameter-servers", "reduction.parameter_servers", "5 min a run", "knee within 1 server",
         "When do parameter servers win against an all-reduce, and how many does lemma 3.2 ask for?",
         needs=ROOT, runs=("--case lemma", "--case symmetric", "--case asymmetric")),
+    Experiment("servers-to-loss", "reduction.servers_to_loss", "10 min a run", "Wang et al. 2020 (DLCP)",
+        "How soon does a training with parameter servers come down to a loss, where packets are lost?",
+        needs=ROOT, runs=()),
     Experiment("shared-batch", "reduction.shared_batch", "3 min", "Zou et al. 2017",
         "How many devices may share a batch at which efficiency, by lemma 3.1 and measured?", needs=ROOT, runs=()),
     # What do lost packets cost?

@@ -2,7 +2,7 @@
 
 Workers and servers are hosts of an emulated cluster; a worker's layers sleep as long as ResNet-50's compute, its
 gradients and their traffic are real. In the same processes, step by step in turn: torch's DistributedDataParallel over
-Gloo, ours over Gloo, and ours with 1, 2, ... servers. Servers are `python -m paceline.servers`, as `paceline serve` is.
+Gloo, ours over Gloo, and ours with 1, 2, ... servers. `servers_to_loss` trains for real, to a loss.
 
     --case lemma        workers' links do not limit, servers' do: how many servers until a step gets no shorter?
     --case symmetric    all links alike: the servers' links come on top of what the all-reduce has
@@ -21,11 +21,6 @@ What it cannot show: all hosts share two cores; "busy" says how much of them was
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import subprocess
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,9 +31,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.comm import TOKEN
 from paceline.errors import ConfigurationError
 from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, Quick, ReportFolder
+from paceline_lab.experiments.reduction.server_jobs import SHALLOW_BYTES, run_workers, told_to_worker
 from paceline_lab.experiments.runner import conclude
 from paceline_lab.report.figures import draw_figure, show_ratio
 from paceline_lab.report.look import CURVE_COLORS, OURS, look_of
@@ -57,7 +52,6 @@ MEBIBYTE = 2**20
 ALONE = "alone"
 _ONE_LINE = 0.02  # all-reduces that differ by less lie on each other in a picture
 _PATIENCE_S = 400.0
-_WORKER = "PACELINE_BENCHMARK_WORKER"  # its configuration, in the environment of a worker
 
 
 @dataclass(frozen=True)
@@ -104,11 +98,10 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "bound 5 %": {"bound": 0.05},
     "bound 5 %, early": {"bound": 0.05, "deliver": "early"},
 }
-SHALLOW_BYTES = 64 * 1024  # of a switch's port, where packets are lost
 CASES = {
     "lemma": Config("lemma", 4, (1, 2, 3, 4, 5, 6, 7, 8), 200, 32, 1.5, 0.6),
     "second": Config("second", 3, (1, 2, 3, 4, 5, 6, 7, 8), 150, 40, 1.8, 0.5, workload="bert"),
-    "loss": Config("loss", 4, (1,), 100, 100, 4.0, 0.2, loss=0.0, divides_caps=False),
+    "loss": Config("loss", 4, (1,), 100, 100, 2.0, 0.2, loss=0.0, divides_caps=False),
     "symmetric": Config("symmetric", 4, (1, 2, 4), 50, 50, 4.0, 0.6),
     "asymmetric": Config("asymmetric", 4, (1, 2), 50, 400, 4.0, 0.6),
 }
@@ -247,7 +240,7 @@ def caps_of(wrapper: str, config: Config) -> tuple[float, ...]:
 
 def measure(config: Config) -> tuple[dict[str, Any], float]:
     """Build the cluster, run the workers; what they found, and how busy this machine was."""
-    from paceline_lab.emulation import ClusterSpec, EmulatedCluster
+    from paceline_lab.emulation import ClusterSpec
 
     most = max(config.servers, default=0)
     rates = [config.worker_mbit * 1e6] * config.num_workers + [config.server_mbit * 1e6] * most
@@ -255,86 +248,14 @@ def measure(config: Config) -> tuple[dict[str, Any], float]:
     if config.loss is not None:
         how = {"loss_ratio": (config.loss,) * len(rates), "queue_bytes": SHALLOW_BYTES, "offload": False}
     spec = ClusterSpec(hosts=len(rates), rate_bits_per_s=tuple(rates), **how)
-    environment = {**os.environ, TOKEN: secrets.token_hex(16), "OMP_NUM_THREADS": "1"}
-    processes: list[subprocess.Popen[str]] = []
-    with EmulatedCluster(spec) as cluster:
-        try:
-            addresses = []
-            for host in cluster.hosts[config.num_workers :]:
-                command = [sys.executable, "-m", "paceline.servers", "--address", host.address]
-                processes.append(_start(host.command([*command, "--until-closed"]), environment))
-                assert processes[-1].stdout is not None
-                addresses.append(processes[-1].stdout.readline().strip())
-            workers = []
-            for rank, host in enumerate(cluster.hosts[: config.num_workers]):
-                own = environment | {
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(config.num_workers),
-                    "LOCAL_WORLD_SIZE": "1",  # as torchrun says, so that defaults are those of several hosts
-                    "MASTER_ADDR": cluster.hosts[0].address,
-                    "MASTER_PORT": "29500",
-                    "GLOO_SOCKET_IFNAME": host.interface,
-                    _WORKER: json.dumps({"config": asdict(config), "addresses": addresses}),
-                }
-                command = [
-                    sys.executable,
-                    "-c",
-                    "from paceline_lab.experiments.reduction.parameter_servers import worker; worker()",
-                ]
-                workers.append(_start(host.command(command), own))
-            processes += workers
-            busy = _Busy()
-            printed = workers[0].communicate(timeout=_PATIENCE_S)[0]
-            ratio = busy.ratio()
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    if workers[0].returncode:
-        raise ConfigurationError(f"a worker ended with code {workers[0].returncode}: see above.")
-    return json.loads(printed.splitlines()[-1]), ratio
+    return run_workers(spec, config.num_workers, __name__, {"config": asdict(config)}, _PATIENCE_S)
 
 
 def worker() -> None:
     """A worker's process."""
-    told = json.loads(os.environ[_WORKER])
+    told = told_to_worker()
     fields = told["config"] | {"servers": tuple(told["config"]["servers"])}
     work(Config(**fields), told["addresses"])
-
-
-def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=dict(environment),
-    )
-
-
-class _Busy(threading.Thread):
-    """How much of this machine's cores is in use, in the second half of a time."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self._samples = [_ticks()]
-        self._is_over = threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        while not self._is_over.wait(0.5):
-            self._samples.append(_ticks())
-
-    def ratio(self) -> float:
-        self._is_over.set()
-        self.join()
-        (total, idle), (last_total, last_idle) = self._samples[len(self._samples) // 2], self._samples[-1]
-        return 1 - (last_idle - idle) / max(last_total - total, 1)
-
-
-def _ticks() -> tuple[int, int]:
-    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    return sum(fields), fields[3] + fields[4]
 
 
 # ---- what was predicted
