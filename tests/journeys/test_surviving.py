@@ -46,18 +46,6 @@ def test_the_last_ranks_wait_for_a_replacement_that_receives_their_state(tmp_pat
 
 
 @pytest.mark.processes
-def test_memberships_leave_no_threads_behind(tmp_path):
-    """Over our own backend: who has seen three losses and three replacements has as many as the last that came."""
-    faults = [f"1:{step}:forward:SIGKILL" for step in (4, 16, 28)]
-    options = ("--epochs", "8", "--backend", "paceline", "--pause-ms", "30")
-    outcome = survive(tmp_path, *faults, num_ranks=2, min_ranks=2, options=options)
-    changes = [len(end["history"]) for end in outcome.ends]
-    threads = [end["open"]["task"] for end in outcome.ends]
-    assert max(changes) == 3 > min(changes)
-    assert max(threads) - min(threads) <= 1, outcome.ends
-
-
-@pytest.mark.processes
 def test_residuals_and_synchronized_batch_normalisation_survive_a_loss(tmp_path):
     """Ranks stay equal in bits; a lost rank's residuals are lost, so parameters are not those of one process."""
     options = ("--compression", "topk", "--normalize", "--sync-batch-norm")
