@@ -11,7 +11,8 @@ from torch import nn
 from harness.models import digest
 from harness.ranks import pool
 from paceline import DistributedDataParallel
-from paceline.comm.opened_groups import close, group_like
+from paceline.comm.connections import connected
+from paceline.comm.opened_groups import close, end_aside, group_like
 
 pytestmark = pytest.mark.processes
 PATIENT = timedelta(seconds=60)
@@ -114,3 +115,43 @@ def closed_on_one_rank(rank, _num_ranks):
 def test_the_scripts_groups_keep_their_names_while_models_are_dropped():
     """Ranks drop models at different times; torch names the script's groups by how many there are."""
     assert pool(2).run(closed_on_one_rank, deadline_s=100.0) == [[2.0, 2.0]] * 2
+
+
+def opened_for_gradients(rank, num_ranks):
+    dist.all_reduce(torch.ones(1))  # torch's group is connected
+    before = connected()
+    group = group_like(dist.group.WORLD, "paceline")
+    total, is_alone = total_over(group), connected() == before
+    rows = [torch.empty(1) for _ in range(num_ranks)] if rank == 0 else None
+    dist.gather(torch.tensor([float(rank)]), rows, group=group)
+    return is_alone, total, len(connected()) > len(before), rows and torch.cat(rows).tolist()
+
+
+def test_a_group_beside_another_connects_only_for_what_needs_it():
+    """Sums go through shared memory; a gather, which Gloo does, connects the ranks when it comes."""
+    first, second = pool(2).run(opened_for_gradients)
+    assert first == (True, 2.0, True, [0.0, 1.0])
+    assert second[:3] == (True, 2.0, True)
+
+
+def ended_aside(_rank, _num_ranks):
+    groups = [dist.new_group(backend="paceline") for _ in range(3)]
+    for group in groups:
+        dist.all_reduce(torch.ones(1), group=group, async_op=True).wait()
+        dist.barrier(group)
+    dist.barrier()  # no rank is in one of them any more
+    lanes = [group._lane._thread for group in groups]
+    for group in groups:
+        end_aside(group)
+    for lane in filter(None, lanes):
+        lane.join(20.0)
+    ended = [not lane.is_alive() for lane in filter(None, lanes)]
+    for group in groups:
+        dist.destroy_process_group(group)
+    return ended
+
+
+def test_what_ends_aside_ends_its_threads():
+    """Also where c10d has forgotten the group, and shuts nothing down."""
+    for ended in pool(2).run(ended_aside):
+        assert ended == [True] * 3

@@ -69,4 +69,5 @@ def test_what_follows_and_what_is_refused():
 
 def test_what_a_reduction_measures_says_whether_it_outlives_ranks():
     assert not GradientNoiseScale().why_not_elastic
+    assert "is for 2 ranks alone" in GradientNoiseScale(shares=(0.5, 0.5)).why_not_elastic
     assert GradientNoiseScale(ParameterServers()).why_not_elastic == ParameterServers.why_not_elastic != ""

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -220,8 +221,38 @@ def test_a_squared_norm_of_many_elements():
 
 
 def alone(_rank, _num_ranks):
-    with pytest.raises(ConfigurationError, match="there is one rank"):
-        DistributedDataParallel(Flat(), reduction=GradientNoiseScale())
+    noise = GradientNoiseScale()
+    with pytest.warns(UserWarning, match="there is one rank"):
+        model = DistributedDataParallel(Flat(), reduction=noise)
+    return steps_measured(model, noise, 2)
+
+
+def left_alone(rank, _num_ranks):
+    noise, given = GradientNoiseScale(), GradientNoiseScale(shares=(0.25, 0.75))
+    model, weighed = (DistributedDataParallel(Flat(), reduction=each) for each in (noise, given))
+    counts = [steps_measured(model, noise, 2)]
+    group, both = dist.new_group([0]), dist.new_group([0, 1])
+    if rank == 0:
+        model.membership.rebuild(group)
+        counts.append(steps_measured(model, noise, 3))
+        with pytest.raises(ConfigurationError, match="shares of 2 ranks, but the group has 1"):
+            weighed.membership.rebuild(group)
+    model.membership.rebuild(both, same_step=False)
+    return [*counts, steps_measured(model, noise, 1)]
+
+
+def steps_measured(model, noise, count):
+    for _ in range(count):
+        model.zero_grad()
+        model(torch.ones(2, SIZE, dtype=torch.float64)).backward()
+    return noise.num_steps
+
+
+@pytest.mark.processes
+def test_a_rank_that_is_alone_measures_nothing():
+    """From the beginning, with a warning; or for a while, because others were lost: it measures again with them."""
+    assert pool(1).run(alone) == [0]
+    assert pool(2).run(left_alone) == [[2, 2, 3], [2, 3]]
 
 
 def twice(_rank, _num_ranks):
@@ -243,8 +274,7 @@ def test_two_models_are_not_mixed():
 
 @pytest.mark.processes
 def test_refused():
-    """One rank has nothing to compare with; shares and memory that cannot be."""
-    pool(1).run(alone)
+    """Shares and memory that cannot be."""
     for make, words in (
         (lambda: GradientNoiseScale(memory_steps=0), "memory_steps=0"),
         (lambda: GradientNoiseScale(every=0), "every=0 measures no step"),

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from paceline_lab.experiments.survival import cases, study
-from paceline_lab.experiments.survival.job import Job, Outcome, problems, reference, standstills_s, trained
+from paceline_lab.experiments.survival.job import Job, Outcome, problems, reference, trained
+from paceline_lab.experiments.survival.record import Case, Report, words
 from paceline_lab.experiments.survival.stall import PARTS, parts_of
+from paceline_lab.experiments.survival.standstills import KINDS, standstills
 from paceline_lab.experiments.survival.training import MOMENTS, WAYS, Fault
 
 JOB = Job(2, 1, ("--epochs", "1", "--samples", "4", "--batch", "4"))
@@ -23,7 +25,7 @@ def outcome(*, samples: tuple[list[int], ...] = ([0, 1], [2, 3]), tries: int = 1
             {"what": "try", "at": 1.0 + t, "step": 0, "under": t, "of": 0, "samples": own}
             for t in range(tries)
         ]
-        done = {"what": "done", "at": 9.0, "step": 0, "under": tries - 1}
+        done = {"what": "done", "at": 9.0, "step": 0, "under": tries - 1, "took_s": 0.1}
         ranks.append([*attempts, done, {"what": "end", "at": 9.5, "step": 1, "bits": "b", "history": []}])
     models = [dict(reference(JOB.options, 1))]
     return Outcome(**{"code": 0, "said": "", "notes": ranks, "models": models, "num_left": 0, **changed})
@@ -86,16 +88,51 @@ def test_a_step_that_is_done_again_counts_once() -> None:
     assert (counts.num_lost, counts.num_doubled, counts.num_tries, counts.num_steps) == (0, 0, 3, 1)
 
 
-def test_what_is_measured_begins_with_a_death_within_training() -> None:
-    """A rank that only stopped, and one that died before the first step, stop nobody."""
-    notes = [
-        {"what": "fault", "at": 0.5, "step": 0, "moment": "rendezvous", "how": "SIGKILL"},
+def fault(at: float, how: str = "SIGKILL", moment: str = "forward") -> dict[str, Any]:
+    return {"what": "fault", "at": at, "step": 1, "moment": moment, "how": how}
+
+
+def stills(*blows: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """Of a job whose members do this, each a process; another completes a step at 1 s, and under epoch 1 at 3 s."""
+    trains = {"what": "try", "at": 0.9, "step": 0, "under": 0, "of": 0, "samples": []}
+    lives = [
         {"what": "done", "at": 1.0, "step": 0, "under": 0},
-        {"what": "fault", "at": 1.1, "step": 1, "moment": "forward", "how": "pause"},
-        {"what": "fault", "at": 2.0, "step": 1, "moment": "forward", "how": "exit"},
-        {"what": "done", "at": 2.25, "step": 1, "under": 1},
+        {"what": "done", "at": 3.0, "step": 1, "under": 1},
     ]
-    assert standstills_s(Outcome(0, "", [notes], [], 0)) == [pytest.approx(0.25)]
+    found = standstills(Outcome(0, "", [lives, *([trains, blow] for blow in blows)], [], 0))
+    return [(each.kind, round(each.seconds, 3), round(each.since_last_s, 3)) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("blows", "kind", "seconds", "since_last_s"),
+    [
+        ([fault(2.0, "exit")], "one death", 1.0, 1.0),
+        ([fault(2.0, "error")], "one that raised", 1.0, 1.0),
+        ([fault(2.0, "memory")], "one out of memory", 1.0, 1.0),
+        ([fault(2.0), fault(2.001)], "two at once", 1.0, 0.999),
+        ([fault(2.0), fault(2.5, "error", "recovery")], "another in the recovery", 1.0, 0.5),
+        ([fault(2.0), fault(2.5, "pause")], "a stopped rank", 1.0, 0.5),
+        ([fault(2.0, "SIGSTOP")], "a stopped rank", 1.0, 1.0),
+        ([fault(2.0, moment="receiving")], "as a rank comes in", 1.0, 1.0),
+    ],
+)
+def test_a_standstill_says_what_happened(
+    blows: list[dict[str, Any]], kind: str, seconds: float, since_last_s: float
+) -> None:
+    assert stills(*blows) == [(kind, seconds, since_last_s)]
+    assert kind in KINDS
+
+
+def test_a_standstill_begins_with_a_death_within_training() -> None:
+    """A rank that only paused, one that died before the first step, and one behind the last stop nobody."""
+    assert stills(fault(1.5, "pause")) == stills(fault(0.95)) == stills(fault(3.5)) == []
+
+
+def test_a_replacement_that_dies_before_it_comes_in_stops_nobody() -> None:
+    """The next membership begins when another one comes, and meanwhile all train."""
+    lives = [{"what": "done", "at": float(at), "step": at, "under": at // 9} for at in range(1, 12)]
+    for moment in ("rendezvous", "coming in", "replaying"):
+        assert standstills(Outcome(0, "", [lives, [fault(2.0, moment=moment)]], [], 0)) == []
 
 
 def test_the_parts_of_a_stall_are_of_the_rank_that_took_longest() -> None:
@@ -115,12 +152,31 @@ def test_the_parts_of_a_stall_are_of_the_rank_that_took_longest() -> None:
     assert [round(found[name]) for name in PARTS] == [10, 10, 30, 550, 30, 70]
 
 
-def test_a_search_goes_on_where_it_was_stored(tmp_path: Any) -> None:
-    found = study.Found(7)
-    found._count(7, JOB, outcome(), ["SIGKILL: forward"])
-    study.store(found, tmp_path / "survival.json")
-    again = study.stored(tmp_path / "survival.json", 7)
-    assert vars(again) == vars(found)
-    assert again.num_cases == 1
-    assert study.stored(tmp_path / "survival.json", 8).num_cases == 0
+def test_searches_side_by_side_add_to_one_report(tmp_path: Any) -> None:
+    """A record a seed; the later one of a seed counts."""
+    here, there = Report(tmp_path / "survival.json"), Report(tmp_path / "survival.json")
+    common = {"commit": "abc", "load": 1.0, "took_s": 5.0}
+    here.add(Case(7, **common, happened=["SIGKILL: forward"], standstills=[("one death", 0.2, 0.2)]))
+    there.add(Case(3, **common, problem="it hung", has_hung=True))
+    here.add(Case(3, **common, samples_lost=2, problem="2 samples were lost"))
+    cases = there.cases()
+    assert [case.seed for case in cases] == [3, 7]
+    assert "2 cases, 1 faults" in words(cases)
+    assert "0 hangs, 2 samples lost, 0 doubled, 1 failures" in words(cases)
+    assert ["one", "death", "1", "200", "200", "200", "200"] in [
+        line.split() for line in words(cases).splitlines()
+    ]
+
+
+def test_what_came_out_is_counted() -> None:
+    performed = study.Performed(
+        JOB, outcome(samples=([0, 1], [2])), ["SIGKILL: forward"], [("one death", 0.2, 0.2)]
+    )
+    found = study.case_of(7, performed, 5.0)
+    assert (found.seed, found.samples_lost, found.took_s, found.problem) == (
+        7,
+        1,
+        5.0,
+        "1 samples were lost, 0 doubled",
+    )
     assert str(Fault.parse("1:5:within bucket 0:exit")) == "1:5:within bucket 0:exit"

@@ -9,6 +9,8 @@ Rules
    garbage collector decides, and the script's own groups over a part of the ranks are named by that number.
 3. A group's end waits for its threads and for its collectives. So none of its own threads may end it. After a rank was
    lost, the main thread may not either: a collective of the old group may never end.
+4. A group of our backend is held by its lane's thread, which ends when the group is shut down. So whoever lets a group
+   go shuts it down, whether c10d still knows it or not.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from paceline.comm import BACKEND_NAME
+from paceline.comm import BACKEND_NAME, OWN_GROUPS
 from paceline.comm.collectives import all_reduce_max, device_for_metadata, timeout_of
 from paceline.comm.peers import Peers
 
@@ -56,7 +58,7 @@ def group_like(
         ranks,
         dist.Backend(backend or of_everyone),
         store,
-        f"paceline/{number.item():x}",
+        f"{OWN_GROUPS}{number.item():x}",
         timeout=timeout_of(group),
         device_id=everyone.bound_device_id,
     )
@@ -79,35 +81,41 @@ def close(group: dist.ProcessGroup) -> None:
     if group in _closed:
         return
     _closed.add(group)
-    ours: Any = group
-    is_ours = getattr(ours, "name", str)() == BACKEND_NAME
-    if is_ours:
-        ours.abort()  # else its lane is waited for, which may wait for a rank that has died
+    _break(group)  # else its lane is waited for, which may wait for a rank that has died
     world: Any = dist.distributed_c10d._world
     if group in world.pg_map:
         stands_for_it = cast("Any", dist.ProcessGroup)(group.rank(), group.size())
         world.pg_names[stands_for_it] = world.pg_names[group]  # rule 2
         dist.destroy_process_group(group)
-    elif is_ours:
-        ours.shutdown()  # c10d has forgotten it
     end_aside(group)  # one of its threads may hold it by the callback of a collective that has just completed
 
 
 def end_aside(group: dist.ProcessGroup) -> None:
-    """Let a group end on a thread of its own, once nobody else holds it (rule 3). Local."""
+    """Let a group end on a thread of its own, once nobody else holds it (rules 3 and 4). Local."""
+    _break(group)
     threading.Thread(target=_end, args=([group],), name="paceline-close", daemon=True).start()
 
 
 def abort_ours() -> None:
     """Break all groups of our backend: who waits in one raises, here and on neighbours. Local; from any thread."""
     for group in list(dist.distributed_c10d._world.pg_map):
-        ours: Any = group
-        if getattr(ours, "name", str)() == BACKEND_NAME:
-            ours.abort()
+        _break(group)
+
+
+def _is_ours(group: Any) -> bool:
+    return bool(getattr(group, "name", str)() == BACKEND_NAME)
+
+
+def _break(group: Any) -> None:
+    """A group of another backend stays as it is."""
+    if _is_ours(group):
+        group.abort()
 
 
 def _end(held: list[dist.ProcessGroup]) -> None:
-    """Let a group go, once nobody else holds it."""
+    """Shut a group down, if c10d has not, and let it go, once nobody else holds it."""
+    if _is_ours(held[0]):
+        cast("Any", held[0]).shutdown()
     pause_s = 0.001
     while sys.getrefcount(held[0]) > _HELD_HERE_ALONE:
         time.sleep(pause_s)

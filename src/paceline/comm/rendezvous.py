@@ -79,16 +79,21 @@ class Rendezvous:
         words: list[bytes] = []
         for rank in range(self._num_ranks):
             key = f"{topic}/{rank}"
-            while (found := self._store.get(key)) is None:
+            found = self._store.get(key)
+            while found is None:
                 left_s = until_s - time.monotonic()
                 with contextlib.suppress(
                     RuntimeError
                 ):  # the slice has passed; or `get` says that the store is gone
-                    self._store.wait(key, timedelta(seconds=max(min(SLICE_S, left_s), 0.01)))
-                is_late = time.monotonic() >= until_s  # before looking: who comes meanwhile is not missing
-                rest = range(rank, self._num_ranks)
-                missing = [other for other in rest if self._store.get(f"{topic}/{other}") is None]
-                self._raise_if_lost(topic, missing, is_late)
+                    found = self._store.wait(key, timedelta(seconds=max(min(SLICE_S, left_s), 0.01)))
+                if found is None:
+                    is_late = (
+                        time.monotonic() >= until_s
+                    )  # before looking: who comes meanwhile is not missing
+                    rest = range(rank, self._num_ranks)
+                    missing = [other for other in rest if self._store.get(f"{topic}/{other}") is None]
+                    self._raise_if_lost(topic, missing, is_late)
+                    found = self._store.get(key)
             words.append(found)
         return words
 

@@ -45,11 +45,13 @@ class SealedStore:
         code, _, words = self._store.get(key).partition(b" ")
         return words if hmac.compare_digest(code, self._code(key, words).encode()) else None
 
-    def wait(self, key: str, timeout: timedelta) -> None:
-        """Wait for this key; may return early. Raises at the timeout, as the store does."""
+    def wait(self, key: str, timeout: timedelta) -> bytes | None:
+        """Wait for this key, and return as `get`; may return early. Raises at the timeout, as the store does."""
         self._store.wait([key], timeout)
-        if self.get(key) is None:  # a stranger's; a rank's may still come
+        words = self.get(key)
+        if words is None:  # a stranger's; a rank's may still come
             time.sleep(min(_PAUSE_S, timeout.total_seconds()))
+        return words
 
     def _code(self, key: str, words: bytes) -> str:
         text = b"\0".join([self._scope.encode(), key.encode(), words])

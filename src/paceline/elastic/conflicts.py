@@ -56,9 +56,10 @@ def check(
 def _of_sampler(model: DistributedDataParallel, sampler: object) -> Iterator[str]:
     shares = model._setting.shares
     if not isinstance(sampler, GlobalShuffle):
+        given = None if sampler is None else type(sampler).__name__
         yield (
-            f"sampler={type(sampler).__name__} cannot move a lost rank's samples to the others. Give a "
-            "paceline.data.GlobalShuffle or TokenShuffle; a GlobalStream is read in order, without going back."
+            f"sampler={given} cannot move a lost rank's samples to the others. Give a paceline.data.GlobalShuffle or "
+            "TokenShuffle; a GlobalStream is read in order, without going back."
         )
     elif shares is None or shares.sampler is not sampler:
         yield (

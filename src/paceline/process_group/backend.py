@@ -13,6 +13,7 @@ Rules
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -29,7 +30,7 @@ from paceline.errors import ConfigurationError, PacelineError, PeerLostError, Pr
 from paceline.host.exit import end_before_exit
 from paceline.process_group.across_hosts import AcrossHosts
 from paceline.process_group.blocking_collectives import BlockingCollectives, reducible
-from paceline.process_group.connections import INTERFACE, address_towards, make_gloo
+from paceline.process_group.connections import INTERFACE, OpenedWhenUsed, address_towards, make_gloo
 from paceline.process_group.host_collectives import HostCollectives
 from paceline.process_group.options import Options
 from paceline.process_group.path_between_hosts import wanted_path
@@ -49,6 +50,7 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: How long a rank waits for the others in one collective.
         options: What the caller wants; rank 0's counts.
         waits: Connect to nobody before `reconfigure`.
+        talks: Whether messages between two ranks are expected, so that all connect for them at once.
 
     Contract:
         Collective: making one, and every method but `send`, `recv`, `allocate_tensor` and the queries.
@@ -62,12 +64,14 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: timedelta,
         options: Options | None = None,
         waits: bool = False,
+        talks: bool = True,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # as a group in Python is made
         # refused before anything is connected
         self._wanted = wanted_path((options or Options()).between_hosts)
         self._rank, self._size = rank, size
         self._store, self._timeout = store, timeout
+        self._talks = talks
         self._handle = Handle.of(store, rank)
         self._used: set[int] = set()  # the uuids of earlier changes
         self._lane = Lane(f"paceline lane of rank {rank}")
@@ -91,11 +95,14 @@ class ProcessGroup(dist.ProcessGroup):
         num_shares = min(len(ranks) for ranks in self.host.hosts)
         self._here = HostCollectives(self.host, self._barrier, num_shares, size)
         self.address = address_towards(len(self.host.hosts))
-        self._inner = make_gloo(dist.PrefixStore("collectives", store), rank, size, timeout, self.address)
-        # Connected at once: else a send or a receive may block until the peer wants to talk to this rank, too.
-        self._messages = make_gloo(
-            dist.PrefixStore("messages", store), rank, size, timeout, self.address, connects_now=True
+        inner, messages = (
+            functools.partial(make_gloo, dist.PrefixStore(name, store), rank, size, timeout, self.address)
+            for name in ("collectives", "messages")
         )
+        # On one host few collectives need it, and all ranks come to the first of them in one order (rule 1).
+        self._inner = OpenedWhenUsed(inner) if self.host.is_only_one else inner()
+        # Connected at once: else a send or a receive may block until the peer wants to talk to this rank, too.
+        self._messages = messages(connects_now=True) if self._talks else OpenedWhenUsed(messages)
         paths = dist.PrefixStore("between hosts", store)
         self._across = AcrossHosts(
             self._inner, paths, self.host.hosts, self.host.index, timeout, self._wanted

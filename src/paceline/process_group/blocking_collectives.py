@@ -31,7 +31,7 @@ class BlockingCollectives:
         self._across = across
         self._inner = inner
         self._alone = host.is_only_one
-        self._num_ranks = inner.size()
+        self._num_ranks = sum(map(len, host.hosts))
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp, fold: Fold | None) -> None:
         if fold is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -57,6 +58,18 @@ def make_gloo(
         ) from error
     keep_when_forked(made)
     return made
+
+
+class OpenedWhenUsed:
+    """A Gloo group that `make` opens when something of it is first used: collective then, and blocks."""
+
+    def __init__(self, make: Callable[[], Gloo]) -> None:
+        self._make = make
+
+    def __getattr__(self, name: str) -> Any:
+        if "_made" not in vars(self):
+            self._made = self._make()
+        return getattr(self._made, name)
 
 
 def open_vectors(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> HostVectors | None:

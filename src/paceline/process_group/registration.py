@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paceline.comm import BACKEND_NAME
+from paceline.comm import BACKEND_NAME, OWN_GROUPS
 from paceline.late_imports import when_imported
 from paceline.process_group.options import Options
 
@@ -40,4 +40,5 @@ def _make(what: Any, pg_options: object) -> dist.ProcessGroup:
     from paceline.process_group.backend import ProcessGroup  # noqa: PLC0415
 
     waits = getattr(what, "enable_reconfigure", False)  # from torch 2.14 on
-    return ProcessGroup(what.store, what.group_rank, what.group_size, what.timeout, options, waits)
+    talks = not str(what.group_id).startswith(OWN_GROUPS)
+    return ProcessGroup(what.store, what.group_rank, what.group_size, what.timeout, options, waits, talks)

@@ -14,6 +14,7 @@ noise is as large as the gradient: far below it twice the batch saves half of th
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -38,9 +39,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 class GradientNoiseScale(Reduction):
     """Measures the gradient noise scale while another reduction reduces.
 
-    It needs at least two ranks, and a reduction whose result is the ranks' mean up to rounding: not Adasum. With
-    compression its error counts as noise. Gradients that bypass reductions (sparse and late ones) are left out; if the
-    last bucket does so, steps are not measured. It measures one step's gradients, so clear them before each.
+    While there is one rank it measures nothing. It needs a reduction whose result is the ranks' mean up to rounding:
+    not Adasum. With compression its error counts as noise. Gradients that bypass reductions (sparse and late ones) are
+    left out; if the last bucket does so, steps are not measured. It measures one step's gradients, so clear them before
+    each.
 
     Args:
         inner: The reduction that is measured: "mean" or a `Reduction`.
@@ -94,6 +96,7 @@ class GradientNoiseScale(Reduction):
         self._whole = torch.zeros((), dtype=torch.float64)  # Y of the step under way
         self._is_agreed = False
         self._every = every
+        self._is_alone = False  # there is one rank, and nothing to compare
         # Equal on all ranks: a rank begins exactly the steps in whose collectives it takes part.
         self._num_begun_steps = 0
         self._measures = False  # the step under way
@@ -115,6 +118,11 @@ class GradientNoiseScale(Reduction):
     @property
     def why_not_elastic(self) -> str:  # type: ignore[override]
         """That of the inner reduction."""
+        if self._given_shares is not None:
+            return (
+                f"with shares= is for {len(self._given_shares)} ranks alone. Leave shares= out: the wrapper tells it "
+                "each step's."
+            )
         return self._inner.why_not_elastic
 
     @property
@@ -128,11 +136,6 @@ class GradientNoiseScale(Reduction):
 
     def _shares_of(self, process_group: ProcessGroup) -> tuple[float, ...]:
         num_ranks = process_group.size()
-        if num_ranks < 2:
-            raise ConfigurationError(
-                "GradientNoiseScale compares the ranks' gradients with their mean, but there is one rank. Train on two "
-                "or more, or leave it out."
-            )
         shares = self._given_shares or (1.0 / num_ranks,) * num_ranks
         if len(shares) != num_ranks:
             raise ConfigurationError(
@@ -143,6 +146,12 @@ class GradientNoiseScale(Reduction):
 
     def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
         self._take_shares(named_parameters, process_group)
+        if self._is_alone:
+            warnings.warn(
+                "GradientNoiseScale compares the ranks' gradients with their mean, but there is one rank: it measures "
+                "nothing until others come.",
+                stacklevel=2,
+            )
         self._inner.prepare(named_parameters, process_group)
 
     def follow(
@@ -161,6 +170,7 @@ class GradientNoiseScale(Reduction):
                 "this GradientNoiseScale measures another model already, and would mix the two. Make one for each."
             )
         self._first_parameter = (lambda: None) if first is None else weakref.ref(first)
+        self._is_alone = len(shares) == 1
         self._concentration = sum(share * share for share in shares)
         self._prepared_share = shares[process_group.rank()]
 
@@ -171,7 +181,7 @@ class GradientNoiseScale(Reduction):
     def begin_step(self) -> None:
         self._is_agreed = False
         self._share = self._prepared_share
-        self._measures = self._num_begun_steps % self._every == 0
+        self._measures = not self._is_alone and self._num_begun_steps % self._every == 0
         self._num_begun_steps += 1
         self._parts, self._whole = torch.zeros(2, dtype=torch.float64).unbind()
         self._inner.begin_step()

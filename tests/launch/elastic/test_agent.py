@@ -13,6 +13,7 @@ from harness import warm
 from paceline.launch import command_line
 from paceline.launch.elastic.agent import Agent
 from paceline.launch.elastic.plan import Address, Member, OneHost, Plan, Proposal, Start
+from paceline.launch.elastic.seats import Phase
 from paceline.launch.elastic.starting import Starter
 from paceline.launch.launch_errors import LaunchError
 
@@ -45,7 +46,7 @@ pathlib.Path(sys.argv[1]).write_text(said.why)
 # Local rank 1 dies in its loop. Its first replacement hangs as it is to receive the other's state, the second comes in.
 HANGS = """
 import os, signal, sys
-from paceline.elastic.line import CaughtUp, InLoop, Line, Pause, Ready, Receive, Seat, Stop, Stopped
+from paceline.elastic.line import CaughtUp, Following, InLoop, Line, Pause, Ready, Receive, Seat, Stop, Stopped
 line = Line.of_this_process()
 start = os.environ["TORCHELASTIC_RESTART_COUNT"]
 line.tell(Ready("a card"))
@@ -53,6 +54,7 @@ while True:
     said = line.hear()
     if isinstance(said, Seat):
         line.tell(InLoop(True))
+        line.tell(Following(said.epoch))
         if start == "0" and os.environ["LOCAL_RANK"] == "1":
             os._exit(1)
         if said.num_new == 1:
@@ -202,7 +204,7 @@ def test_a_checkpoint_is_asked_for_before_the_end(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.processes
 def test_a_replacement_that_hangs_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be waited for until it has caught up."""
+    """It would be waited for until it has caught up. It starts only once the other trains again."""
     script, notes = tmp_path / "train.py", list[str]()
     script.write_text(HANGS)
     monkeypatch.setattr("sys.executable", str(warm.folder() / "python"))
@@ -213,6 +215,7 @@ def test_a_replacement_that_hangs_keeps_nobody_out(tmp_path: Path, monkeypatch: 
     try:
         while not agent.is_over:
             agent.look()
+            assert not (agent._is_recovering and agent._seats.in_phase(Phase.STARTING))
     finally:
         agent.end(signal.SIGTERM)
     said = "\n".join(notes)

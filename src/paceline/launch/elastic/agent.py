@@ -178,6 +178,8 @@ class Agent:
         self._because = [ended.get(why, why) for why in self._because]
         if seats.begin_again(self._begins_with_others):
             self._card = None
+        if not self._is_recovering:
+            seats.fill()
         self._ask_decider()
         self._give_to_others()
         self._let_in()
@@ -185,6 +187,14 @@ class Agent:
         is_done = not seats.in_phase(Phase.TRAINING, Phase.LOST) and not seats.dying
         if is_done and seats.num_finished and (self._epoch != NOT_STARTED or not list(seats)):
             self.is_over = True  # what still starts, or waits to come in, is ended
+
+    @property
+    def _is_recovering(self) -> bool:
+        """Whether a membership was broken, and those that are left, if they are enough, do not train again yet."""
+        training = self._seats.training
+        is_between = self._is_stopping and not self._is_pausing
+        is_between = is_between or not all(rank.follows for rank in training)
+        return is_between and len(training) >= (self._arguments.min_ranks or 1)
 
     # ---- what ranks say
 
@@ -361,6 +371,7 @@ class Agent:
         why = "; ".join(self._because) or "a replacement has come in"
         for rank in here:
             rank.rank, rank.step, rank.phase = numbers[rank.member], None, Phase.TRAINING
+            rank.follows = False
             rank.process.tell(
                 Seat(plan.epoch, rank.rank, len(plan.members), len(here), plan.store, lost, plan.num_new, why)
             )

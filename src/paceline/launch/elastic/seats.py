@@ -3,7 +3,8 @@
 Rules
 1. A rank is lost when the kernel says that it ends, when it stands still for too long, or when it ends otherwise than
    by leaving its loop over steps. Whoever is lost is killed: nobody comes back from the dead with an old epoch.
-2. A seat is empty until what had it is buried: so a replacement finds ports, files and memory free.
+2. A seat is empty until what had it is buried: so a replacement finds ports, files and memory free. It is filled when
+   the agent says so: a process that starts would share cores with those that recover.
 3. Before the first membership nothing is lost: if a rank is killed there, all start again.
 """
 
@@ -52,6 +53,7 @@ class Rank:
     rank: int = NOT_STARTED  # its number in the membership that it is, or was, in
     step: int | None = None  # steps it has completed, if it has said so since the membership ended
     is_inside: bool = False  # whether it is in its loop over steps
+    follows: bool = False  # whether it has said that it goes on in the membership that it was given a seat in
     is_replaying: bool = False  # whether it receives another's state, and has not caught up
     saves: bool = False  # whether it makes a checkpoint, if training cannot go on
     is_silent: bool = False  # whether it has closed its end of the line
@@ -100,6 +102,8 @@ class Seats:
         self._early_ends: list[EarlyEnd] = []
         self.dying: list[Rank] = []
         """Lost, and not yet buried."""
+        self._vacant: list[int] = []  # local ranks
+        self._closed: dict[int, str] = {}  # local ranks that nobody takes any more, and why
         self.num_finished = 0
         self.has_begun = False
         """Whether there was a membership."""
@@ -139,11 +143,12 @@ class Seats:
         rank.process.ask_to_end(signal.SIGKILL)
 
     def came_in(self, rank: Rank) -> None:
+        rank.follows = True
         self._failed_starts.pop(rank.local_rank, None)
 
     def cannot_come_in(self, rank: Rank) -> None:
         """Nor can another process for its seat."""
-        self._failed_starts[rank.local_rank] = _MOST_STARTS
+        self._closed[rank.local_rank] = "what starts there cannot come in"
 
     def end(self, number: signal.Signals) -> None:
         """End all processes: by a signal, and by force if they take too long."""
@@ -232,35 +237,37 @@ class Seats:
             self._lose_because(why)
         else:
             self._fail_start(rank, why)
-        self._replace(rank)
+        self._vacant.append(rank.local_rank)
 
     def _fail_start(self, rank: Rank, why: str) -> None:
-        self._failed_starts[rank.local_rank] = self._failed_starts.get(rank.local_rank, 0) + 1
+        tries = self._failed_starts[rank.local_rank] = self._failed_starts.get(rank.local_rank, 0) + 1
         self._note(f"{why} before it came in")
+        if tries >= _MOST_STARTS:
+            self._closed[rank.local_rank] = f"{tries} replacements in a row did not come in"
 
     # ---- others take their seats
 
     def bury(self) -> dict[str, str]:
-        """Start replacements for what has ended by now; returns, for what was said of each, how it ended."""
+        """Empty the seats of what has ended by now; returns, for what was said of each, how it ended."""
         found = {}
         for rank in list(self.dying):
             if rank.process.has_ended():
                 self.dying.remove(rank)
                 how = found[f"{rank.name} ended"] = f"{rank.name} {how_it_ended(rank.process.bury())}"
                 self._note(how)
-                self._replace(rank)
+                self._vacant.append(rank.local_rank)
         return found
 
-    def _replace(self, rank: Rank) -> None:
-        tries = self._failed_starts.get(rank.local_rank, 0)
-        if self.num_finished or any(each.local_rank == rank.local_rank for each in self):
-            return
-        if tries < _MOST_STARTS:
-            self._add(self._starter.start_one(rank.local_rank), rank.local_rank)
-        else:
-            self._note(
-                f"local rank {rank.local_rank} is not started again: {tries} replacements in a row did not come in"
-            )
+    def fill(self) -> None:
+        """Start replacements for all that were buried."""
+        vacant, self._vacant = self._vacant, []
+        for local_rank in vacant:
+            if self.num_finished or any(each.local_rank == local_rank for each in self):
+                continue
+            if local_rank not in self._closed:
+                self._add(self._starter.start_one(local_rank), local_rank)
+            else:
+                self._note(f"local rank {local_rank} is not started again: {self._closed[local_rank]}")
 
     def begin_again(self, others_have_begun: bool) -> bool:
         """Start all again if one was killed before training began; returns whether it did, LaunchError if it may not.
@@ -284,6 +291,6 @@ class Seats:
         for rank in self:
             self._remove(rank)
             rank.process.bury()
-        self._early_ends = []
+        self._early_ends, self._vacant = [], []
         self._start_all()
         return True

@@ -302,19 +302,3 @@ def problems(job: Job, outcome: Outcome, *, rounding: float = 1e-9) -> list[str]
 def faults_of(outcome: Outcome) -> list[dict[str, Any]]:
     """Those that happened, as the ranks noted them."""
     return [note for notes in outcome.notes for note in notes if note["what"] == "fault"]
-
-
-def standstills_s(outcome: Outcome) -> list[float]:
-    """From each death within training to the next step that was completed without that rank, that step included."""
-    notes = [note for notes in outcome.notes for note in notes]
-    begun = min((note["at"] for note in notes if note["what"] == "done"), default=float("inf"))
-    deadly = [note["at"] for note in faults_of(outcome) if note["how"] not in ("SIGSTOP", "pause")]
-    deaths = [at for at in (*outcome.kills, *deadly) if at > begun]
-    done = sorted((note["at"], note["under"]) for note in notes if note["what"] == "done")
-    found = []
-    for death in deaths:
-        under = max((epoch for at, epoch in done if at <= death), default=0)
-        later = [at for at, epoch in done if at > death and epoch > under]
-        if later:
-            found.append(later[0] - death)
-    return found

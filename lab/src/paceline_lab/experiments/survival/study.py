@@ -1,7 +1,7 @@
 """Does a training lose or double a sample, hang, or end with other parameters, when ranks die at random? A search.
 
-    paceline study survival --cases 200            # resumed where the stored report ends
-    paceline study survival --cases 200 --first-seed 1000
+    paceline study survival --cases 200            # seeds that the report has are left out
+    paceline study survival --cases 200 --first-seed 1000      # adds to the same report, also at the same time
     paceline study survival --case 17              # one, with what it printed
     paceline study survival --hosts --cases 50     # emulated hosts that are hit; as root
     paceline study survival --stall --cases 10     # where the time of a recovery goes, on one host; jobs of five deaths
@@ -14,39 +14,29 @@ at once, or from without at any time; or 3 to 8 ranks on emulated hosts. Afterwa
 takes seconds, and what is measured from a death includes that the fork's end is passed on.
 """
 
-import itertools
-import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from paceline_lab.bench.provenance import collect
 from paceline_lab.checkout import in_repository
 from paceline_lab.experiments.options import REPORT_FOLDER, Quick, ReportFolder
 from paceline_lab.experiments.survival.beside import compare
 from paceline_lab.experiments.survival.cases import random_hosts_job, random_job
 from paceline_lab.experiments.survival.cost import measure
 from paceline_lab.experiments.survival.hosts import run_on_hosts
-from paceline_lab.experiments.survival.job import (
-    Job,
-    Outcome,
-    faults_of,
-    problems,
-    run_job,
-    standstills_s,
-    trained,
-)
+from paceline_lab.experiments.survival.job import Job, Outcome, faults_of, problems, run_job, trained
+from paceline_lab.experiments.survival.record import Case, Report, commit, words
 from paceline_lab.experiments.survival.stall import measure_stalls
+from paceline_lab.experiments.survival.standstills import standstills
 from paceline_lab.experiments.survival.training import parser_of
 from paceline_lab.report.terminal import progress_bar
 
@@ -58,118 +48,68 @@ QUICK_CASES = 5
 _ALL_LOST = "were lost, and with them what they had trained"
 
 
-@dataclass
-class Found:
-    """What a search has come to.
+@dataclass(frozen=True)
+class Performed:
+    """A case that was run: what it was, what came out, what happened, how long training stood still and why."""
 
-    Attributes:
-        first_seed: Of the cases, which have consecutive ones.
-        on_hosts: Whether they are on emulated hosts.
-        num_cases: That were run.
-        happened: How often what happened when: "SIGKILL: forward", or what was done to a host.
-        num_losses: Ranks that were lost within training.
-        num_joins: Ranks that came in.
-        num_hangs: Jobs that did not end.
-        samples_lost: In all cases.
-        samples_doubled: In all cases.
-        again: For each case, how many steps were computed again.
-        standstills_s: From a death, or a blow to a host, to the next completed step.
-        steps_s: The median step of each case.
-        loads: The machine's load average behind each case.
-        all_lost: Seeds of cases in which all ranks died before a replacement was in: the launch ends, and says so.
-        failures: Seeds, with what did not hold.
-    """
+    job: Job
+    outcome: Outcome
+    happened: Sequence[str]
+    standstills: Sequence[tuple[str, float, float]]
 
-    first_seed: int
-    on_hosts: bool = False
-    num_cases: int = 0
-    happened: dict[str, int] = field(default_factory=dict)
-    num_losses: int = 0
-    num_joins: int = 0
-    num_hangs: int = 0
-    samples_lost: int = 0
-    samples_doubled: int = 0
-    again: list[int] = field(default_factory=list)
-    standstills_s: list[float] = field(default_factory=list)
-    steps_s: list[float] = field(default_factory=list)
-    loads: list[float] = field(default_factory=list)
-    all_lost: list[int] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
 
-    def perform(self, seed: int) -> Outcome:
-        """Run a case, and count what came out."""
-        with tempfile.TemporaryDirectory() as folder:
-            if self.on_hosts:
-                on_hosts = random_hosts_job(seed)
-                if not any("stopped" in blow.kind for blow in on_hosts.blows):  # who asks is not who computes
-                    on_hosts = replace(
-                        on_hosts, job=replace(on_hosts.job, python=str(warm.folder() / "python"))
-                    )
-                job, found = on_hosts.job, run_on_hosts(on_hosts, Path(folder))
-                outcome, stills_s, events = (
-                    found.outcome,
-                    found.stalls_s,
-                    [str(each) for each in on_hosts.blows],
-                )
-            else:
-                job = replace(random_job(seed), python=str(warm.folder() / "python"))
-                outcome = run_job(job, Path(folder))
-                stills_s = standstills_s(outcome)
-                events = [f"{note['how']}: {note['moment']}" for note in faults_of(outcome)]
-                events += ["SIGKILL: from without"] * len(outcome.kills)
-        self._count(seed, job, outcome, events)
-        self.standstills_s += [round(each, 4) for each in stills_s if each < job.limit_s]
-        return outcome
+def perform(seed: int, on_hosts: bool, folder: Path) -> Performed:
+    """Run a case. Blocks."""
+    python = str(warm.folder() / "python")
+    if not on_hosts:
+        job = replace(random_job(seed), python=python)
+        outcome = run_job(job, folder)
+        happened = [f"{note['how']}: {note['moment']}" for note in faults_of(outcome)]
+        happened += ["SIGKILL: from without"] * len(outcome.kills)
+        stills = [(each.kind, each.seconds, each.since_last_s) for each in standstills(outcome)]
+        return Performed(job, outcome, happened, stills)
+    on = random_hosts_job(seed)
+    if not any("stopped" in blow.kind for blow in on.blows):  # who asks is not who computes
+        on = replace(on, job=replace(on.job, python=python))
+    found = run_on_hosts(on, folder)
+    blows = [str(each) for each in on.blows]
+    stills = [(blow, s, s) for blow, s in zip(blows, found.stalls_s, strict=False) if s < on.job.limit_s]
+    return Performed(on.job, found.outcome, blows, stills)
 
-    def _count(self, seed: int, job: Job, outcome: Outcome, events: Sequence[str]) -> None:
-        args = parser_of().parse_args(["/", *job.options])
-        counts = trained(outcome, args.samples, args.epochs)
-        histories: list[list[dict[str, Any]]] = [end["history"] for end in outcome.ends]
-        history = max(histories, key=len, default=[])
-        self.num_cases += 1
-        self.happened = dict(sorted((Counter(self.happened) + Counter(events)).items()))
-        self.num_losses += sum(len(change["lost"]) for change in history)
-        self.num_joins += sum(change["num_new"] for change in history)
-        self.num_hangs += outcome.has_hung
-        self.loads.append(round(os.getloadavg()[0], 1))
-        if _ALL_LOST in outcome.said and outcome.code == 1 and not outcome.num_left:
-            self.all_lost.append(seed)
-            return
-        self.samples_lost += counts.num_lost
-        self.samples_doubled += counts.num_doubled
-        self.again.append(counts.num_tries - counts.num_steps)
-        self.steps_s.append(round(_median_step_s(outcome), 4))
-        if found := problems(job, outcome):
-            self.failures.append(f"seed {seed}: {'; '.join(found)}")
 
-    def words(self) -> str:
-        """In some lines."""
-        stills = sorted(self.standstills_s)
-        times = "none"
-        if stills:
-            p50, p95 = (_quantile(stills, part) * 1e3 for part in (0.5, 0.95))
-            times = f"p50 {p50:.0f} ms, p95 {p95:.0f} ms, max {stills[-1] * 1e3:.0f} ms"
-        step_ms = statistics.median(self.steps_s) * 1e3 if self.steps_s else 0.0
-        return (
-            f"{self.num_cases} cases, {sum(self.happened.values())} faults: "
-            f"{self.num_losses} ranks lost, {self.num_joins} came in, {self.num_hangs} hangs, "
-            f"{self.samples_lost} samples lost, {self.samples_doubled} doubled, {len(self.failures)} failures; "
-            f"all ranks lost at once: {len(self.all_lost)}\n"
-            f"from a death to the next completed step: {times}; a step: {step_ms:.0f} ms; "
-            f"load {statistics.median(self.loads or [0.0]):.0f} (median)"
-        )
+def case_of(seed: int, performed: Performed, took_s: float) -> Case:
+    """Count what came out."""
+    outcome = performed.outcome
+    args = parser_of().parse_args(["/", *performed.job.options])
+    counts = trained(outcome, args.samples, args.epochs)
+    histories: list[list[dict[str, Any]]] = [end["history"] for end in outcome.ends]
+    history = max(histories, key=len, default=[])
+    common = Case(
+        seed=seed,
+        commit=commit(),
+        load=round(os.getloadavg()[0], 1),
+        took_s=round(took_s, 1),
+        happened=performed.happened,
+        num_losses=sum(len(change["lost"]) for change in history),
+        num_joins=sum(change["num_new"] for change in history),
+        has_hung=outcome.has_hung,
+    )
+    if _ALL_LOST in outcome.said and outcome.code == 1 and not outcome.num_left:
+        return replace(common, all_lost=True)
+    return replace(
+        common,
+        step_s=round(_median_step_s(outcome), 4),
+        samples_lost=counts.num_lost,
+        samples_doubled=counts.num_doubled,
+        num_again=counts.num_tries - counts.num_steps,
+        standstills=[(kind, round(s, 4), round(last_s, 4)) for kind, s, last_s in performed.standstills],
+        problem="; ".join(problems(performed.job, outcome)),
+    )
 
 
 def _median_step_s(outcome: Outcome) -> float:
-    gaps = []
-    for notes in outcome.notes:
-        times = [note["at"] for note in notes if note["what"] == "done"]
-        gaps += [later - sooner for sooner, later in itertools.pairwise(times)]
-    return statistics.median(gaps) if gaps else 0.0
-
-
-def _quantile(ordered: Sequence[float], part: float) -> float:
-    return ordered[min(int(part * len(ordered)), len(ordered) - 1)]
+    took_s = [note["took_s"] for notes in outcome.notes for note in notes if note["what"] == "done"]
+    return statistics.median(took_s) if took_s else 0.0
 
 
 def main(
@@ -204,46 +144,42 @@ def main(
         print("\n".join(side.words(name) for name, side in sides.items()))
         return
     if case is not None:
-        found = Found(case, hosts)
-        print(found.perform(case).said)
+        found = [_run(case, hosts, is_shown=True)]
+    elif quick:
+        found = [_run(first_seed + i, hosts) for i in range(QUICK_CASES)]
     else:
-        found = Found(first_seed, hosts) if quick else stored(path, first_seed, hosts)
-        _search(found, QUICK_CASES if quick else cases, None if quick else path)
-    print(found.words())
-    for failure in found.failures:
-        print(failure)
-    if found.failures:
+        report, wanted = Report(path), range(first_seed, first_seed + cases)
+        _search(report, wanted, hosts)
+        found = [each for each in report.cases() if each.seed in wanted]
+        print(f"{path}, all seeds: {words(report.cases())}\n")
+    print(words(found))
+    failures = [each for each in found if each.problem]
+    for each in failures:
+        print(f"seed {each.seed}: {each.problem}")
+    if failures:
         sys.exit(1)
 
 
-def _search(found: Found, count: int, path: Path | None) -> None:
-    """Run cases until there were `count`, and store what was found after each."""
+def _search(report: Report, seeds: Sequence[int], on_hosts: bool) -> None:
+    """Run the cases that the report does not have, and store each."""
     with progress_bar("random cases") as show:
-        while found.num_cases < count:
-            began_s = time.monotonic()
-            outcome = found.perform(found.first_seed + found.num_cases)
-            if found.failures and found.failures[-1].startswith(
-                f"seed {found.first_seed + found.num_cases - 1}:"
-            ):
-                words = f"{found.failures[-1]} ({time.monotonic() - began_s:.0f} s)"
-                print(f"{words}\n{outcome.said}", file=sys.stderr, flush=True)
-            show(found.num_cases / count)
-            if path is not None:
-                store(found, path)
+        for number, seed in enumerate(seeds, start=1):
+            if seed not in {
+                each.seed for each in report.cases()
+            }:  # another search may have stored it meanwhile
+                report.add(_run(seed, on_hosts))
+            show(number / len(seeds))
 
 
-def store(found: Found, path: Path) -> None:
-    """Write what was found, for `stored`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    about = {"provenance": asdict(collect(6)), "summary": found.words()}
-    path.write_text(json.dumps({**about, **vars(found)}, indent=2) + "\n")
-
-
-def stored(path: Path, first_seed: int, on_hosts: bool = False) -> Found:
-    """What the stored report has found; nothing, if it is of other seeds."""
-    record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    if record.get("first_seed") != first_seed:
-        return Found(first_seed, on_hosts)
-    for name in ("provenance", "summary"):
-        record.pop(name)
-    return Found(**record)
+def _run(seed: int, on_hosts: bool, is_shown: bool = False) -> Case:
+    """One case; what it printed is printed if it failed, or `is_shown`."""
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        performed = perform(seed, on_hosts, Path(folder))
+    found = case_of(seed, performed, time.monotonic() - began_s)
+    if is_shown:
+        print(performed.outcome.said)
+    elif found.problem:
+        words_of_it = f"seed {seed}: {found.problem} ({found.took_s:.0f} s)"
+        print(f"{words_of_it}\n{performed.outcome.said}", file=sys.stderr, flush=True)
+    return found

@@ -305,7 +305,7 @@ def main() -> None:
             faults.at("between steps")
             if elastic.step % CHECKPOINT_EVERY == 0:
                 _save(saved, args.folder, faults)
-            if args.pause_ms:
+            if args.pause_ms and not micro_batches.repeats:
                 time.sleep(args.pause_ms / 1000)
         faults.at("end of epoch")
     history = [vars(change) for change in model.membership.history]
