@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness import warm
 from paceline_lab.experiments.survival.hosts import Blow, HostsJob, HostsOutcome, run_on_hosts
@@ -14,6 +16,15 @@ from paceline_lab.experiments.survival.training import Fault
 pytestmark = [pytest.mark.lab, pytest.mark.processes, pytest.mark.timeout(600)]
 
 SHORT, LONG = 8, 60  # epochs of nine steps
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The model that is trained here for comparison is small: on a busy machine two threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def run(folder: Path, blow: Blow, epochs: int, *, returns: bool = False) -> HostsOutcome:
@@ -38,9 +49,9 @@ def test_a_host_that_is_started_again_follows_one_that_trains(tmp_path: Path, di
     assert found.codes == [0, 0]
     assert len(found.outcome.ends) == 4
     assert len(faults_of(found.outcome)) == len(fatal)
-    notes = [note for file in tmp_path.glob("host1/*.jsonl") for note in read_notes(file)]
-    assert any("gradients" in note["frame"] for note in notes if note["what"] == "followed")
     if dies == "nobody":
+        notes = [note for file in tmp_path.glob("host1/*.jsonl") for note in read_notes(file)]
+        assert any("gradients" in note["frame"] for note in notes if note["what"] == "followed")
         assert [note["all"] for note in notes if note["what"] == "took"] == [False, False]
 
 
