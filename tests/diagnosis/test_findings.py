@@ -80,8 +80,18 @@ def test_a_process_on_the_cores_of_all_delays_all():
     found = diagnose(in_a_crowd([0.030, 0.031, 0.029, 0.030], seen_by=(1,)))
     assert (found.finding.kind, found.finding.rank, found.finding.cause) == ("all ranks", None, "core shared")
     assert found.words.startswith("The 4 ranks of host a each wait 30 ms of 9")
-    assert "process 812 (postgres) takes 60% of one. Keep other processes off their cores" in found.words
+    assert "process 812 (postgres) takes 60% of one. Keep other processes off their cores (predicted" in found.words
     assert diagnose(in_a_crowd([0.001] * 4, seen_by=(1,))).finding is None  # they do not wait
+
+
+def test_waits_for_a_process_go_with_it_and_waits_for_ranks_stay():
+    """Each waits for the process and for three others that compute 30 ms, as long as these compute."""
+    found = diagnose(in_a_crowd([0.030] * 4, seen_by=(1,))).finding
+    of_process = 0.6 / (0.6 + 3 * 0.03 / found.step_s)
+    assert found.without.step_s == pytest.approx(found.step_s - of_process * 0.030, abs=0.001)
+    alone = diagnose(in_a_crowd([0.030, 0.055, 0.025, 0.035], seen_by=(1,))).finding
+    longest_s = 0.035 * (1 - 0.6 / (0.6 + 3 * 0.03 / alone.step_s))
+    assert alone.without.step_s == pytest.approx(alone.step_s - 0.055 + longest_s, abs=0.003)
 
 
 def test_a_rank_that_is_late_in_a_crowd_is_told_from_those_that_wait_for_a_core():
@@ -164,6 +174,11 @@ def test_the_connection_that_loses():
     found = diagnose(meshed(3, lambda *_: 15e6, lambda a, b: 200 * ((a, b) == (2, 0))).make()).finding
     assert (found.kind, found.rank, found.cause) == ("link", 2, "slow link: loss")
     assert "towards rank 0" in found.sentence
+
+
+def test_a_connection_that_loses_much_is_slow_because_of_that():
+    run = meshed(3, lambda *ends: 2.4e6 if 2 in ends else 15e6, lambda a, b: 200 * ((a, b) == (2, 0))).make()
+    assert diagnose(run).finding.cause == "slow link: loss"
 
 
 def test_the_host_that_is_farther_than_the_others():

@@ -17,7 +17,8 @@ from paceline.observe.run_reading import Run
 from paceline.observe.run_records import LinkCounters, Sample
 
 _SLOW = 0.7  # the best rate at a slow host over the worst elsewhere; arrivals one way over elsewhere
-_LOSSY, _MORE_LOST = 0.005, 3.0  # segments resent, and over any other connection's
+# Segments resent, and over any other connection's; so many are why a connection is slow, not what its queue drops.
+_LOSSY, _MORE_LOST, _SLOW_BY_LOSS = 0.005, 2.0, 0.01
 _FAR, _FAR_S = 3.0, 0.002  # the shortest round trip over the others', and at least
 _SEGMENT_BYTES = 1448
 _LEAST_BYTES = 0.1  # of the busiest connection: others carry no gradients
@@ -101,7 +102,10 @@ def slow_link(edges: Iterable[Edge]) -> SlowLink | None:
     ranks = {x for edge in edges for x in (edge.source, edge.target)}
     if len(ranks) < 3:
         return None  # of two ends, nobody can say whose it is
-    return _slow(edges, ranks) or _lossy(edges) or _far(edges, ranks)
+    loses = _lossy(edges)
+    if loses is not None and loses.value >= _SLOW_BY_LOSS:
+        return loses
+    return _slow(edges, ranks) or loses or _far(edges, ranks)
 
 
 def _slow(edges: tuple[Edge, ...], ranks: set[int]) -> SlowLink | None:
