@@ -77,7 +77,7 @@ def record_apart(cases: Sequence[Case], file: Path) -> None:
 def record_link(case: Case, file: Path) -> None:
     """Train on three hosts with this case's links, and store what was recorded."""
     of, culprit = LINK_CAUSES[case.cause], -1
-    options: dict[str, Any] = {"hosts": _HOSTS, "rate": _RATE}
+    options: dict[str, Any] = {"hosts": _HOSTS, "rate": _RATE, "offload": False}
     if case.cause != CLEAN_LINKS:
         culprit = (case.seed + int(10 * case.strength)) % _HOSTS
         values = [f"{case.strength:g}{of.unit}" if host == culprit else of.others for host in range(_HOSTS)]
