@@ -80,7 +80,10 @@ def test_a_process_on_the_cores_of_all_delays_all():
     found = diagnose(in_a_crowd([0.030, 0.031, 0.029, 0.030], seen_by=(1,)))
     assert (found.finding.kind, found.finding.rank, found.finding.cause) == ("all ranks", None, "core shared")
     assert found.words.startswith("The 4 ranks of host a each wait 30 ms of 9")
-    assert "process 812 (postgres) takes 60% of one. Keep other processes off their cores (predicted" in found.words
+    assert (
+        "process 812 (postgres) takes 60% of one. Keep other processes off their cores (predicted"
+        in found.words
+    )
     assert diagnose(in_a_crowd([0.001] * 4, seen_by=(1,))).finding is None  # they do not wait
 
 

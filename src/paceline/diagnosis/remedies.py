@@ -100,7 +100,7 @@ def remedies_of_link(run: Run, table: StepTable, link: SlowLink) -> tuple[Remedy
     if exposed_s(table) <= 0:
         return ()
     if link.kind == "rate":
-        repaired = with_wire(run, table, link.step_bytes / link.best)
+        repaired = with_wire(run, table, link.step_bytes / link.others)
         halved = Remedy('pass compression="bf16"', with_wire(run, table, link.step_bytes / link.value / 2))
         hidden = remedies_of_waiting(run, table)
         return (

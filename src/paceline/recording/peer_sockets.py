@@ -4,7 +4,8 @@ Whose end the other one is, each rank's file says of itself: readers match addre
 `tcpi_delivery_rate` is not read: a measurement found it the same on links of 20 and of 200 Mbit/s.
 
 Which direction of a link is slow is in none of the counters, as acknowledgements wait in the same queue. It is in how
-data arrive within a collective: steadily on a slow link, in bursts on others. So a thread looks, a millisecond apart.
+data arrive within a collective: for long and slowly on a slow link, fast and with breaks on others, which wait for it.
+So a thread looks, a millisecond apart.
 """
 
 from __future__ import annotations

@@ -72,10 +72,9 @@ class Config:
         return found + [Case("clean", 0, x) for x in range(seed * each, min(self.clean, (seed + 1) * each))]
 
     def links_of(self, seed: int) -> list[Case]:
-        """What it asks of emulated hosts."""
-        return (
-            [x for x in links_of(seed) if x.cause == CLEAN_LINKS or self._asks(x.cause)] if self.links else []
-        )
+        """What it asks of emulated hosts: with any of a link, the clean ones that it is compared with."""
+        found = [x for x in links_of(seed) if x.cause != CLEAN_LINKS and self._asks(x.cause)]
+        return [Case(CLEAN_LINKS, 0, seed), *found] if self.links and found else []
 
     def _asks(self, cause: str) -> bool:
         return not self.causes or cause in self.causes

@@ -19,7 +19,7 @@ from pathlib import Path
 from paceline_lab.experiments.slow_ranks.hanging_training import HANGS, NUM_STEPS
 
 NUM_RANKS, WITHIN_S = 3, 10.0
-_LIMIT_S, _END_S = 60.0, 30.0
+_LIMIT_S, _END_S = 180.0, 60.0
 _TRAINING = "paceline_lab.experiments.slow_ranks.hanging_training"
 _LAST_LINE = "explain hang"  # of what is said of a hang
 

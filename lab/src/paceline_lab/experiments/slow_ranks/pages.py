@@ -21,10 +21,8 @@ _COUNTS = ("num_effective", "num_right", "num_wrong", "num_silent", "num_cause")
 
 def pages() -> Mapping[Path, str]:
     """Each page as it follows from the stored results."""
-    ranks, hangs = (
-        json.loads(in_repository(f"lab/results/{name}.json", "the stored result").read_text())
-        for name in ("doctor", "doctor-hangs")
-    )
+    ranks = json.loads(in_repository("lab/results/doctor.json", "the stored result").read_text())
+    hangs = json.loads(in_repository("lab/results/doctor-hangs.json", "the stored result").read_text())
     guide, notebook = (in_repository(f"docs/{name}/doctor.md", "the page") for name in ("guide", "notebook"))
     long = _with_block(notebook.read_text(), "doctor", _long(ranks))
     return {
