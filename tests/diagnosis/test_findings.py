@@ -242,6 +242,28 @@ def test_a_slow_direction_is_told_by_how_fast_data_arrive_at_best(slow, directio
     assert "which direction of a link is slow" not in found.not_measured
 
 
+def test_what_arrives_with_breaks_came_by_a_way_that_is_not_slow(monkeypatch):
+    """It arrives at less than half of what others see, but at four times its mean."""
+    monkeypatch.setattr(made_runs, "EXPOSED_S", 0.1)
+    peaks = {0: 9e6, 1: 9e6, 2: 2.6e6}
+
+    def samples(rank):
+        rate = lambda *ends: 2.5e6 if 2 in ends else 15e6  # noqa: E731
+        return link_samples(rank, 3, rate, peak=lambda *ends: peaks[ends[1]] if 2 in ends else 2e7)
+
+    found = diagnose(MadeRun(num_ranks=3, hosts=("a", "b", "c"), samples=samples).make()).finding
+    assert (found.rank, found.direction) == (2, "towards")
+
+
+def test_arrivals_alone_make_no_link_slow():
+    """With small buckets few looks see anything; where its mean is as high as the others' it is not slow."""
+
+    def samples(rank):
+        return link_samples(rank, 3, lambda *_: 4e6, peak=lambda *ends: 5e6 if 1 in ends else 20e6)
+
+    assert diagnose(MadeRun(num_ranks=3, hosts=("a", "b", "c"), samples=samples).make()).finding is None
+
+
 def test_in_a_ring_the_others_mean_falls_and_arrivals_tell():
     def samples(arrival):
         slow = lambda a, b: 4.5e6 if 2 in {a, b} else 6e6  # noqa: E731

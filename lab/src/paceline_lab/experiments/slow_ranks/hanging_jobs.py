@@ -6,7 +6,6 @@ import contextlib
 import os
 import pickle
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -66,7 +65,7 @@ class Said:
         lines: That the launcher wrote, from the first about a hang.
         told_ranks: On whose own standard error it stood.
         code: The launcher's exit code.
-        analyzer: The rank that torch's analyzer of dumps named; "": none.
+        analyzer: The last words of torch's analyzer of dumps.
         fewest: The rank whose dump had fewest entries, -1: several.
         load: Of the machine, as it ended.
     """
@@ -179,7 +178,7 @@ def _listen(process: subprocess.Popen[str]) -> tuple[float | None, list[str]]:
 
 
 def _flight(folder: Path) -> tuple[str, int]:
-    """Whom torch's analyzer names, and who has fewest entries."""
+    """What torch's analyzer says last, and who has fewest entries."""
     if not folder.exists():
         return "", -1
     counts = {x.name: len(pickle.loads(x.read_bytes())["entries"]) for x in folder.iterdir()}
@@ -192,5 +191,5 @@ def _flight(folder: Path) -> tuple[str, int]:
         text=True,
         check=False,
     )
-    named = re.findall(r"(?i)missing ranks?[^0-9{\[]*[{\[]?([0-9, ]+)", done.stdout + done.stderr)
-    return (named[0].strip() if named else ""), (least[0] if len(least) == 1 else -1)
+    words = (done.stdout + done.stderr).strip().splitlines()
+    return " ".join(words[-3:])[-300:], (least[0] if len(least) == 1 else -1)

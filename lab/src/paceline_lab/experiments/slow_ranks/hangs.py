@@ -90,11 +90,10 @@ def _report(jobs: list[Said]) -> Report:
     kinds = list(dict.fromkeys((x.how, x.wrapper) for x in jobs))
     rows = tuple(_row([x for x in jobs if (x.how, x.wrapper) == kind]) for kind in kinds)
     seen = sum(x.fewest == x.rank for x in flights)
-    named = sum(x.analyzer == str(x.rank) for x in flights)
     notes = (
         f"{failed} of {len(long)} jobs that only take long ended with an error",
         f"torch's flight recorder, {len(flights)} hangs: by itself it says nothing over Gloo",
-        f"its analyzer names {named} absent ranks; in {seen} hangs the absent rank has fewest entries",
+        f"dumped by a thread of ours, the absent rank has fewest entries in {seen}; its analyzer's words are stored",
         "no dump has the stack of a rank that hangs",
     )
     summary: Mapping[str, Any] = {

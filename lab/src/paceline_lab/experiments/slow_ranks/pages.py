@@ -21,14 +21,14 @@ _COUNTS = ("num_effective", "num_right", "num_wrong", "num_silent", "num_cause")
 
 def pages() -> Mapping[Path, str]:
     """Each page as it follows from the stored results."""
-    ranks = json.loads(in_repository("lab/results/doctor.json", "the stored result").read_text())
-    hangs = json.loads(in_repository("lab/results/doctor-hangs.json", "the stored result").read_text())
+    results = in_repository("lab/results", "the stored results")
+    ranks = json.loads((results / "doctor.json").read_text())
     guide, notebook = (in_repository(f"docs/{name}/doctor.md", "the page") for name in ("guide", "notebook"))
     long = _with_block(notebook.read_text(), "doctor", _long(ranks))
-    return {
-        guide: _with_block(guide.read_text(), "doctor", _short(ranks)),
-        notebook: _with_block(long, "doctor-hangs", _of_hangs(hangs)),
-    }
+    hangs = results / "doctor-hangs.json"
+    if hangs.exists():
+        long = _with_block(long, "doctor-hangs", _of_hangs(json.loads(hangs.read_text())))
+    return {guide: _with_block(guide.read_text(), "doctor", _short(ranks)), notebook: long}
 
 
 def _with_block(page: str, name: str, lines: Iterable[str]) -> str:
