@@ -31,6 +31,7 @@ from paceline_lab.experiments.slow_ranks.records import BEFORE, REPAIRED, SLOW, 
 
 NUM_STEPS, NUM_WITHOUT = 24, 14  # the first four of each do not count
 _BATCH, _TOKENS = 4, 32
+_USUAL_LAYERS = 8
 # Of layers, and a bucket's MiB; on links, wide ones: what a ring sends at once is then longer than the burst of 15 KB
 # that an emulated link lets pass unhindered.
 _SIZES, _LINKS_SIZES = (96, 0.075), (192, 0.3)
@@ -127,6 +128,7 @@ def _train(case: Case, training: Training) -> None:
     busy = Busy(case, rank)
     torch.manual_seed(case.seed)
     width, bucket_mib = _SIZES if training.slow_host is None else _LINKS_SIZES
+    bucket_mib *= case.of.num_layers / _USUAL_LAYERS  # as many buckets, however many layers
     net = _Net(width, busy, injected)
     ddp = paceline.DistributedDataParallel if case.of.wrapper == "paceline" else TorchDDP
     model: Any = ddp(net, bucket_cap_mb=bucket_mib)

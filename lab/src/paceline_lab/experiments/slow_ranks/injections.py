@@ -88,7 +88,7 @@ CAUSES = {
         (2, 4, 8), "threads", kinds=frozenset({"too many threads"}), arithmetic_s=0.008, is_of_one=False
     ),
     "buckets too small": Cause(
-        (0.05, 0.03, 0.01),
+        (0.1, 0.05, 0.03),
         "MiB",
         kinds=frozenset({"buckets too small"}),
         is_of_one=False,
