@@ -80,8 +80,21 @@ def test_a_process_on_the_cores_of_all_delays_all():
     found = diagnose(in_a_crowd([0.030, 0.031, 0.029, 0.030], seen_by=(1,)))
     assert (found.finding.kind, found.finding.rank, found.finding.cause) == ("all ranks", None, "core shared")
     assert found.words.startswith("The 4 ranks of host a each wait 30 ms of 9")
-    assert "process 812 (postgres) takes 60% of one. Keep other processes off their cores" in found.words
+    assert (
+        "process 812 (postgres) takes 60% of one. Keep other processes off their cores (predicted"
+        in found.words
+    )
     assert diagnose(in_a_crowd([0.001] * 4, seen_by=(1,))).finding is None  # they do not wait
+
+
+def test_waits_for_a_process_go_with_it_and_waits_for_ranks_stay():
+    """Each waits for the process and for three others that compute 30 ms, as long as these compute."""
+    found = diagnose(in_a_crowd([0.030] * 4, seen_by=(1,))).finding
+    of_process = 0.6 / (0.6 + 3 * 0.03 / found.step_s)
+    assert found.without.step_s == pytest.approx(found.step_s - of_process * 0.030, abs=0.001)
+    alone = diagnose(in_a_crowd([0.030, 0.055, 0.025, 0.035], seen_by=(1,))).finding
+    longest_s = 0.035 * (1 - 0.6 / (0.6 + 3 * 0.03 / alone.step_s))
+    assert alone.without.step_s == pytest.approx(alone.step_s - 0.055 + longest_s, abs=0.003)
 
 
 def test_a_rank_that_is_late_in_a_crowd_is_told_from_those_that_wait_for_a_core():
@@ -166,6 +179,11 @@ def test_the_connection_that_loses():
     assert "towards rank 0" in found.sentence
 
 
+def test_a_connection_that_loses_much_is_slow_because_of_that():
+    run = meshed(3, lambda *ends: 2.4e6 if 2 in ends else 15e6, lambda a, b: 200 * ((a, b) == (2, 0))).make()
+    assert diagnose(run).finding.cause == "slow link: loss"
+
+
 def test_the_host_that_is_farther_than_the_others():
     """5 ms of delay on the way to one host, both ways: a round trip of 10 ms, where others take half a millisecond."""
 
@@ -222,6 +240,29 @@ def test_a_slow_direction_is_told_by_how_fast_data_arrive_at_best(slow, directio
     assert (found.finding.rank, found.finding.direction) == (2, direction)
     assert words in found.words
     assert "which direction of a link is slow" not in found.not_measured
+
+
+def test_what_arrives_with_breaks_came_by_a_way_that_is_not_slow(monkeypatch):
+    """It arrives at less than half of what others see, but at four times its mean."""
+    monkeypatch.setattr(made_runs, "EXPOSED_S", 0.1)
+    peaks = {0: 9e6, 1: 9e6, 2: 2.6e6}
+
+    def samples(rank):
+        rate = lambda *ends: 2.5e6 if 2 in ends else 15e6  # noqa: E731
+        return link_samples(rank, 3, rate, peak=lambda *ends: peaks[ends[1]] if 2 in ends else 2e7)
+
+    found = diagnose(MadeRun(num_ranks=3, hosts=("a", "b", "c"), samples=samples).make()).finding
+    assert (found.rank, found.direction) == (2, "towards")
+
+
+def test_arrivals_alone_make_no_link_slow():
+    """With small buckets few looks see anything; where its mean is as high as the others' it is not slow."""
+
+    def samples(rank):
+        rate = lambda *ends: 3.9e6 if 1 in ends else 4e6  # noqa: E731
+        return link_samples(rank, 3, rate, peak=lambda *ends: 5e6 if 1 in ends else 20e6)
+
+    assert diagnose(MadeRun(num_ranks=3, hosts=("a", "b", "c"), samples=samples).make()).finding is None
 
 
 def test_in_a_ring_the_others_mean_falls_and_arrivals_tell():

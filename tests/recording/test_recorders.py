@@ -292,3 +292,28 @@ def test_how_fast_data_arrive_from_another_host_is_seen_at_its_end_alone(monkeyp
         del sockets
         thread.join(30.0)
         assert not thread.is_alive()
+
+
+def test_a_rate_counts_only_the_time_in_which_data_arrive(monkeypatch):
+    """5 kB each millisecond; and 50 kB at once, seen in two looks, with a break of eight."""
+    now_ms = 0
+
+    def sleep(_):
+        nonlocal now_ms
+        now_ms += 1
+
+    steady, bursts = 7, 8
+    monkeypatch.setattr(peer_sockets.time, "sleep", sleep)
+    monkeypatch.setattr(peer_sockets.time, "perf_counter", lambda: 1e-3 * now_ms)
+    monkeypatch.setattr(
+        peer_sockets,
+        "_arrived",
+        lambda file: 5000 * now_ms if file == steady else 25_000 * (2 * (now_ms // 10) + min(now_ms % 10, 2)),
+    )
+    sockets = PeerSockets()
+    sockets._ends = {steady: ("a:1", "b:1"), bursts: ("a:2", "c:1")}
+    sockets._asked_s = peer_sockets.time.monotonic()
+    for _ in range(4):
+        sockets.look_at_arrivals()
+    rates = [peer_sockets._rate(sockets._arrivals[ends]) for ends in sockets._ends.values()]
+    assert rates == [pytest.approx(5e6, rel=0.05), pytest.approx(50e6, rel=0.15)]

@@ -59,7 +59,7 @@ def test_a_study_that_was_cut_off_goes_on(tmp_path, runs):
     assert b"/tmp" not in file.read_bytes()
 
 
-def test_a_link_is_compared_with_the_clean_ones_of_its_seed(tmp_path, runs):
+def test_a_link_is_compared_with_clean_ones(tmp_path, runs):
     slow = Case("slow link", 20, 0)
     for name in (BEFORE, REPAIRED):
         for path in (runs / name).iterdir():

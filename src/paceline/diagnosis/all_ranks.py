@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from paceline.diagnosis.causes import taken_from_cores
+from paceline.diagnosis.core_sharing import taken_on_hosts, waits_for_processes
 from paceline.diagnosis.culprit import LEAST_RATIO
 from paceline.diagnosis.step_table import StepTable
-from paceline.diagnosis.what_if import exposed_s
+from paceline.diagnosis.what_if import Prediction, as_recorded, exposed_s
 from paceline.observe.run_reading import RankRun, Run
 from paceline.quantities import ms
 
@@ -28,6 +28,7 @@ class Everybody:
     lost_s: float  # a step, at most
     words: str  # for people
     advice: str  # what to do, without a full stop
+    without: Prediction | None = None  # the step then; None: not predicted
 
 
 def everybody_waits(run: Run, table: StepTable) -> Everybody | None:
@@ -68,13 +69,9 @@ def _too_many_threads(run: Run, table: StepTable) -> Everybody | None:
 
 def _shared_cores(run: Run, table: StepTable) -> Everybody | None:
     """On one host: its ranks wait for cores, and others took at least as much of these as a rank waits."""
-    taken = taken_from_cores(run)
+    taken = taken_on_hosts(run)
     for host, ranks in _by_host(run).items():
-        numbers = {x.header.rank for x in ranks}
-        used: dict[str, float] = {}
-        for number in numbers:
-            for name, ratio in taken[number].items():
-                used[name] = max(ratio, used.get(name, 0.0))
+        numbers, used = {x.header.rank for x in ranks}, taken[host]
         places = [place for place, number in enumerate(table.ranks) if number in numbers]
         waits = (row[place].host for row in table.rows for place in places)
         waited_s = median(max(0.0, x.queued_s - x.throttled_s) for x in waits)
@@ -86,7 +83,8 @@ def _shared_cores(run: Run, table: StepTable) -> Everybody | None:
             f"process {name} takes {used[name]:.0%} of one."
         )
         advice = "Keep other processes off their cores"
-        return Everybody("core shared", host, "computation", waited_s, words, advice)
+        left = as_recorded(table.with_shorter_waits(waits_for_processes(run, table)))
+        return Everybody("core shared", host, "computation", waited_s, words, advice, left)
     return None
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from paceline.diagnosis.core_sharing import taken_from_cores
 from paceline.diagnosis.culprit import LEAST_RATIO, Culprit, find_culprit
 from paceline.diagnosis.step_table import RankStep, StepTable
 from paceline.observe.run_reading import RankRun, Run
@@ -186,21 +187,6 @@ class _Facts:
 
     def _of_rank(self) -> RankRun | None:
         return next((x for x in self._run.ranks if x.header.rank == self._culprit.rank), None)
-
-
-def taken_from_cores(run: Run) -> dict[int, dict[str, float]]:
-    """Of each rank, for what share of the time each process that is no rank of this run was seen on its core."""
-    own = {x.header.pid for x in run.ranks}
-    found: dict[int, dict[str, float]] = {}
-    for rank in run.ranks:
-        used = found[rank.header.rank] = {}
-        looks = [x for x in rank.samples if x.neighbours is not None]
-        for look in looks[1:]:
-            for x in look.neighbours or ():
-                if x.pid not in own:
-                    ratio = x.cpu_s / max(1e-9, looks[-1].at_s - looks[0].at_s)
-                    used[f"{x.pid} ({x.name})"] = used.get(f"{x.pid} ({x.name})", 0.0) + ratio
-    return found
 
 
 def _tokens(rank: RankStep) -> int | None:

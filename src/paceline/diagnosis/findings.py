@@ -164,7 +164,7 @@ def _saved_s(finding: Finding) -> float:
 
 
 def _of_rank(run: Run, table: StepTable, culprit: Culprit, cause: Cause) -> Finding:
-    remedies = remedies_of(table, culprit, cause)
+    remedies = remedies_of(run, table, culprit, cause)
     predicted = remedies[0].predicted
     assert predicted is not None
     is_lasting = culprit.when in {"always", "since", "moving"}
@@ -264,7 +264,7 @@ def _of_all(run: Run, table: StepTable) -> Finding | None:
     found = everybody_waits(run, table)
     if found is None:
         return None
-    advised: tuple[Remedy, ...] = (Remedy(found.advice, None),)
+    advised: tuple[Remedy, ...] = (Remedy(found.advice, found.without),)
     if found.phase == "communication":
         advised = tuple(x for x in remedies_of_waiting(run, table) if x.predicted) or advised
     priced = "" if advised[0].predicted else "; what a step takes then is not predicted"
@@ -278,7 +278,7 @@ def _of_all(run: Run, table: StepTable) -> Finding | None:
         found.kind,
         found.lost_s,
         table.step_s,
-        None,
+        found.without,
         advised,
         1.0,
         f"{found.words} {_advice(advised)[:-1]}{priced}.",

@@ -1,9 +1,10 @@
 """Which host's link is slow, lossy or far, from what both ends of every connection between ranks have counted.
 
 Rates are acknowledged bytes over the time in which something was not yet acknowledged. Which of a link's two directions
-is slow cannot be told from that: acknowledgements wait in the same queue. It is told by how data arrive, at the host
-and at those that it sends to. In a ring others wait for the slow one, so that their mean falls, too, but what arrives
-there does so in bursts. So of the host with the lowest means, these or one direction's arrivals have to be low.
+is slow cannot be told from that: acknowledgements wait in the same queue. It is told by the rate at which data arrive
+while some do, at the host and at those that it sends to. In a ring others wait for the slow one, so that their mean
+falls, too, but what arrives there does so fast, with breaks. So of the host with the lowest means, these have to be far
+below the others', or one direction's arrivals far and its means a little.
 """
 
 from __future__ import annotations
@@ -16,8 +17,13 @@ from statistics import fmean, median
 from paceline.observe.run_reading import Run
 from paceline.observe.run_records import LinkCounters, Sample
 
-_SLOW = 0.7  # the best rate at a slow host over the worst elsewhere; arrivals one way over elsewhere
-_LOSSY, _MORE_LOST = 0.005, 3.0  # segments resent, and over any other connection's
+# The best rate at a slow host over the worst elsewhere; arrivals one way over elsewhere, if the rate is lower at all.
+_SLOW, _LOWER = 0.7, 0.85
+_WITHOUT_BREAKS = (
+    2.0  # arrivals over the mean: 1.0 to 1.5 on the slow way, 5 and more where it is the other one
+)
+# Segments resent, and over any other connection's; so many are why a connection is slow, not what its queue drops.
+_LOSSY, _MORE_LOST, _SLOW_BY_LOSS = 0.005, 2.0, 0.01
 _FAR, _FAR_S = 3.0, 0.002  # the shortest round trip over the others', and at least
 _SEGMENT_BYTES = 1448
 _LEAST_BYTES = 0.1  # of the busiest connection: others carry no gradients
@@ -34,7 +40,7 @@ class Edge:
     num_resent: int  # segments
     least_rtt_s: float  # the shortest round trip seen
     kind: str = "tcp"  # "tcp" or "udp"
-    arrival_bytes_per_s: float = 0.0  # a quarter of the bytes arrived faster; 0: not known
+    arrival_bytes_per_s: float = 0.0  # while some arrive; 0: not known
     num_steps: int = 1  # between the samples
 
     @property
@@ -56,10 +62,7 @@ class SlowLink:
     others: float  # the same of the other connections
     peer: int | None = None  # with "loss": to whom
     direction: str = ""  # with "rate": "towards" or "from" the rank's host, "both"; "": not known
-    # With "rate": what others reach at best, as in the mean a ring's others wait for the slow one; and the bytes that
-    # its busiest connection carries each step.
-    best: float = 0.0
-    step_bytes: float = 0.0
+    step_bytes: float = 0.0  # with "rate": what its busiest connection carries each step
 
 
 def edges_of(run: Run) -> tuple[Edge, ...]:
@@ -101,7 +104,10 @@ def slow_link(edges: Iterable[Edge]) -> SlowLink | None:
     ranks = {x for edge in edges for x in (edge.source, edge.target)}
     if len(ranks) < 3:
         return None  # of two ends, nobody can say whose it is
-    return _slow(edges, ranks) or _lossy(edges) or _far(edges, ranks)
+    loses = _lossy(edges)
+    if loses is not None and loses.value >= _SLOW_BY_LOSS:
+        return loses
+    return _slow(edges, ranks) or loses or _far(edges, ranks)
 
 
 def _slow(edges: tuple[Edge, ...], ranks: set[int]) -> SlowLink | None:
@@ -113,28 +119,32 @@ def _slow(edges: tuple[Edge, ...], ranks: set[int]) -> SlowLink | None:
         return None
     others = [x.bytes_per_s for x in elsewhere]
     direction = _direction(edges, slowest)
-    if max(own) >= _SLOW * min(others) and not direction:
+    if max(own) >= _SLOW * min(others) and not _is_lower(edges, slowest, direction, min(others)):
         return None
-    best = max(median(others), *(x.arrival_bytes_per_s for x in elsewhere))
     step_bytes = max(x.sent_bytes / x.num_steps for x in _at(edges, slowest))
-    return SlowLink(slowest, "rate", median(own), median(others), None, direction, best, step_bytes)
+    return SlowLink(slowest, "rate", median(own), median(others), None, direction, step_bytes)
+
+
+def _is_lower(edges: tuple[Edge, ...], rank: int, direction: str, others: float) -> bool:
+    """Whether what goes the slow way is slower than the others in the mean as well."""
+    ends = {"towards": [x for x in edges if x.target == rank], "from": [x for x in edges if x.source == rank]}
+    slow = ends.get(direction, [*ends["towards"], *ends["from"]] if direction else [])
+    return bool(slow) and max(x.bytes_per_s for x in slow) < _LOWER * others
 
 
 def _direction(edges: tuple[Edge, ...], rank: int) -> str:
-    """Which way data arrive more slowly than elsewhere, byte by byte; "": neither, or it is not known."""
-
-    def arrives(found: Iterable[Edge]) -> float:
-        return max((x.arrival_bytes_per_s for x in found), default=0.0)
-
-    elsewhere = arrives(x for x in edges if rank not in {x.source, x.target})
-    rates = {
-        "towards": arrives(x for x in edges if x.target == rank),
-        "from": arrives(x for x in edges if x.source == rank),
-    }
-    slow = [way for way, rate in rates.items() if rate < _SLOW * elsewhere]
-    if not all(rates.values()) or not slow:
-        return ""
-    return "both" if len(slow) == 2 else slow[0]
+    """Which way data arrive more slowly than elsewhere, without breaks; "": neither, or it is not known."""
+    elsewhere = max((x.arrival_bytes_per_s for x in edges if rank not in {x.source, x.target}), default=0.0)
+    ways = {"towards": [x for x in edges if x.target == rank], "from": [x for x in edges if x.source == rank]}
+    slow = []
+    for way, found in ways.items():
+        rate = max((x.arrival_bytes_per_s for x in found), default=0.0)
+        if not rate:
+            return ""
+        # Where the rate is the mean's, this way is what its sender waits for; else the other way's acknowledgements.
+        if rate < _SLOW * elsewhere and rate < _WITHOUT_BREAKS * max(x.bytes_per_s for x in found):
+            slow.append(way)
+    return "both" if len(slow) == 2 else "".join(slow)
 
 
 def _lossy(edges: tuple[Edge, ...]) -> SlowLink | None:

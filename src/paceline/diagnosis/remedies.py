@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from paceline.diagnosis.causes import Cause
 from paceline.diagnosis.communication import hiding
+from paceline.diagnosis.core_sharing import waits_for_processes
 from paceline.diagnosis.culprit import Culprit
 from paceline.diagnosis.links import SlowLink
 from paceline.diagnosis.step_table import RankStep, StepTable
@@ -53,9 +54,12 @@ _OF_CAUSE = {
 }
 
 
-def remedies_of(table: StepTable, culprit: Culprit, cause: Cause) -> tuple[Remedy, ...]:
+def remedies_of(run: Run, table: StepTable, culprit: Culprit, cause: Cause) -> tuple[Remedy, ...]:
     """For a late rank: what removes the cause, and shares by speed where these help and others do not."""
-    removed = without(table, culprit, slows_all=cause.kind in SLOWS_ALL)
+    left = table
+    if cause.kind == "core shared":  # processes slow other ranks, too
+        left = table.with_shorter_waits(waits_for_processes(run, table))
+    removed = without(left, culprit, slows_all=cause.kind in SLOWS_ALL)
     found = [Remedy(_OF_CAUSE[cause.kind], removed)]
     is_lasting = culprit.when in {"always", "since"}
     if is_lasting and culprit.phase in _COMPUTES and cause.kind in _SLOW_CORE:
@@ -96,7 +100,7 @@ def remedies_of_link(run: Run, table: StepTable, link: SlowLink) -> tuple[Remedy
     if exposed_s(table) <= 0:
         return ()
     if link.kind == "rate":
-        repaired = with_wire(run, table, link.step_bytes / link.best)
+        repaired = with_wire(run, table, link.step_bytes / link.others)
         halved = Remedy('pass compression="bf16"', with_wire(run, table, link.step_bytes / link.value / 2))
         hidden = remedies_of_waiting(run, table)
         return (

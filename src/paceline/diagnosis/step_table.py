@@ -72,6 +72,28 @@ class StepTable:
 
         return replace(self, rows=tuple(tuple(map(alone, row)) for row in self.rows))
 
+    def with_shorter_waits(self, ratios: Sequence[float]) -> StepTable:
+        """The same with shorter waits for cores, by column; parts shrink alike, and what is exposed stays."""
+
+        def shorter(row: tuple[RankStep, ...]) -> tuple[RankStep, ...]:
+            left = [
+                max(0.0, 1 - ratio * max(0.0, x.host.queued_s - x.host.throttled_s) / max(x.work_s, 1e-9))
+                for ratio, x in zip(ratios, row, strict=True)
+            ]
+            works = [x.work_s * kept for x, kept in zip(row, left, strict=True)]
+            gone_s = max(x.work_s for x in row) - max(works)
+            return tuple(
+                replace(
+                    x,
+                    parts={part: kept * seconds for part, seconds in x.parts.items()},
+                    work_s=work_s,
+                    step_s=x.step_s - gone_s,
+                )
+                for x, kept, work_s in zip(row, left, works, strict=True)
+            )
+
+        return replace(self, rows=tuple(map(shorter, self.rows)))
+
     def excess_s(self, index: int, place: int) -> dict[Part, float]:
         """By part, what a rank's work in a step is longer than the median of the others'."""
         row = self.rows[index]

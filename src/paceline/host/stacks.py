@@ -131,8 +131,8 @@ def _by_py_spy(pid: int) -> tuple[list[Frame], str]:
         return [], f"py-spy failed: {type(error).__name__}"
     for thread in threads:
         if thread.get("os_thread_id") == pid or thread.get("thread_name") == "MainThread":
-            frames = thread.get("frames", [])
-            return [Frame(x["name"], x["filename"], int(x["line"])) for x in frames], "py-spy"
+            frames = [Frame(x["name"], x["filename"], int(x["line"])) for x in thread.get("frames", [])]
+            return frames, "py-spy" if frames else "py-spy saw no Python function"
     return [], "py-spy found no main thread"
 
 
@@ -156,7 +156,8 @@ def _by_signal(pid: int, folder: Path) -> tuple[list[Frame], str]:
         r"^Current thread .*?\n(.*?)(?=^(?:Thread|Current thread) |\Z)", text, re.DOTALL | re.MULTILINE
     )
     lines = re.findall(r'File "(.*?)", line (\d+) in (\S+)', own[1] if own else "")
-    return [Frame(name, file, int(line)) for file, line, name in lines], "faulthandler, after a signal"
+    frames = [Frame(name, file, int(line)) for file, line, name in lines]
+    return frames, f"faulthandler{'' if frames else ' saw none'}, after a signal"
 
 
 def _answer_file(folder: Path, pid: int) -> Path:

@@ -156,7 +156,7 @@ class LinkCounters:
     rtt_s: float  # the last round trip, smoothed
     least_rtt_s: float  # the shortest one
     kind: str = "tcp"  # "tcp" or "udp"
-    # at which data arrived from there, by the millisecond: a quarter of the bytes did faster; 0: not known
+    # at which data arrived from there, while some did by the millisecond; 0: not known
     arrival_bytes_per_s: float = 0.0
 
 

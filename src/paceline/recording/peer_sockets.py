@@ -4,7 +4,8 @@ Whose end the other one is, each rank's file says of itself: readers match addre
 `tcpi_delivery_rate` is not read: a measurement found it the same on links of 20 and of 200 Mbit/s.
 
 Which direction of a link is slow is in none of the counters, as acknowledgements wait in the same queue. It is in how
-data arrive within a collective: steadily on a slow link, in bursts on others. So a thread looks, a millisecond apart.
+data arrive within a collective: for long and slowly on a slow link, fast and with breaks on others, which wait for it.
+So a thread looks, a millisecond apart.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ _ESTABLISHED = 1
 _APART_S, _LOOKS, _QUIET = 0.001, 40, 10
 _BREAK_S, _LATER_BREAK_S, _KEPT, _WATCHED_S = 0.18, 2.0, 256, 30.0
 _FEWEST = 8  # looks that say a rate
-_FASTER = 0.25  # of the bytes: others wait for a slow link, so data arrive in bursts elsewhere, with breaks
 
 
 class PeerSockets:
@@ -39,7 +39,7 @@ class PeerSockets:
 
     def __init__(self) -> None:
         self._ends: dict[int, tuple[str, str]] = {}
-        # by their ends: bytes that arrived, and how long after those before, of the last looks that saw some
+        # By their ends, of the last looks that saw something: the bytes, and seconds since the look before if that did.
         self._arrivals: dict[tuple[str, str], deque[tuple[int, float]]] = {}
         self._asked_s = 0.0
         self._is_watched = False
@@ -55,25 +55,22 @@ class PeerSockets:
         watched = [(file, ends) for file, ends in list(self._ends.items()) if _crosses_hosts(ends)]
         if not watched or time.monotonic() - self._asked_s > _WATCHED_S:
             return
-        before = [_arrived(file) for file, _ in watched]
-        seen_s: dict[tuple[str, str], float] = {}
+        before, before_s = [_arrived(file) for file, _ in watched], time.perf_counter()
+        arrives: dict[tuple[str, str], bool] = {}  # whether the look before saw something
         num_quiet = 0
         for _ in range(_LOOKS):
             time.sleep(_APART_S)
-            at_s, now = time.perf_counter(), [_arrived(file) for file, _ in watched]
-            # Whoever is put off its core meanwhile sees data arrive slower, never faster.
-            ended_s = time.perf_counter()
+            now, now_s = [_arrived(file) for file, _ in watched], time.perf_counter()
             num_quiet = num_quiet + 1 if now == before else 0
             for (_, ends), first, last in zip(watched, before, now, strict=True):
-                if last == first:
-                    continue
-                if ends in seen_s:  # a slow link hands over some packets at once, and then none for a while
+                if last > first and ends in arrives:  # else nobody knows when it began
+                    # Of looks in a row the first counts for nothing: in the mean, its part and the last one's make one.
                     kept = self._arrivals.setdefault(ends, deque(maxlen=_KEPT))
-                    kept.append((last - first, ended_s - seen_s[ends]))
-                seen_s[ends] = at_s
+                    kept.append((last - first, now_s - before_s if arrives[ends] else 0.0))
+                arrives[ends] = last > first
             if num_quiet == _QUIET:
                 return
-            before = now
+            before, before_s = now, now_s
 
     @property
     def knows_arrivals(self) -> bool:
@@ -111,15 +108,9 @@ def _watch(sockets: weakref.ref[PeerSockets]) -> None:
 
 
 def _rate(arrivals: Collection[tuple[int, float]]) -> float:
-    """Bytes per second, a quarter of the bytes arrived faster; 0: too few looks. A link lets short bursts pass."""
-    if len(arrivals) < _FEWEST:
-        return 0.0
-    left = sum(size for size, _ in arrivals) * (1 - _FASTER)
-    for rate, size in sorted((size / max(apart_s, 1e-6), size) for size, apart_s in arrivals):
-        left -= size
-        if left <= 0:
-            return rate
-    return 0.0
+    """Bytes per second while some arrive; 0: too few looks."""
+    busy_s = sum(seconds for _, seconds in arrivals)
+    return sum(size for size, _ in arrivals) / busy_s if len(arrivals) >= _FEWEST and busy_s else 0.0
 
 
 def _crosses_hosts(ends: tuple[str, str]) -> bool:

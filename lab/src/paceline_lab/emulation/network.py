@@ -276,6 +276,8 @@ class Network:
             shape(ip, name, spec.rate_bits_per_s[host], _HOST_QUEUE_BYTES, spec.mtu)
             index = index_of(ip, name)
             ip.link("set", index=index, mtu=spec.mtu, address=_hardware_address(host, link))
+            if not spec.offload:  # TCP hands a queue up to 64 KiB at once, whatever the device can
+                ip.link("set", index=index, gso_max_segs=1)
             ip.link("set", index=index, state="up", txqlen=delay.TAP_QUEUE_PACKETS)
             own = _link_address(host, link)
             ip.addr("add", index=index, address=own, prefixlen=24, flags=_NO_PREFIX_ROUTE)

@@ -160,6 +160,9 @@ _ALL = (
     # Is what the doctor says right?
     Experiment("doctor-cost", "slow_ranks.cost", "2 min", "0.5 % of a step",
         "What does it cost a step that records of the last ones are always kept?", runs=()),
+    Experiment("doctor-hangs", "slow_ranks.hangs", "15 min", "named within 10 s, no alarm",
+        "Is a rank that hangs named within 10 s, with its stack, and is nothing said of steps that only take long?",
+        runs=()),
     Experiment("doctor", "slow_ranks.doctor", "3 h", "rank 99 %, cause 95 %, what-if 5 %, no alarm",
         "Does the doctor name the right rank, the cause and the step after the repair, and is it quiet otherwise?",
         runs=()),

@@ -30,6 +30,7 @@ from paceline_lab.experiments.slow_ranks.links import (
     LINK_CAUSES,
     is_possible,
     links_of,
+    record_apart,
     record_link,
 )
 from paceline_lab.experiments.slow_ranks.records import stored
@@ -60,17 +61,20 @@ class Config:
     causes: tuple[str, ...] = ()
 
     def cases_of(self, seed: int) -> list[Case]:
-        """What one seed asks of this machine's ranks."""
-        causes = {name: of for name, of in CAUSES.items() if name != "clean" and self._asks(name)}
+        """What one seed asks of ranks; on hosts apart where emulated hosts are asked for."""
+        causes = {
+            name: of
+            for name, of in CAUSES.items()
+            if name != "clean" and self._asks(name) and (self.links or not of.delay)
+        }
         found = [Case(name, strength, seed) for name, of in causes.items() for strength in of.strengths]
         each = -(-self.clean // self.seeds)
         return found + [Case("clean", 0, x) for x in range(seed * each, min(self.clean, (seed + 1) * each))]
 
     def links_of(self, seed: int) -> list[Case]:
-        """What it asks of emulated hosts."""
-        return (
-            [x for x in links_of(seed) if x.cause == CLEAN_LINKS or self._asks(x.cause)] if self.links else []
-        )
+        """What it asks of emulated hosts: with any of a link, the clean ones that it is compared with."""
+        found = [x for x in links_of(seed) if x.cause != CLEAN_LINKS and self._asks(x.cause)]
+        return [Case(CLEAN_LINKS, 0, seed), *found] if self.links and found else []
 
     def _asks(self, cause: str) -> bool:
         return not self.causes or cause in self.causes
@@ -108,9 +112,10 @@ def main(
 def _run_missing(file: Path, cases: list[Case], links: list[Case]) -> None:
     known = stored(file)
     missing = tuple(case for case in cases if case not in known)
-    if missing:
-        title = f"{len(missing)} slow ranks"
-        LoopbackRanks(_NUM_RANKS).run(train_cases, Training(missing, file), title)
+    here = tuple(case for case in missing if not case.of.delay)
+    if here:
+        LoopbackRanks(_NUM_RANKS).run(train_cases, Training(here, file), f"{len(here)} slow ranks")
+    record_apart([case for case in missing if case.of.delay], file)
     for case in links:
         if case not in known:
             record_link(case, file)

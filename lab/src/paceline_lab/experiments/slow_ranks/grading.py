@@ -80,14 +80,14 @@ def _steps_of(*runs: Run) -> _Steps:
 
 
 def grades_of(recorded: Mapping[Case, Recorded]) -> list[Grade]:
-    """Of all cases; a link's is compared with the clean links of its seed."""
+    """Of all cases; a link's is compared with all clean links: jobs of their own, which differ by some percent."""
+    cleans_s = [_steps_of(x.runs[SLOW]).median_s for case, x in recorded.items() if case.cause == CLEAN_LINKS]
     found = []
     for case, x in recorded.items():
-        clean = recorded.get(Case(CLEAN_LINKS, 0, case.seed))
         if case.cause not in LINK_CAUSES:
             found.append(grade_rank(x))
-        elif clean is not None:
-            found.append(grade_link(x, clean))
+        elif cleans_s:
+            found.append(grade_link(x, median(cleans_s)))
     chance = [x.effect for x in found if x.cause == "clean" and x.seed < _OF_LINKS]
     bar = max(LEAST_EFFECT, _TIMES_CHANCE * math.sqrt(fmean(x * x for x in chance)) if chance else 0.0)
     return [replace(x, is_effective=x.cause != "clean" and x.effect >= bar) for x in found]
@@ -140,11 +140,11 @@ def _is_latest(recorded: Recorded, then_s: float) -> bool:
     return median(leads[place] for leads in table.leads_s()) >= LEAST_EFFECT * then_s
 
 
-def grade_link(recorded: Recorded, clean: Recorded) -> Grade:
+def grade_link(recorded: Recorded, then_s: float) -> Grade:
     """The same of a link: with steps on clean ones."""
     case, of = recorded.case, LINK_CAUSES[recorded.case.cause]
     diagnosis = diagnose(recorded.runs[SLOW])
-    finding, then_s = diagnosis.finding, _steps_of(clean.runs[SLOW]).median_s
+    finding = diagnosis.finding
     effect = _steps_of(recorded.runs[SLOW]).median_s / then_s - 1
     is_clean = case.cause == CLEAN_LINKS
     is_right = (

@@ -26,15 +26,16 @@ from paceline.recording.recorder import Recorder, header_of_rank
 from paceline.recording.torch_ddp import RecordedTorchDDP
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import gather
-from paceline_lab.experiments.slow_ranks.injections import NUM_LAYERS, Busy, Case, Injected
+from paceline_lab.experiments.slow_ranks.injections import Busy, Case, Injected
 from paceline_lab.experiments.slow_ranks.records import BEFORE, REPAIRED, SLOW, store
 
 NUM_STEPS, NUM_WITHOUT = 24, 14  # the first four of each do not count
 _BATCH, _TOKENS = 4, 32
+_USUAL_LAYERS = 8
 # Of layers, and a bucket's MiB; on links, wide ones: what a ring sends at once is then longer than the burst of 15 KB
 # that an emulated link lets pass unhindered.
 _SIZES, _LINKS_SIZES = (96, 0.075), (192, 0.3)
-_FORWARD_S, _BACKWARD_S, _OPTIMIZER_S, _LOADER_S = 0.002, 0.004, 0.003, 0.003
+_FORWARD_S, _BACKWARD_S, _OPTIMIZER_S, _LOADER_S = 0.016, 0.032, 0.003, 0.003
 
 
 class _Slow(torch.autograd.Function):
@@ -56,24 +57,27 @@ class _Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(width, width)
         self._number, self._busy, self._injected = number, busy, injected
+        self._part = 1 / injected.case.of.num_layers
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         ratio = self._injected.tokens_ratio
-        self._busy(ratio * _FORWARD_S, self._injected.extra_s("forward", self._number))
+        self._busy(ratio * self._part * _FORWARD_S, self._injected.extra_s("forward", self._number))
         slowly: Any = _Slow.apply
         found: torch.Tensor = slowly(torch.relu(self.linear(x)), self._backward)
         return found
 
     def _backward(self) -> None:
         extra_s = self._injected.extra_s("backward of a layer", self._number)
-        self._busy(self._injected.tokens_ratio * _BACKWARD_S, extra_s)
+        self._busy(self._injected.tokens_ratio * self._part * _BACKWARD_S, extra_s)
 
 
 class _Net(nn.Module):
     def __init__(self, width: int, busy: Busy, injected: Injected) -> None:
         super().__init__()
         self.words = nn.Embedding(64, width)
-        self.layers = nn.ModuleList(_Layer(i, width, busy, injected) for i in range(NUM_LAYERS))
+        self.layers = nn.ModuleList(
+            _Layer(i, width, busy, injected) for i in range(injected.case.of.num_layers)
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x: torch.Tensor = self.words(tokens).mean(1)
@@ -121,9 +125,10 @@ def train_cases(training: Training, tell: TellProgress) -> None:
 def _train(case: Case, training: Training) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     injected = Injected(case, rank, num_ranks)
-    busy = Busy(case.seed, rank, case.of.arithmetic_s)
+    busy = Busy(case, rank)
     torch.manual_seed(case.seed)
     width, bucket_mib = _SIZES if training.slow_host is None else _LINKS_SIZES
+    bucket_mib *= case.of.num_layers / _USUAL_LAYERS  # as many buckets, however many layers
     net = _Net(width, busy, injected)
     ddp = paceline.DistributedDataParallel if case.of.wrapper == "paceline" else TorchDDP
     model: Any = ddp(net, bucket_cap_mb=bucket_mib)

@@ -23,7 +23,6 @@ import torch
 
 from paceline_lab.emulation import owned_resources
 
-NUM_LAYERS = 8
 _PERIOD, _ONSET = 10, 8  # steps
 
 
@@ -41,6 +40,8 @@ class Cause:
         is_of_one: Whether one rank is to be named; else none is.
         may_hit_all: Whether it may delay all ranks of the host alike instead; see `grading`.
         wrapper: Whose DDP trains.
+        num_layers: Of the model; they share its computing.
+        delay: One way, between emulated hosts, on which the ranks are then; empty: they are on this machine.
     """
 
     strengths: tuple[float, ...]
@@ -52,6 +53,8 @@ class Cause:
     is_of_one: bool = True
     may_hit_all: bool = False
     wrapper: str = "torch"
+    num_layers: int = 8
+    delay: str = ""
 
 
 _WAITS = frozenset({"waits"})
@@ -85,11 +88,13 @@ CAUSES = {
         (2, 4, 8), "threads", kinds=frozenset({"too many threads"}), arithmetic_s=0.008, is_of_one=False
     ),
     "buckets too small": Cause(
-        (0.03, 0.01, 0.004),
+        (0.1, 0.05, 0.03),
         "MiB",
         kinds=frozenset({"buckets too small"}),
         is_of_one=False,
         wrapper="paceline",
+        num_layers=32,
+        delay="1ms",
     ),
     "clean": Cause((0,), is_of_one=False),
 }
@@ -113,7 +118,7 @@ class Case:
     def layer(self) -> int:
         draw = self._draw()
         draw.random()
-        return draw.randrange(1, NUM_LAYERS)
+        return draw.randrange(1, self.of.num_layers)
 
     def _draw(self) -> random.Random:
         return random.Random(f"{self.cause} {self.strength} {self.seed}")
@@ -222,9 +227,9 @@ class _SlowToWrite:
 class Busy:
     """Emulated computing of one rank."""
 
-    def __init__(self, seed: int, rank: int, arithmetic_s: float) -> None:
-        self._draw = random.Random(100 * seed + rank)
-        self._part_s = arithmetic_s / (2 * NUM_LAYERS)
+    def __init__(self, case: Case, rank: int) -> None:
+        self._draw = random.Random(100 * case.seed + rank)
+        self._part_s = case.of.arithmetic_s / (2 * case.of.num_layers)
         self._matrix = torch.ones(192, 192)
 
     def __call__(self, base_s: float, extra_s: float = 0.0) -> None:

@@ -1,8 +1,8 @@
-"""The doctor on three emulated hosts of which one has a slow or lossy link, in one direction or both; root only."""
+"""The doctor on three emulated hosts: one has a slow or lossy link, or all are some milliseconds apart; root only."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,10 +64,20 @@ def links_of(seed: int) -> list[Case]:
     return [Case(name, strength, seed) for name, of in LINK_CAUSES.items() for strength in of.strengths]
 
 
+def record_apart(cases: Sequence[Case], file: Path) -> None:
+    """Train causes that need hosts apart, with steps before and after each as on one machine."""
+    for delay in dict.fromkeys(case.of.delay for case in cases):
+        of_delay = tuple(case for case in cases if case.of.delay == delay)
+        with ClusterRanks(ClusterSpec.parse(hosts=_HOSTS, rate=_RATE, delay=delay)) as ranks:
+            ranks.run(
+                train_cases, Training(of_delay, file.absolute()), f"{len(of_delay)} cases, {delay} apart"
+            )
+
+
 def record_link(case: Case, file: Path) -> None:
     """Train on three hosts with this case's links, and store what was recorded."""
     of, culprit = LINK_CAUSES[case.cause], -1
-    options: dict[str, Any] = {"hosts": _HOSTS, "rate": _RATE}
+    options: dict[str, Any] = {"hosts": _HOSTS, "rate": _RATE, "offload": False}
     if case.cause != CLEAN_LINKS:
         culprit = (case.seed + int(10 * case.strength)) % _HOSTS
         values = [f"{case.strength:g}{of.unit}" if host == culprit else of.others for host in range(_HOSTS)]

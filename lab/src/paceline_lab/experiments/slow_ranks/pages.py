@@ -1,4 +1,4 @@
-"""Writes the study's tables into the guide and the notebook, from what is stored of it.
+"""Writes the tables of both studies, of slow ranks and of hangs, into the guide and the notebook, from what is stored.
 
 python -m paceline_lab.experiments.slow_ranks.pages
 """
@@ -6,7 +6,7 @@ python -m paceline_lab.experiments.slow_ranks.pages
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,21 +14,28 @@ from typing import Any
 from paceline_lab.checkout import in_repository
 from paceline_lab.experiments.slow_ranks.grading import Row
 
-_BEGIN, _END = "<!-- from lab/results/doctor.json -->", "<!-- end -->"
+_END = "<!-- end -->"
 _COLUMNS = ("right rank", "wrong rank", "silent", "right cause")
 _COUNTS = ("num_effective", "num_right", "num_wrong", "num_silent", "num_cause")
 
 
 def pages() -> Mapping[Path, str]:
-    """Each page as it follows from the stored result."""
-    record = json.loads(in_repository("lab/results/doctor.json", "the stored result").read_text())
-    found = {}
-    for name, lines in (("guide", _short(record)), ("notebook", _long(record))):
-        path = in_repository(f"docs/{name}/doctor.md", "the page")
-        before, _, rest = path.read_text().partition(_BEGIN)
-        _, _, after = rest.partition(_END)
-        found[path] = "\n".join((f"{before}{_BEGIN}", *lines, f"{_END}{after}"))
-    return found
+    """Each page as it follows from the stored results."""
+    results = in_repository("lab/results", "the stored results")
+    ranks = json.loads((results / "doctor.json").read_text())
+    guide, notebook = (in_repository(f"docs/{name}/doctor.md", "the page") for name in ("guide", "notebook"))
+    long = _with_block(notebook.read_text(), "doctor", _long(ranks))
+    hangs = results / "doctor-hangs.json"
+    if hangs.exists():
+        long = _with_block(long, "doctor-hangs", _of_hangs(json.loads(hangs.read_text())))
+    return {guide: _with_block(guide.read_text(), "doctor", _short(ranks)), notebook: long}
+
+
+def _with_block(page: str, name: str, lines: Iterable[str]) -> str:
+    begin = f"<!-- from lab/results/{name}.json -->"
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(_END)
+    return "\n".join((f"{before}{begin}", *lines, f"{_END}{after}"))
 
 
 def _rows(record: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
@@ -86,6 +93,23 @@ def _long(record: Mapping[str, Any]) -> Iterator[str]:
     loads = [x["load"] for x in record["samples"]["grades"] if "load" in x]
     if loads:
         yield f"The load average was {median(loads):.1f} in the median on two cores, and {max(loads):.1f} at most."
+    missed = [x["figure"] for x in record["verdicts"] if not x["met"]]
+    yield f"Targets missed: {', '.join(missed) or 'none'}."
+
+
+def _of_hangs(record: Mapping[str, Any]) -> Iterator[str]:
+    yield _line(*record["columns"])
+    yield f"|{'---|' * len(record['columns'])}"
+    for row in record["rows"]:
+        yield _line(*row)
+    found = record["summaries"]
+    yield ""
+    yield (
+        f"Of {found['hangs']} hangs the median was told of after {found['told_s']['median']:.1f} s, and the last "
+        f"after {found['told_s']['most']:.1f} s. "
+        f"Of {found['long']} jobs that only take long, {found['false']} were called a hang. "
+        f"The load average was {found['load']:.0f} at most, on two cores."
+    )
     missed = [x["figure"] for x in record["verdicts"] if not x["met"]]
     yield f"Targets missed: {', '.join(missed) or 'none'}."
 
