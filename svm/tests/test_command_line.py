@@ -137,6 +137,7 @@ def test_both_formats_hold_the_same(tmp_path):
     assert np.array_equal(dense.y, sparse.y)
 
 
+@pytest.mark.lab
 def test_compile_now(capsys, monkeypatch):
     """What it has compiled, no fit waits for: another look finds nothing to do. A kernel takes seconds, so not all."""
     assert {"rbf", "precomputed", *cli.OTHER_KERNELS} == set(validation.KERNELS)

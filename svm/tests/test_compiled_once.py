@@ -178,6 +178,7 @@ print(found.num_functions > 0)
 """
 
 
+@pytest.mark.lab
 def test_the_first_fit_has_the_bits_of_every_later_one(tmp_path):
     """With nothing on disk, once compiled, and loaded by another process."""
     (tmp_path / "fits.py").write_text(FITS)

@@ -125,7 +125,9 @@ def ranks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.lab] * (way == "bounded loss")) for way in WAYS]
+)
 def test_what_is_forked_ends_and_its_rank_goes_on(ranks, way):
     """Whatever ended threads, told the others or destroyed groups: not in a forked process."""
     with in_threads(1) if way == "servers" else contextlib.nullcontext([]) as addresses:

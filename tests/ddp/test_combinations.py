@@ -108,7 +108,7 @@ def pairs_of_the_page():
     return {frozenset(pair) for pair in one_way}
 
 
-@pytest.mark.slow
+@pytest.mark.lab
 @pytest.mark.processes
 def test_the_page_names_the_pairs_that_are_refused():
     expected = pairs_of_the_page()

@@ -114,7 +114,9 @@ def drop_in_a_part(rank, _num_ranks):
     return found
 
 
-@pytest.mark.parametrize(("num_ranks", "drop"), [(2, drop_of_all_options), (3, drop_in_a_part)])
+@pytest.mark.parametrize(
+    ("num_ranks", "drop"), [pytest.param(2, drop_of_all_options, marks=pytest.mark.lab), (3, drop_in_a_part)]
+)
 def test_nothing_is_left_of_dropped_models(num_ranks, drop):
     for found in pool(num_ranks).run(drop, deadline_s=200):
         for name, (before, after) in found.items():

@@ -12,14 +12,14 @@ from harness.program_oracle import explain, find_failures
 from harness.random_programs import Program, draw, shrink
 from harness.ranks import pool
 
-FIRST_SEED, NUM_PROGRAMS = 1000, 60  # `paceline study fuzz` draws thousands
+FIRST_SEED, NUM_PROGRAMS = 1000, 30  # `paceline study fuzz` draws thousands
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # shrinking, where something fails
 def test_random_programs():
-    """Sixty programs on 2 and 3 ranks; what fails is shrunk and printed with the command that repeats it."""
+    """Thirty programs on 2 and 3 ranks; what fails is shrunk and printed with the command that repeats it."""
     programs = [draw(seed) for seed in range(FIRST_SEED, FIRST_SEED + NUM_PROGRAMS)]
     reports = []
     for num_ranks in (2, 3):

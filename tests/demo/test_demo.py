@@ -275,6 +275,7 @@ def test_the_digits_are_those_of_scikit_learn():
 
 
 @pytest.mark.processes
+@pytest.mark.lab
 def test_the_demo_needs_neither_matplotlib_nor_scikit_learn(tmp_path):
     """In words, with the line that installs the pictures."""
     for name in ("matplotlib", "sklearn", "scipy"):

@@ -63,6 +63,8 @@ MODELS = {
     lstm: (4, 3, 8),
     gru: (4, 3, 8),
 }
+# The matrix products of some processors round by where memory begins. Then the bits are those of a device in order.
+ROUNDED = {gru}
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=False),
     "sgd foreach": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True),
@@ -97,9 +99,14 @@ def trained(build, optimizer, where):
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
 @on_rank_0
 def test_models_train_to_the_same_bits(build, schedule):
-    """Each kind of layer, with each optimizer: losses and parameters of three steps are the CPU's."""
+    """Each kind of layer, with each optimizer: losses and parameters of three steps are the CPU's (see `ROUNDED`)."""
     for optimizer in OPTIMIZERS if build is mlp else ("sgd", "adamw"):
         expected = trained(build, optimizer, "cpu")
+        if build in ROUNDED:
+            with late.scheduled("eager"):
+                in_order = trained(build, optimizer, late.DEVICE)
+            assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(expected, in_order, strict=True))
+            expected = in_order
         with late.scheduled(schedule), late.checked():
             found = trained(build, optimizer, late.DEVICE)
         assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True)), optimizer

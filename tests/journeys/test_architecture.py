@@ -33,7 +33,7 @@ NO_GROUPS = {
 # Sockets and what sends on them, or is their protocol; import-linter keeps torch from the servers. And a generator.
 SOCKETS = {
     "servers": {"connected", "connection", "_wake", "_woken"},
-    "launch": {"connected", "socket", "_wake", "_woken"},
+    "launch": {"connected", "end", "socket", "_wake", "_woken"},
     "transports": {"endpoint"},
     "preflight": {"accepted", "line"},
     "ddp": {"_course"},

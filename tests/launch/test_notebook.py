@@ -79,7 +79,7 @@ paceline.notebook_launcher(wait)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [pytest.param(signal.SIGINT, marks=pytest.mark.lab), signal.SIGKILL])
 def test_ranks_end_with_the_cell(sent):
     """An interrupt of the kernel's process alone, and its death; Jupyter interrupts the ranks as well."""
     with subprocess.Popen([sys.executable, "-c", CELL], stdout=subprocess.PIPE, text=True) as kernel:

@@ -83,7 +83,7 @@ def test_a_shipped_workload_is_planned_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.lab
 @pytest.mark.timeout(300)  # a profile of all calls slows both processes down
 def test_a_script_is_planned_by_at_most_20_files(tmp_path: Path) -> None:
     """The ways of docs/architecture.md: files of which a function runs, from the command to the last line printed."""

@@ -208,6 +208,7 @@ def choosing(rank, _num_ranks):
 
 
 @pytest.mark.processes
+@pytest.mark.lab
 def test_the_codecs_own_bytes_are_predicted_and_what_goes_further_is_told():
     """PowerSGD's by its shapes: far the shortest step; whoever asked for bf16 alone is told so."""
     ((many, alone), written), ((others, _), _) = pool(2).run(choosing)

@@ -218,7 +218,7 @@ def _search(max_examples, steps):
 
 @pytest.mark.slow
 def test_schedules():
-    _search(200, 25)
+    _search(80, 25)
 
 
 @pytest.mark.lab

@@ -15,7 +15,7 @@ VICTIM, RANKS = 1, 3
 MTU = "A router between them silently drops packets that are longer than its MTU"
 
 
-@pytest.mark.slow
+@pytest.mark.lab
 @pytest.mark.skipif(shutil.which("tc") is None, reason="tc (iproute2) is not installed")
 @pytest.mark.timeout(300)  # it may have to compile
 def test_a_firewall_leads_to_tcp_and_a_small_mtu_is_named(cluster):

@@ -141,7 +141,7 @@ def test_a_verdict_follows_from_how_the_claim_was_tried():
             assert verdict != "holds" or not means <= MODELS_ONLY, f"{name} was only simulated"
 
 
-@pytest.mark.slow
+@pytest.mark.lab
 def test_every_command_exists(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # parsing `--report` makes its folder
     for name, row in STORED.items():
