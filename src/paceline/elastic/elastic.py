@@ -251,7 +251,8 @@ class Elastic:
                 self._save()
                 raise
             try:
-                self._follow(seat)
+                with opened_groups.given_up_when(lambda: crew.watcher.is_over):
+                    self._follow(seat)
             except ReplicaMismatchError:
                 raise
             except RuntimeError as error:
