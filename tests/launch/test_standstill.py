@@ -9,6 +9,8 @@ import pytest
 
 from paceline.host.activity import Activity
 from paceline.launch.hang_watch import standstill
+from paceline.launch.hang_words import headline, headline_of_all, waiting
+from paceline.launch.standstill import Standstill
 from paceline.observe import progress
 from paceline.observe.progress import Entered
 
@@ -143,3 +145,18 @@ def test_nobody_counts_without_a_launcher(monkeypatch):
     monkeypatch.delenv(progress.VARIABLE, raising=False)
     monkeypatch.setattr(progress, "_file", progress._File())
     assert progress.counter("0", [0, 1]) is None
+
+
+def test_sentences_have_no_comma_too_many():
+    """A step is said between commas, where the sentence goes on."""
+    waits = [
+        Entered(rank, 1, ALL, (0, 1), 1, 0.0, 7, "waiting for bucket 0", waits=True) for rank in range(2)
+    ]
+    named = Standstill(tuple(waits[:1]), (1,), 0.0)
+    assert headline(named, 5.0).endswith("Rank 0 has been waiting for bucket 0, step 7, for 5.0 s.")
+    assert waiting(named).endswith("bucket 0, step 7")
+    both = Standstill(tuple(waits), (), 0.0)
+    assert headline(both, 5.0).endswith(
+        "rank 0 is waiting for bucket 0, step 7; rank 1 is waiting for bucket 0, step 7."
+    )
+    assert "step 7, and nothing" in headline_of_all(both, 2, 5.0)

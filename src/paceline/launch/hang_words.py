@@ -24,7 +24,8 @@ def headline(what: Standstill, quiet_s: float) -> str:
     first, *others = what.missing
     who = f"hang: {names_of(what.missing)} are missing" if others else f"hang: rank {first} is missing"
     waits = waiting(what)
-    return f"{who}. {waits[0].upper()}{waits[1:]} for {quiet_s:.1f} s."
+    comma = "," if what.waiting[0].step >= 0 else ""
+    return f"{who}. {waits[0].upper()}{waits[1:]}{comma} for {quiet_s:.1f} s."
 
 
 def headline_of_all(what: Standstill, num_ranks: int, quiet_s: float) -> str:
@@ -46,7 +47,7 @@ def waiting(what: Standstill) -> str:
 
 
 def _act(entered: Entered) -> str:
-    return f"{entered.what}, step {entered.step}," if entered.step >= 0 else entered.what
+    return f"{entered.what}, step {entered.step}" if entered.step >= 0 else entered.what
 
 
 def names_of(ranks: Sequence[int]) -> str:
