@@ -41,6 +41,7 @@ def add_up(base, fails=None):
 
 
 @pytest.mark.processes
+@pytest.mark.lab
 def test_what_ranks_return_comes_back_in_their_order(capsys):
     answers = paceline.notebook_launcher(add_up, args=(10,), num_processes=3)
     assert answers == [(0, 33, "0"), (1, 33, "1"), (2, 33, "2")]
@@ -93,7 +94,7 @@ def test_ranks_end_with_the_cell(sent):
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.lab
 @pytest.mark.filterwarnings("ignore")  # Jupyter's, about itself
 def test_the_quickstart_runs_from_top_to_bottom():
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")

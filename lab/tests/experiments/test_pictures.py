@@ -85,7 +85,7 @@ def test_every_stored_result_is_drawn_by_something_and_has_its_picture():
         drawing_of("unheard-of")
 
 
-@pytest.mark.slow
+@pytest.mark.lab
 def test_pictures_are_legible(drawn, tmp_path):
     for name in SHOWN:
         assert drawing_of(name)(json.loads((RESULTS / f"{name}.json").read_text()), tmp_path / name)
