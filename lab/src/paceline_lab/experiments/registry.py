@@ -188,7 +188,7 @@ _ALL = (
         "What do process groups in turn gain? (figure 12)", needs=ROOT, reports=("study-round-robin",), runs=()),
     Experiment("threads", "papers.worker_threads:ThreadsStudy", "5 min", "Puri et al. 2018",
         "Are threads of one process slower than processes?", reports=("study-threads",), runs=()),
-    Experiment("model-size", "papers.model_size:ModelSizeStudy", "5 min", "Puri et al. 2018",
+    Experiment("model-size", "papers.model_size:ModelSizeStudy", "10 min", "Puri et al. 2018",
         "How does a step of real computation grow with the model?", reports=("study-model-size",), runs=()),
     Experiment("scaling", "papers.mlstm_scaling", "20 min", "Puri et al. 2018",
         "How does training scale over ranks, by model size, link and precision?",

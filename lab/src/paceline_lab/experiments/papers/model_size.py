@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.nn import functional
@@ -28,9 +29,11 @@ from paceline_lab.report.panels import Line, Lines
 from paceline_lab.report.summary import Summary, slowest_rank
 from paceline_lab.workloads.mlstm import Mlstm
 
-CELLS = (64, 128, 256, 512, 1024)
+CELLS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 NUM_ROWS, SEGMENT, EMBEDDING = 16, 16, 64
-_NUM_WARM_UP = 2
+_NUM_WARM_UP, _NUM_LARGE_STEPS = 2, 6
+_LARGE = 2048  # cells from which a step takes seconds
+_COPIES = 6  # of all parameters that backward holds at its peak, about
 
 
 @dataclass(frozen=True)
@@ -58,28 +61,39 @@ class SizeOutcome:
     communication_s: tuple[float, ...]
 
 
+def _that_fit(num_ranks: int) -> tuple[int, ...]:
+    """The sizes for which this machine has the memory."""
+    free = psutil.virtual_memory().available
+    return tuple(n for n in CELLS if num_ranks * _COPIES * 4 * 5 * n * n < free)
+
+
 def measure_sizes(config: SizesConfig, tell: TellProgress) -> list[SizeOutcome]:
     """Compute and reduce in turn. Collective; every rank returns the same."""
     outcomes = []
     for i, num_cells in enumerate(config.cells):
+        num_steps = min(config.num_steps, _NUM_LARGE_STEPS) if num_cells >= _LARGE else config.num_steps
         model = Mlstm(EMBEDDING, num_cells)
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
         tokens = torch.randint(0, 256, (NUM_ROWS, SEGMENT))
         zeros = torch.zeros(NUM_ROWS, num_cells)
-        flat = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
         computing, reducing = [], []
-        for _ in range(_NUM_WARM_UP + config.num_steps):
+        for _ in range(_NUM_WARM_UP + num_steps):
             dist.barrier()
             start_s = time.perf_counter()
             model.zero_grad(set_to_none=True)
             logits = model(tokens, (zeros, zeros))[0]
             functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
             computing.append(time.perf_counter() - start_s)
+            del logits
+            model.zero_grad(set_to_none=True)
+            flat = torch.ones(num_parameters)  # zeros would get their pages within the reduction
             dist.barrier()
             start_s = time.perf_counter()
             dist.all_reduce(flat)
             reducing.append(time.perf_counter() - start_s)
+            del flat
         both = [slowest_rank(gather(times[_NUM_WARM_UP:])) for times in (computing, reducing)]
-        outcomes.append(SizeOutcome(num_cells, flat.numel(), tuple(both[0]), tuple(both[1])))
+        outcomes.append(SizeOutcome(num_cells, num_parameters, tuple(both[0]), tuple(both[1])))
         tell((i + 1) / (len(config.cells) + 1))
     return outcomes
 
@@ -94,7 +108,7 @@ class ModelSizeStudy(TimeStudy[StudyOptions]):
 
     def measure(self, options: StudyOptions) -> Measured:
         """Run all sizes in one job."""
-        config = SizesConfig(CELLS[:3] if options.quick else CELLS, options.num_rounds)
+        config = SizesConfig(CELLS[:3] if options.quick else _that_fit(options.num_ranks), options.num_rounds)
         with ClusterRanks(options.cluster()) as ranks:
             outcomes = ranks.run(measure_sizes, config, self.name, ENVIRONMENTS[Allocator.KEEP])[0]
             place = {**ranks.describe(), "compute": "real, one thread a rank"}
