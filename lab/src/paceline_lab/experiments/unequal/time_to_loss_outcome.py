@@ -23,7 +23,6 @@ LOOKS = {
     FIXED: (CURVE_COLORS[2], "--"),
     AUTO: (OURS, "-"),
 }
-NAMES = {HETSEQ: "HetSeq's rule", FIXED: "shares given", AUTO: 'balance="auto"'}  # in pictures
 SMOOTH_STEPS = 8
 TARGET_IDEAL = 1.15  # of the whole time, the steps in which speeds are learnt included
 TARGET_SETTLED, LEARNING_STEPS = 1.05, 20  # of a step after so many
@@ -219,7 +218,7 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
         runs = record["samples"][job]
         losses = {side: smoothed(runs[side]["loss"]) for side in SIDES}
         lines = [
-            Line(NAMES.get(side, side), list(zip(runs[side]["end_s"], losses[side], strict=True)), *look, "")
+            Line(side, list(zip(runs[side]["end_s"], losses[side], strict=True)), *look, "")
             for side, look in LOOKS.items()
         ]
         lines.append(Line(IDEAL, list(zip(runs[IDEAL], losses[TORCH], strict=True)), LIMIT, ":", ""))
@@ -230,7 +229,4 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     title = (
         f"With shares by speed, training reaches a loss {times} times as fast as with torch's equal shares"
     )
-    note = (
-        "Emulated hosts; a panel is named by their times per sample. With several seeds the first is shown."
-    )
-    return draw_figure(path, title, panels, note)
+    return draw_figure(path, title, panels)
