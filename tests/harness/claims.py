@@ -135,8 +135,8 @@ def _conditions(result: Mapping[str, Any]) -> Any:
 def table(rows: Mapping[str, Row], names: list[str]) -> str:
     """The table at the page's end."""
     lines = [
-        "| claim | n | spread, % | measured in November | load at most | the verdict follows from |",
-        "|---|---|---|---|---|---|",
+        "| claim | n | spread, % | measured in November | processor | load at most | the verdict follows from |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name in names:
         row = rows[name]
@@ -147,8 +147,8 @@ def table(rows: Mapping[str, Row], names: list[str]) -> str:
             for key in ("load_average_before", "load_average_after")
         ]
         lines.append(
-            f"| {name} | {counted(row)} | {spread(row)} | {_range(days)} | {f'{max(loads):.1f}' if loads else ''} "
-            f"| {grounds(row)} |"
+            f"| {name} | {counted(row)} | {spread(row)} | {_range(days)} | {processors(row)} "
+            f"| {f'{max(loads):.1f}' if loads else ''} | {grounds(row)} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -156,6 +156,12 @@ def table(rows: Mapping[str, Row], names: list[str]) -> str:
 def counted(row: Row) -> str:
     """How many samples a cell of the row has."""
     return row.samples if isinstance(row.samples, str) else _range([len(cell) for cell in samples_of(row)])
+
+
+def processors(row: Row) -> str:
+    """Whose cores measured it, in a word each: `Intel(R) Xeon(R) Processor` is `Xeon`."""
+    models = {record["cpu_model"] for record in provenances(row)}
+    return ", ".join(sorted({re.sub(r"\(R\)|AMD|Intel|Processor", "", model).strip() for model in models}))
 
 
 def spread(row: Row) -> str:

@@ -36,7 +36,7 @@ VERDICTS = {"holds", "holds in part", "refuted", "not yet", "cannot be tested he
 UNTRIED = {"not yet", "cannot be tested here"}
 MODELS_ONLY = {"simulated"}
 HOW = {"proved", "real", "emulated", "in one process", *MODELS_ONLY}
-NUM_CLAIMS = {"D": 13, "G": 10, "H": 9, "S": 7, "A": 7, "Z": 5, "L": 10, "M": 5}
+NUM_CLAIMS = {"D": 13, "G": 10, "H": 9, "S": 7, "A": 7, "Z": 5, "L": 11, "M": 5}
 ALL_CLAIMS = {
     *(f"{letter}{number}" for letter, most in NUM_CLAIMS.items() for number in range(1, most + 1)),
     "G1-4",

@@ -33,15 +33,20 @@ RESULTS = REPOSITORY / "lab" / "results"
 SHOWN = (
     "allreduce-2ranks",
     "auto-compression",
+    "bounded_loss",
+    "early_delivery",
     "forward-overlap-cases",
     "large-batch-mlp",
     "memory-2ranks",
     "option-map",
+    "resnet-batches",
+    "shared-batch",
     "step-bert-2ranks-timed",
     "step_time-wide_mlp-2ranks",
     "study-overlap",
     "study-rank-count",
     "svm-celeba",
+    "svm-elimination",
     "timeline-resnet50-4x1-250mbit",
 )
 

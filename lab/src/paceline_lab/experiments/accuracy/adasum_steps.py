@@ -467,7 +467,10 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     if steps:
         ratios = [found[ADASUM] / found[MEAN] for found in steps.values()]
         title = f"Adasum takes {min(ratios):.2f} to {max(ratios):.2f} of the mean's steps to a loss"
-        note = f"Masked bytes of Shakespeare: means, and bands of all seeds. Least squares: {note[0].lower()}{note[1:]}"
+        masked = (
+            "Masked bytes of Shakespeare: means and bands of all seeds, until the first is at the target."
+        )
+        note = f"{masked} Least squares: {note[0].lower()}{note[1:]}"
     return draw_figure(path, title, panels, note, columns=1 if len(panels) == 1 else 2)
 
 

@@ -51,7 +51,8 @@ from paceline_lab.experiments.options import (
 )
 from paceline_lab.experiments.runner import Findings, Measured, Study, keeping, run_study
 from paceline_lab.report.figures import draw_figure
-from paceline_lab.report.look import LIMIT, ROW_COLORS
+from paceline_lab.report.look import BASELINE as BASELINE_COLOR
+from paceline_lab.report.look import CURVE_COLORS, LIMIT, OURS, PAPER
 from paceline_lab.report.panels import Line, Lines, Panel
 from paceline_lab.report.summary import Spread, p_value
 
@@ -363,14 +364,20 @@ def _stored(spread: Spread | None, other: Spread | None) -> dict[str, Any] | Non
 
 
 def draw(record: Mapping[str, Any], path: Path) -> bool:
-    """Draw validation error over epochs (the paper's figures 2 to 4), accuracy over batch, and over BN's n."""
+    """Draw the paper's figures 1 to 4: accuracy by batch, warm-ups, and both curves of every batch."""
     rate = record["summaries"]["rate"]
     trials = [trial for trial in record["samples"]["trials"] if trial["rate"] == rate]
+    warm_ups = {row: (row, 32, color) for row, color in _COLORS.items() if row not in ("sqrt", "unscaled")}
+    batches = {BASELINE: (BASELINE, 1, LIMIT)}
+    batches |= {
+        f"{factor * WORKER_BATCH:,}": (GRADUAL, factor, color)
+        for factor, color in zip(FACTORS, (PAPER, *CURVE_COLORS[1:4], OURS), strict=True)
+    }
     panels: list[Panel] = [
-        _curves(trials, "warm-ups at 32 times the batch (figure 2)", 32, "errors", "validation error, %"),
-        _curves(trials, "training loss at 32 times the batch", 32, "losses", "training loss"),
-        _curves(trials, "warm-ups at 8 times the batch (figure 3)", 8, "errors", "validation error, %"),
         _batches(record["summaries"]),
+        _curves(trials, "warm-ups at 32 times the batch (figure 2)", "errors", warm_ups),
+        _curves(trials, "gradual warm-up, by batch (figure 3)", "losses", batches),
+        _curves(trials, "gradual warm-up, by batch (figure 4)", "errors", batches),
     ]
     kept = [
         factor
@@ -381,15 +388,20 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     title = f"{most} the batch, linear scaling with warm-up keeps accuracy to within a point"
     note = (
         f"ResNet of three stages, Fashion-MNIST of 14 x 14 pixels, {NUM_TRAIN:,} images, {EPOCHS} epochs, "
-        f"{record['config']['num_seeds']} seeds; bands: all seeds."
+        f"{record['config']['num_seeds']} seeds; bands: all seeds. Figures: of Goyal et al. 2017."
     )
     return draw_figure(path, title, panels, note, columns=2)
 
 
-def _curves(trials: list[dict[str, Any]], title: str, factor: int, key: str, label: str) -> Lines:
-    """A line a row: the mean of the seeds at each epoch, in the band of all."""
-    lines = []
-    for row, color in zip(RULES, (LIMIT, *ROW_COLORS), strict=False):
+_COLORS = dict(zip(RULES, (LIMIT, OURS, BASELINE_COLOR, *CURVE_COLORS[4:1:-1]), strict=True))
+
+
+def _curves(
+    trials: list[dict[str, Any]], title: str, key: str, lines: Mapping[str, tuple[str, int, str]]
+) -> Lines:
+    """A line for each row and factor with all its seeds: their mean at each epoch, in the band of all."""
+    drawn = []
+    for label, (row, factor, color) in lines.items():
         at = 1 if row == BASELINE else factor
         runs = [
             trial[key]
@@ -397,27 +409,25 @@ def _curves(trials: list[dict[str, Any]], title: str, factor: int, key: str, lab
             if (trial["row"], trial["factor"], trial["statistics"]) == (row, at, PLAIN)
             and trial["seed"] < NUM_SEEDS
         ]
-        if row in ("sqrt", "unscaled") or len(runs) < NUM_SEEDS:
-            continue
         scale = 100 if key == "errors" else 1
         epochs = [[scale * one for one in epoch] for epoch in zip(*runs, strict=False)]
-        if epochs:
+        if epochs and len(runs) == NUM_SEEDS:
             points = [(number, statistics.fmean(values)) for number, values in enumerate(epochs, 1)]
             band = [(min(values), max(values)) for values in epochs]
-            lines.append(Line(row, points, color, marker="", band=band))
-    top = 60.0 if key == "errors" else 1.5
-    return Lines(title, "epoch", label, lines, bottom=0.0 if key == "losses" else 8.0, top=top)
+            drawn.append(Line(label, points, color, marker="", band=band))
+    what, bottom, top = ("validation error, %", 8.0, 60.0) if key == "errors" else ("training loss", 0.0, 1.5)
+    return Lines(title, "epoch", what, drawn, bottom=bottom, top=top)
 
 
 def _batches(summaries: Mapping[str, Any]) -> Lines:
     lines = []
-    for row, color in zip(RULES, (LIMIT, *ROW_COLORS), strict=False):
+    for row, color in _COLORS.items():
         cells = {factor: summaries["cells"].get(f"{row} x{factor}") for factor in FACTORS}
         points = [(float(factor), cell["mean"]) for factor, cell in cells.items() if cell]
         if points:
             lines.append(Line(row, points, color))
     return Lines(
-        "accuracy by batch",
+        "accuracy by batch (figure 1)",
         "global batch, samples",
         "test accuracy, %",
         lines,

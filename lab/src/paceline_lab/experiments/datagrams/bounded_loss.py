@@ -22,10 +22,10 @@ What it cannot show: all hosts share this machine's cores; see "busy" in the out
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,6 +34,9 @@ from paceline_lab.bench.provenance import collect, load_average
 from paceline_lab.emulation import Change, ClusterSpec
 from paceline_lab.experiments.datagrams.rank_jobs import TCP, keep, run_job
 from paceline_lab.experiments.options import REPORT_FOLDER, ReportFolder
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import BASELINE, OURS
+from paceline_lab.report.panels import Dots
 
 NAME = "bounded_loss"
 _RANK_PROGRAM = Path(__file__).with_name("bounded_loss_rank.py")
@@ -203,3 +206,50 @@ def main(
         print(f"{name}; busy {busy:.0%}, load {load}")
         for side, row in summary.items():
             print(f"  {side:22s} " + "  ".join(f"{column} {value:.4g}" for column, value in row.items()))
+
+
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw what the bound gains and what TCP costs, over exact datagrams, in every stored case that has all three."""
+    rows: dict[str, tuple[float, float]] = {}
+    for name, sides in record["summaries"].items():
+        for prefix, suffix in (("ours, ", ""), ("", ""), ("", ", overlap")):
+            exact, bounded = (sides.get(f"{prefix}bound {bound}{suffix}") for bound in ("0", "5 %"))
+            over_tcp = sides.get(f"Gloo{suffix}") or sides.get("torch over Gloo")
+            if exact and bounded and over_tcp:
+                rows[_shown(name) + suffix] = (over_tcp["ms"] / exact["ms"], bounded["ms"] / exact["ms"])
+    ordered = dict(sorted(rows.items(), key=lambda row: row[1], reverse=True))
+    tcp, bounds = zip(*ordered.values(), strict=True)
+    return draw_figure(
+        path,
+        f"With a bound of 5 %, transfers take {min(bounds):.2f} to {max(bounds):.2f} of exact ones' time",
+        [
+            Dots(
+                "",
+                "time / exact datagrams' time",
+                list(ordered),
+                [("bound of 5 %", OURS, bounds), ("TCP", BASELINE, tcp)],
+                {1.0: "1", 1.5: "1.5", 2.0: "2", 4.0: "4", 8.0: "8"},
+                ("exact datagrams", 1.0),
+            )
+        ],
+        "Medians; lower is better. Sums of 1 and 25 MB, and steps of VGG-16's shape with 8 MB, whose layers sleep, by "
+        "emulated hosts, lost packets and TCP: cubic, or tuned (BBR, a smallest timeout of 5 ms).",
+    )
+
+
+def _shown(name: str) -> str:
+    """A case's name, without what is the same in all of them."""
+    for long, short in (
+        (" of 0.4 s and 8 MB", ""),
+        (" in a row of 0.3 s and 8 MB", " in a row"),
+        (", without switch", ""),
+        (", MTU 9000", ""),
+        (" hosts, 100mbit", " x 100 Mbit/s"),
+        (" hosts, 200mbit", " x 200 Mbit/s"),
+        (" hosts, 1gbit", " x 1 Gbit/s"),
+        ("loss ", ""),
+        ("delay 5ms", "5 ms"),
+        ("VGG-16 step", "step"),
+    ):
+        name = name.replace(long, short)
+    return name.replace("%", " %")

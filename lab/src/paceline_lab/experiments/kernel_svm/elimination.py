@@ -11,7 +11,7 @@ four in a process, and the first fit counts.
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,9 @@ from paceline_lab.experiments.kernel_svm.data_sets import HELP, load
 from paceline_lab.experiments.kernel_svm.fitting import CLOCKS, NO_CACHE_MEGABYTES, OBJECTIVE_RTOL, TOL, Clock
 from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, PartsFolder, Quick, ReportFolder, Rounds
 from paceline_lab.experiments.runner import conclude, measured
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import BASELINE, OURS
+from paceline_lab.report.panels import Dots
 from paceline_lab.report.publication import Report
 from paceline_svm.shrinking import ShrunkSamples
 
@@ -181,7 +184,7 @@ def main(
         for data_set, turn in turns.items()
     }
     result = report(costs, config, f"{name}{'-quick' if quick else ''}")
-    conclude(result, report_folder, as_json)
+    conclude(result, report_folder, as_json, draw)
 
 
 def report(costs: dict[str, dict[str, dict[str, Cost]]], config: Config, name: str) -> Report:
@@ -214,3 +217,35 @@ def report(costs: dict[str, dict[str, dict[str, Cost]]], config: Config, name: s
         },
         provenance=collect(1),
     )
+
+
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw each heuristic's cost without a cache and with the default one, from a stored report."""
+    of = {
+        (cache, what): record["summaries"][cache][what]["geometric mean"]
+        for cache in CACHES
+        for what in ("kernel values", "time")
+    }
+    names = [name for name in of["no cache", "time"] if name != "none"]
+    panels = [
+        Dots(
+            "",
+            f"{title}, divided by those without shrinking; lower is better",
+            names,
+            [
+                ("no cache", OURS, [of["no cache", what][name] for name in names]),
+                ("default cache", BASELINE, [of["default", what][name] for name in names]),
+            ],
+            {0.7: "0.7", 0.8: "0.8", 0.9: "0.9", 1.0: "1", 1.2: "1.2", 1.4: "1.4"},
+            ("no shrinking", 1.0),
+        )
+        for what, title in (("kernel values", "kernel values"), ("time", "seconds"))
+    ]
+    with_cache = min(of["default", "kernel values"][name] for name in names)
+    saved = 1 - min(of["no cache", "kernel values"].values())
+    title = f"Shrinking saves up to {saved:.0%} of the kernel values without a cache"
+    title += ", and nothing with the default one" if with_cache >= 1 else ""
+    sets = len(record["summaries"]["no cache"]["time"]) - 1
+    config = record["config"]
+    note = f"Geometric means of {sets} sets; {config['clock']} clock, {config['num_rounds']} fits each."
+    return draw_figure(path, title.replace("%", " %"), panels, note, columns=1)

@@ -27,7 +27,7 @@ from paceline_lab.experiments.reduction import auto_compression
 from paceline_lab.experiments.reduction.auto_compression import Case, Point, measure
 from paceline_lab.experiments.runner import conclude
 from paceline_lab.report.figures import draw_figure
-from paceline_lab.report.look import look_of
+from paceline_lab.report.look import CURVE_COLORS, OURS
 from paceline_lab.report.panels import Line, Lines
 from paceline_lab.report.publication import Report, Verdict
 from paceline_lab.report.summary import Summary
@@ -153,10 +153,10 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     """Draw how many runs take at most so long: with the chosen codec all the time, and with auto itself."""
     runs = record["summaries"]["runs"]
     lines = []
-    for name, kind, side in (("what it chose", "choice", "ours"), ("auto itself", "regret", "auto")):
+    for name, kind, color in (("what it chose", "choice", OURS), ("auto itself", "regret", CURVE_COLORS[2])):
         ordered = sorted(run[kind] for run in runs)
         points = [(ratio, 100 * (place + 1) / len(ordered)) for place, ratio in enumerate(ordered)]
-        lines.append(Line(name, points, look_of(side).color, marker=""))
+        lines.append(Line(name, points, color, marker=""))
     num_right = sum(run["choice"] <= auto_compression.TARGET_REGRET for run in runs)
     panel = Lines(
         "runs with at most this ratio (%)",

@@ -11,7 +11,9 @@ What it cannot show: all hosts share this machine's cores; see "busy".
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -23,6 +25,9 @@ from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, Quick, Repor
 from paceline_lab.experiments.reduction.parameter_servers import ALONE, measure
 from paceline_lab.experiments.reduction.parameter_servers import Config as Job
 from paceline_lab.experiments.runner import conclude
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import BASELINE, OURS
+from paceline_lab.report.panels import Line, Lines
 from paceline_lab.report.publication import Report
 
 
@@ -85,7 +90,7 @@ def main(
         samples=samples,
         provenance=collect(max(config.counts)),
     )
-    conclude(report, report_folder, as_json)
+    conclude(report, report_folder, as_json, draw)
 
 
 _EFFICIENCIES = ("lemma, overhead of one", "lemma, overhead of two", "measured", "measured, torch")
@@ -113,3 +118,34 @@ def summarise(samples: dict[str, dict[str, list[float]]], compute_s: float) -> d
             **dict(zip(_EFFICIENCIES, values, strict=True)),
         }
     return found
+
+
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw the lemma's efficiencies and the measured ones over the number of hosts, from a stored report."""
+    found = {int(count): values for count, values in record["summaries"].items()}
+
+    def points(name: str) -> list[tuple[float, float]]:
+        return [(G, 100 * efficiencies[name]) for G, efficiencies in found.items()]
+
+    by_lemma, measured, of_torch = _EFFICIENCIES[:2], *_EFFICIENCIES[2:]
+    lines = [Line.published(name, points(name)) for name in by_lemma]
+    lines += [Line("Paceline", points(measured), OURS), Line("torch", points(of_torch), BASELINE)]
+    most = max(found)
+    promised, kept = (100 * found[most][name] for name in (by_lemma[1], measured))
+    return draw_figure(
+        path,
+        f"{most} hosts that share a batch keep {kept:.0f} % efficiency; lemma 3.1 promises {promised:.0f} %",
+        [
+            Lines(
+                "",
+                "emulated hosts",
+                "efficiency, %",
+                lines,
+                {G: str(G) for G in found},
+                log_x=True,
+                top=100.0,
+            )
+        ],
+        f"A batch of {record['config']['compute_s']} s, {record['config']['megabytes']:g} MB of gradients, 1 Gbit/s. "
+        "The lemma's overhead: of one device, or what two hosts show.",
+    )

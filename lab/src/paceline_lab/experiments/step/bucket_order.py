@@ -161,12 +161,16 @@ def report(config: Config, found: dict[str, dict[str, list[float]]], place: Rank
     )
 
 
+_NAMES = {"registered": "as registered", "ours": "Paceline", "torch": "torch"}
+
+
 def draw(record: Mapping[str, Any], path: Path) -> bool:
     """Draw each order's steps from a stored report."""
     panels: list[Panel] = []
     for order, found in record["summaries"].items():
         bars = [
-            Bar(side, Summary(**found["step_s"][side]).times(1e3), color) for side, color in COLORS.items()
+            Bar(_NAMES[side], Summary(**found["step_s"][side]).times(1e3), color)
+            for side, color in COLORS.items()
         ]
         panels.append(Bars(f"layers registered {order}", "forward and backward, ms", bars))
     ratio = record["summaries"]["reversed"]["ours / registered"]["median"]
