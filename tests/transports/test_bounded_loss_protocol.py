@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness.datagram_networks import ROWS, TICK_US, Mailer, Network, endpoints
+from harness.datagram_networks import PAYLOAD, ROWS, TICK_US, Mailer, Network, endpoints
 from paceline.transports import Bound
 from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
@@ -106,6 +106,52 @@ def test_a_lossy_network_makes_use_of_the_bound_and_the_estimate_is_unbiased():
     assert lost > 50
     spread = np.std(estimates) / np.sqrt(len(estimates))
     assert abs(np.mean(estimates) - 6) < 3 * spread + 0.02
+
+
+@pytest.mark.parametrize(("num_chunks", "times"), [(6, 3), (90, 2)])
+def test_what_is_repeated_last_is_sent_twice_and_what_more_follows_only_once(num_chunks, times):
+    """The third chunk that rank 0 sends is lost. To lose its repetition would cost a round trip, if nothing follows."""
+    ends, now_us, sent, lost = endpoints(2), 1000, {}, None
+    mailer = Mailer(ends[0])
+    vectors = [np.full(num_chunks * PAYLOAD // 2, rank + 1, np.float32) for rank in range(2)]
+    for end, vector in zip(ends, vectors, strict=True):
+        end.begin(vector, Bound(0), now_us)
+    finished = [[], []]
+    while not all(finished):
+        for rank, end in enumerate(ends):
+            arriving = []
+            for _, datagram in mailer.take(end, now_us):
+                word = datagram[: d.HEADER_BYTES].view(np.uint32)
+                who, chunk = int(word[d.SENDER_KIND]), int(word[d.CHUNK])
+                if rank == 0 and who >> 16 & 0xF == d.DATA and not who >> 24 & d.GATHER:
+                    sent[chunk] = sent.get(chunk, 0) + 1
+                    if len(sent) == 3 and lost is None:
+                        lost = chunk
+                        continue
+                arriving.append(datagram)
+            mailer.hand(ends[1 - rank], arriving, now_us)
+        now_us += TICK_US
+        for rank, end in enumerate(ends):
+            finished[rank] += end.take_finished()
+        assert now_us < LONGEST_US
+    assert sent == {chunk: times if chunk == lost else 1 for chunk in range(num_chunks)}
+    assert (vectors[0] == 3).all()
+
+
+@pytest.mark.parametrize(("has_lost", "pauses_us"), [(1, [1500, 2500, 4500, 8500, 16500]), (0, [1500])])
+def test_ends_follow_each_other_faster_where_something_was_lost(has_lost, pauses_us):
+    """Nothing is answered for 35 ms, of which a round trip that is not known yet takes more."""
+    one, other = endpoints(2)
+    other.begin(np.ones(100, np.float32), Bound(0), 1000)
+    one.begin(np.ones(100, np.float32), Bound(0), 1000)
+    t, mailer, said_us = one.tables, Mailer(one), []
+    t.peers[1, e.P_BEGUN], t.outgoing[0, 0, 1, e.O_HAS_LOST] = 1, has_lost
+    for now_us in range(1000, 36_000, TICK_US):
+        kinds = [
+            datagram.view(np.uint32)[d.SENDER_KIND] >> 16 & 0xF for _, datagram in mailer.take(one, now_us)
+        ]
+        said_us += [now_us] * kinds.count(d.END)
+    assert np.diff(said_us).tolist() == pauses_us
 
 
 def test_early_delivery_waits_for_no_more_than_the_bound_asks_and_late_datagrams_change_nothing():

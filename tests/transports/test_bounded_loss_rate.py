@@ -80,7 +80,8 @@ def test_whom_most_is_left_to_be_sent_to_is_served_first():
 
     for turn in range(10):
         chunks(1000 + 10_000 * turn, 64)
-    left = t.outgoing[0, 0, 1:, e.O_CHUNKS] - t.outgoing[0, 0, 1:, e.O_NEXT]
+    sent = t.outgoing[0, 0, 1:]
+    left = sent[:, e.O_CHUNKS] - sent[:, e.O_NEXT] + sent[:, e.O_QUEUED]
     assert left[0] > left[1] + 20, left
     t.rates[1, e.R_WINDOW] = 1000.0
     begun_us = 1_000_000

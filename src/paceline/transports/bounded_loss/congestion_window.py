@@ -9,7 +9,8 @@ Rules
 3. Where the queue stays long though this rank yields, others fill it that do not look at delay, as TCP does. Then the
    window comes back to what it was, and grows and shrinks as TCP cubic's; in a queue that is but half as long again
    as the target it only stays, for ranks differ in what they take for an empty queue. Ranks that compete would keep
-   each other at it after the others have gone: all that send to one rank yield at once, every 10 s by its clock.
+   each other at it after the others have gone: all that send to one rank yield at once, every 10 s by its clock. What
+   the window was is forgotten slowly: while others' grow the queue is short at moments, and this one shrinks.
 4. A loss while the queue is long means that it overflowed, and so do many at a time, of a queue that is never long:
    the window shrinks, never below what the path carries without a queue. Others are the link's, and say nothing about
    the rate. Beside others (rule 3) every loss counts, once a round trip, but not soon after the last one that did:
@@ -41,6 +42,7 @@ _FEW, _OVERLOAD = 3, 0.1
 _GROWTH = 2.0
 _YIELD = 0.4
 _MOST_YIELD = 0.3
+_FADES_US = 3e6  # until a third is left of what the window was
 _LONG_US = 7500.0  # beyond the target, and beyond what ranks differ by in what they take for an empty queue
 _PATIENCE_US, _PATIENCE_ROUNDS, _PERIOD_US = 300_000, 8.0, 10_000_000
 _SHRINK, _CUBE, _GENTLE = 0.7, 0.4, 0.53  # cubic's: the last one is how Reno would grow with such a shrinking
@@ -85,7 +87,9 @@ def end_round(way: Any, rate: Any, now_us: int) -> None:
     patience_us = max(_PATIENCE_US, _PATIENCE_ROUNDS * rate[e.R_RTT])
     all_yield = _receivers_us(way, rate, now_us) % _PERIOD_US <= patience_us
     if wait <= TARGET_US or took_us > patience_us:  # or nothing was sent for long
-        rate[e.R_SHORT_AT], rate[e.R_KEPT] = now_us, window
+        rate[e.R_SHORT_AT] = now_us
+        faded = 0.0 if rate[e.R_MOST] else rate[e.R_KEPT] * np.exp(-took_us / _FADES_US)
+        rate[e.R_KEPT] = max(window, faded)
         if not all_yield:
             rate[e.R_MOST] = 0.0
     is_crowded = now_us - rate[e.R_SHORT_AT] > patience_us and not all_yield
@@ -149,7 +153,7 @@ def _compete(rate: Any, has_lost: bool, is_used: bool, took_us: float) -> float:
 def note_silence(way: Any, rate: Any) -> None:
     """Shrink the window: nothing was heard for a few round trips."""
     rate[e.R_WINDOW] = max(SMALLEST_WINDOW, rate[e.R_WINDOW] / 2)
-    rate[e.R_KEPT] = rate[e.R_WINDOW]
+    rate[e.R_KEPT] /= 2
     way[e.W_IS_STARTING] = 0
 
 

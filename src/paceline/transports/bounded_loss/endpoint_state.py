@@ -49,7 +49,8 @@ FREE, REDUCING, ARRIVED_ALL, GATHERING, FINISHED, RETIRED, CARRYING, CARRIED = r
 it is CARRYING, and CARRIED as soon as one of its transfers has ended."""
 
 # outgoing: a transfer to a peer; its number is a collective's, or a message's among those to that peer; ENDED are the
-# ports, a bit each, by which an END has left since the last answer
+# ports, a bit each, by which the latest END has left, TRIES how many went before it unanswered since something was
+# last repeated, HAS_LOST whether anything was
 (
     O_NUMBER,
     O_ACTIVE,
@@ -64,7 +65,7 @@ it is CARRYING, and CARRIED as soon as one of its transfers has ended."""
     O_TRIES,
     O_PROTECTED,
     O_ENDED,
-    O_ENDED_TWICE,
+    O_HAS_LOST,
     O_ADDRESS,
     O_BYTES,
     O_TAIL_BYTES,

@@ -103,6 +103,7 @@ def give_up(t: Any, peer: int, way: int, number: int) -> None:
     outgoing = t.outgoing[slot, phase, peer]
     if outgoing[e.O_NUMBER] != sent[e.G_COLLECTIVE] or not outgoing[e.O_ACTIVE]:
         return
+    outgoing[e.O_HAS_LOST] = 1
     if sent[e.G_CHUNK] < 0:
         end_again(outgoing)
     elif (
@@ -116,6 +117,7 @@ def give_up(t: Any, peer: int, way: int, number: int) -> None:
 def let_go_or_queue(t: Any, slot: int, phase: int, peer: int, chunk: int) -> None:
     """Forgive the loss of a chunk if the bound allows one more; else queue it to be sent again."""
     outgoing = t.outgoing[slot, phase, peer]
+    outgoing[e.O_HAS_LOST], outgoing[e.O_TRIES] = 1, 0
     is_protected = phase == 0 and t.chunk_class[slot, peer, chunk] == 1
     if not is_protected and outgoing[e.O_FORGIVEN] < outgoing[e.O_ALLOWED]:
         t.chunk_state[slot, phase, peer, chunk] = e.FORGIVEN
@@ -136,7 +138,7 @@ def queue(t: Any, slot: int, phase: int, peer: int, chunk: int) -> None:
 @inner
 def end_again(outgoing: Any) -> None:
     """Say END once more, after what is queued, if anything."""
-    outgoing[e.O_END_AT] = outgoing[e.O_ENDED] = outgoing[e.O_ENDED_TWICE] = 0
+    outgoing[e.O_END_AT] = outgoing[e.O_ENDED] = 0
 
 
 @inner

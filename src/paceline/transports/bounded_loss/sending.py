@@ -4,7 +4,9 @@ Rules
 1. Collectives go in their order, those of a higher priority first, and of equal ones what is to be summed before sums:
    others wait for it, and at the end of several collectives nobody then waits for the last one's sums. Of one,
    repetitions go first, then chunks that were never sent, then an END, and soon another: nothing follows whose arrival
-   would tell that the first was lost, and the answer may be lost as well.
+   would tell that the first was lost, and the answer may be lost as well. Where something was lost before, more
+   follow, with doubling pauses; and the few that are repeated in the last round trip are sent twice, since to lose one
+   again would cost a round trip more, of which nothing else makes use.
 2. The first chunk of a transfer differs from collective to collective, so that no part of a vector is always the last
    one, which losses hit more often.
 3. Ranks are served by bursts of a few datagrams, so that a small switch buffer holds a burst from everybody; first
@@ -164,8 +166,8 @@ def _watch(t: Any, peer: int, now_us: int) -> None:
             if outgoing[e.O_ACTIVE]:
                 is_needed = True
                 if outgoing[e.O_END_AT] and now_us - outgoing[e.O_END_AT] > _end_pause_us(t, peer, outgoing):
-                    end_again(outgoing)
                     outgoing[e.O_TRIES] += 1
+                    end_again(outgoing)
             if incoming[e.I_CHUNKS] and not incoming[e.I_DONE]:
                 is_needed = True
                 if incoming[e.I_END_AT]:
@@ -206,12 +208,16 @@ def _timeout_us(t: Any, way: int) -> int:
 
 @inner
 def _end_pause_us(t: Any, peer: int, outgoing: Any) -> int:
-    """After so long without an answer END is said again."""
+    """After so long without an answer END is said again: once soon, and on from there where packets are lost."""
     longest_us = 0
     for way in range(peer * t.numbers[e.PORTS], (peer + 1) * t.numbers[e.PORTS]):
         longest_us = max(longest_us, _timeout_us(t, way))
-    doubled = min(int(outgoing[e.O_TRIES]), _MOST_BACKOFF)
-    return longest_us << doubled
+    tries = int(outgoing[e.O_TRIES])
+    soon_us = _AGAIN_US << min(tries, 20)
+    is_kept = t.peers[peer, e.P_BEGUN] <= outgoing[e.O_NUMBER]  # by a peer that has little room for it
+    if tries > 0 and (is_kept or not outgoing[e.O_HAS_LOST]):
+        return longest_us << min(tries - 1, _MOST_BACKOFF)
+    return min(soon_us, longest_us << _MOST_BACKOFF)
 
 
 @inner
@@ -239,15 +245,20 @@ def _send_burst(
         while sent < budget:
             if p[e.P_BEGUN] <= collective and p[e.P_EARLY] >= e.STASH:
                 break
-            chunk = _next_chunk(t, slot, phase, peer, port, now_us)
+            chunk = _next_chunk(t, slot, phase, peer, port)
             if chunk == _NOTHING or (chunk == _ENDED and not is_heard):
                 break
-            p[e.P_EARLY] += p[e.P_BEGUN] <= collective
-            _write_chunk(t, slot, phase, way, chunk, words[count], sizes, ways, count, now_us)
+            is_early = p[e.P_BEGUN] <= collective
+            is_repeated = chunk != _ENDED and t.chunk_state[slot, phase, peer, chunk] == e.QUEUED
+            is_last = outgoing[e.O_QUEUED] < BURST and p[e.P_LEFT] <= max(rate[e.R_WINDOW], BURST)
+            is_twice = is_repeated and is_last and not is_early and sent + 1 < budget
+            for _ in range(2 if is_twice else 1):
+                _write_chunk(t, slot, phase, way, chunk, words[count], sizes, ways, count, now_us)
+                count += 1
+                sent += 1
+            p[e.P_EARLY] += is_early
             if not is_heard:
                 queue(t, slot, phase, peer, chunk)
-            count += 1
-            sent += 1
     if sent:
         pause_us = window.pause_us(w, rate)
         missed_us = max(BURST * pause_us, LONGEST_REST_US)  # a fast path carries many datagrams in a rest
@@ -256,7 +267,7 @@ def _send_burst(
 
 
 @inner
-def _next_chunk(t: Any, slot: int, phase: int, peer: int, port: int, now_us: int) -> int:
+def _next_chunk(t: Any, slot: int, phase: int, peer: int, port: int) -> int:
     """Which chunk of a transfer goes next by a port; -1 for an END, -2 for nothing."""
     outgoing = t.outgoing[slot, phase, peer]
     chunks = outgoing[e.O_CHUNKS]
@@ -274,9 +285,7 @@ def _next_chunk(t: Any, slot: int, phase: int, peer: int, port: int, now_us: int
     if outgoing[e.O_NEXT] < chunks:
         outgoing[e.O_NEXT] += 1
         return int((outgoing[e.O_START] + outgoing[e.O_NEXT] - 1) % chunks)
-    is_told = outgoing[e.O_ENDED] >> port & 1
-    is_due_again = not outgoing[e.O_ENDED_TWICE] >> port & 1 and now_us - outgoing[e.O_END_AT] > _AGAIN_US
-    return _ENDED if not is_told or is_due_again else _NOTHING
+    return _NOTHING if outgoing[e.O_ENDED] >> port & 1 else _ENDED
 
 
 @inner
@@ -302,8 +311,6 @@ def _write_chunk(
     if chunk == _ENDED:
         kind, length = d.END, d.END_BYTES - d.HEADER_BYTES
         flags &= ~d.DROPPABLE
-        if outgoing[e.O_ENDED] >> port & 1:
-            outgoing[e.O_ENDED_TWICE] |= 1 << port
         outgoing[e.O_ENDED] |= 1 << port
         outgoing[e.O_END_AT] = outgoing[e.O_END_AT] or now_us
         word[d.END_ORDER], word[d.END_PORTS] = order & 0xFFFFFFFF, heard_ports(t, peer)
