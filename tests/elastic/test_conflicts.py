@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.data import DataLoader
 
 from harness.ranks import pool
 from paceline import DistributedDataParallel, convert_sync_batchnorm
@@ -65,6 +66,26 @@ def test_what_follows_and_what_is_refused():
     ):
         assert found[case].startswith("Elastic: ")
         assert words in found[case]
+
+
+def outside_of_a_window(_rank, num_ranks):
+    """What a model that outlives ranks says of a forward outside of windows."""
+    net, data = nn.Linear(4, 2), [torch.ones(4)] * 8
+    shuffle = GlobalShuffle(data, GlobalBatch.of(4, num_ranks))
+    model = DistributedDataParallel(net, batch_sampler=shuffle)
+    model._steps.survive(object())
+    for batches in shuffle.steps(DataLoader(data, batch_sampler=shuffle)):
+        try:
+            model(batches[0])
+        except ConfigurationError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.processes
+def test_a_step_that_could_not_be_repeated_is_refused_before_a_rank_is_lost():
+    """It had trained until then, and the error of the lost rank ended all others."""
+    assert "Train each step within `with model.accumulate" in pool(1).run(outside_of_a_window)[0]
 
 
 def test_what_a_reduction_measures_says_whether_it_outlives_ranks():

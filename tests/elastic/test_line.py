@@ -10,7 +10,7 @@ def test_messages_arrive_as_they_were_sent():
     """In order, with tuples."""
     agent, theirs = Line.pair()
     rank = Line(theirs)
-    seat = Seat(3, 1, 2, 2, ("127.0.0.1", 5), (0, 2), 1, "rank 0 ended")
+    seat = Seat(3, 1, 2, 2, ("127.0.0.1", 5), (0, 2), 1, "rank 0 ended", ("a:1", "b:0"))
     agent.tell(Stop(2, "why"))
     agent.tell(seat, waits=False)
     assert rank.hear() == Stop(2, "why")

@@ -29,9 +29,10 @@ def test_ranks_die_within_steps_between_them_and_while_others_take_their_places(
     """Four ranks, AdamW and a schedule: in forward, as others recover from that, behind an optimizer's step."""
     faults = ["1:3:forward:SIGKILL", "0:3:recovery:SIGKILL", "1:12:optimizer:SIGKILL"]
     outcome = survive(tmp_path, *faults, options=("--epochs", "3", "--optimizer", "adamw"))
-    lost = [change for change in outcome.ends[0]["history"] if change["lost"]]
-    assert 1 <= len(lost) <= 3
-    assert all(change["stalled_s"] < 60 and change["samples_moved"] for change in lost)
+    lost = [each for each in max((end["history"] for end in outcome.ends), key=len) if each["lost"]]
+    assert all(change["stalled_s"] < 60 for change in lost)
+    assert [len(change["lost"]) for change in lost] == [2, 1]  # the second one before the others had gone on
+    assert lost[0]["samples_moved"] == 12
     assert "was killed by SIGKILL" in outcome.said
 
 
@@ -42,7 +43,8 @@ def test_the_last_ranks_wait_for_a_replacement_that_receives_their_state(tmp_pat
     outcome = survive(tmp_path, "1:4:within bucket 2:exit", num_ranks=2, min_ranks=2, options=options)
     assert "1 rank(s) are left of at least 2 (--min-ranks)" in outcome.said
     assert len(outcome.ends) == 2
-    assert [change["num_new"] for change in outcome.ends[0]["history"]] == [1]
+    (change,) = outcome.ends[0]["history"]
+    assert (change["lost"], change["num_new"], change["samples_moved"]) == ([1], 1, 12)  # the half of a step
 
 
 @pytest.mark.processes

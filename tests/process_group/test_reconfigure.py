@@ -108,6 +108,57 @@ def test_groups_merge_and_split() -> None:
     assert pool(3).run(merge_and_split) == [(3.0, 1.0)] * 3
 
 
+def late_and_without_the_middle(rank: int, num_ranks: int) -> list[float]:
+    """One rank begins alone; all meet, and send round; the middle one is left out, comes back, and nobody changes."""
+    me, everybody, middle = Rank(rank, num_ranks, "late"), range(num_ranks), num_ranks // 2
+    handles = me.handles(everybody)
+    if rank == 0:
+        me.change(1, handles[:1])
+    me.change(2, me.handles(everybody))
+    found = [me.sum()]
+    received = torch.zeros(4)
+    sent = me.group.send([torch.full((4,), float(rank))], (rank + 1) % num_ranks, 0)
+    me.group.recv([received], (rank - 1) % num_ranks, 0).wait()
+    sent.wait()
+    found.append(float(received[3]))
+    handles = me.handles(everybody)
+    if rank != middle:
+        me.change(3, handles[:middle] + handles[middle + 1 :])
+        given = torch.full((4,), float(rank + 7))
+        me.group.broadcast([given], dist.BroadcastOptions()).wait()  # of rank 0
+        found += [me.sum(), float(me.group.rank()), float(given[0])]
+    for uuid in (4, 5):
+        me.change(uuid, me.handles(everybody))
+        found += [me.sum(), float(me.group.rank())]
+    me.group.shutdown()
+    return found
+
+
+@pytest.mark.processes
+def test_a_rank_comes_late_and_the_middle_one_is_left_out() -> None:
+    """With two tests above and the reused number: what torch's own suite asks of a backend on the CPU."""
+    found = pool(3).run(late_and_without_the_middle)
+    end = [[3.0, float(rank)] * 2 for rank in range(3)]
+    assert found[0] == [3.0, 2.0, 2.0, 0.0, 7.0, *end[0]]
+    assert found[1] == [3.0, 0.0, *end[1]]
+    assert found[2] == [3.0, 1.0, 2.0, 1.0, 7.0, *end[2]]
+
+
+def split_at_once(rank: int, num_ranks: int) -> tuple[float, float]:
+    """A group that has met nobody is two groups first, then one."""
+    me = Rank(rank, num_ranks, "split")
+    handles = me.handles(range(num_ranks))
+    me.change(1 + min(rank, 1), handles[:1] if rank == 0 else handles[1:])
+    apart = me.sum()
+    me.change(3, me.handles(range(num_ranks)))
+    return apart, me.sum()
+
+
+@pytest.mark.processes
+def test_a_group_that_has_met_nobody_splits() -> None:
+    assert pool(3).run(split_at_once) == [(1.0, 3.0), (2.0, 3.0), (2.0, 3.0)]
+
+
 def lose_one(rank: int, num_ranks: int) -> float:
     """The last rank leaves without a word; the others go on in the same object."""
     me = Rank(rank, num_ranks, "lost", waits=False)

@@ -17,9 +17,11 @@ from paceline_lab.experiments.survival.training import MOMENTS, WAYS, Fault
 JOB = Job(2, 1, ("--epochs", "1", "--samples", "4", "--batch", "4"))
 
 
-def outcome(*, samples: tuple[list[int], ...] = ([0, 1], [2, 3]), tries: int = 1, **changed: Any) -> Outcome:
-    """Two ranks that trained four samples in one step, as often as was tried."""
-    ranks = []
+def outcome(
+    *, samples: tuple[list[int], ...] = ([0, 1], [2, 3]), tries: int = 1, pauses: int = 0, **changed: Any
+) -> Outcome:
+    """Two ranks that trained four samples in one step, as often as was tried; another one paused."""
+    ranks = [[fault(1.5, "pause")]] * pauses
     for own in samples:
         attempts = [
             {"what": "try", "at": 1.0 + t, "step": 0, "under": t, "of": 0, "samples": own}
@@ -63,6 +65,8 @@ def test_a_good_case_has_no_problems() -> None:
         ({"samples": ([0, 1], [2])}, "1 samples were lost, 0 doubled"),
         ({"samples": ([0, 1], [1, 2, 3])}, "0 samples were lost, 1 doubled"),
         ({"tries": 2}, "1 steps were computed again after 0 faults"),
+        ({"tries": 2, "pauses": 1}, "1 steps were computed again after 0 faults"),
+        ({"models": []}, "no rank left its parameters"),
         (
             {"models": [{name: each + 1e-6 for name, each in reference(JOB.options, 1).items()}]},
             "differ by 1.00e-06",

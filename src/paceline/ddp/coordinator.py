@@ -342,6 +342,11 @@ class StepCoordinator:
             return
         will_synchronize = self.will_synchronize
         if is_weighed and self.wrapped.training:
+            if self._survivor is not None:
+                raise ConfigurationError(
+                    "a step of paceline.Elastic outside of a window: if a rank is lost, only a window can be left, and "
+                    "its step repeated. Train each step within `with model.accumulate(batches) as micro_batches:`."
+                )
             self.weighing.weigh_plain(inputs, kwargs, will_synchronize)
         with self.weighing.wait():
             opens_window = self.weighing.plain is not None

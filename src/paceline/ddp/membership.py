@@ -113,11 +113,11 @@ class Change:
 
     Attributes:
         step: Steps that were completed before.
-        lost: Ranks of the membership before that are not in this one.
-        num_new: Ranks of this one that were not in the one before.
+        lost: Ranks that are gone since this rank trained last, by their numbers then.
+        num_new: Ranks of this membership that have come since.
         size: Its ranks.
         why: In words.
-        stalled_s: From the moment in which this rank was told, until it went on with the next step.
+        stalled_s: From the moment in which this rank was told first, until it went on with the next step.
         samples_moved: Samples of a step that other ranks train now than before.
     """
 

@@ -25,7 +25,6 @@ from paceline.comm import opened_groups, peers
 from paceline.comm.collectives import all_reduce, backend_of, timeout_of
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.membership import Change
 from paceline.elastic import conflicts, handover
 from paceline.elastic.handover import Carried, Place, Standings
 from paceline.elastic.line import (
@@ -42,6 +41,7 @@ from paceline.elastic.line import (
 )
 from paceline.elastic.replay import Giver, Replayed, receive
 from paceline.elastic.rollback import Rollback
+from paceline.elastic.standstill import Standstill
 from paceline.elastic.watcher import NO_EPOCH, EndedError, OverError, Watcher
 from paceline.elastic.world import WorldKind, forget_world
 from paceline.errors import (
@@ -310,10 +310,9 @@ class Crew:
         self.watcher = Watcher(line)
         self._limit_s = float(os.environ.get(LOST_AFTER, "30"))
         self._first_batch: GlobalBatch = sampler.batch  # of the job; a rank that comes is told
-        self._samples = sampler.batch.samples  # of each rank in a step
+        self._standstill = Standstill(sampler.batch.samples)
         self._shares = model._setting.shares
         self._troubled_in = NO_EPOCH  # the last epoch whose failure was reported
-        self._pauses_since_s: float | None = None
         self._givers: list[Giver] = []
         self._replayed: Replayed | None = None  # what this rank, which is new, has received until now
         self._digest = 0  # of what others have received from this one
@@ -331,9 +330,10 @@ class Crew:
     def is_leaving(self) -> bool:
         """Whether this membership is over, or all have agreed to leave it behind the last step."""
         assert self._shares is not None
-        if self._shares.pauses and self._pauses_since_s is None:
-            self._pauses_since_s = time.monotonic()
-        return self.watcher.is_over or self._shares.pauses
+        is_over = self.watcher.is_over
+        if not self.is_new and (is_over or self._shares.pauses):
+            self._standstill.begin(self.watcher.since_s if is_over else time.monotonic())
+        return is_over or self._shares.pauses
 
     def is_over_because_of(self, error: Exception) -> bool:
         """Whether an error comes from a lost rank. Waits for the agent's word, if it looks like that."""
@@ -387,6 +387,7 @@ class Crew:
         if not self.is_new and seat.epoch <= self.watcher.epoch:
             raise OverError(f"a seat of epoch {seat.epoch} came after epoch {self.watcher.epoch}")
         self.watcher.begin(seat.epoch)
+        self._standstill.pass_through(seat)
         if (world := dist.group.WORLD) is not None:
             opened_groups.end_aside(world)
         forget_world()
@@ -433,17 +434,10 @@ class Crew:
             logical = [mean.of_rank(rank, seat.size) for rank in range(seat.size)]
             self._sampler.move(first, seat.rank, place.epoch, place.position, logical[seat.rank])
             samples = tuple(sum(first.samples[each] for each in own) for own in logical)
-        before, self._samples = self._samples, samples
         self.watcher.settle(seat.store[1])
-        began_s, self._pauses_since_s = self._pauses_since_s, None
-        if seat.num_new < seat.size:
-            since_s = began_s or self.watcher.since_s or time.monotonic()
-            moved = sum(before[rank] for rank in seat.lost if rank < len(before))
-            moved += sum(samples[seat.size - seat.num_new :])
-            stalled_s = time.monotonic() - since_s
-            self._model.membership.note(
-                Change(place.step, seat.lost, seat.num_new, seat.size, seat.why, stalled_s, moved)
-            )
+        change = self._standstill.end(seat, samples, place.step)
+        if change is not None:
+            self._model.membership.note(change)
         self.line.tell(Following(seat.epoch))
 
     def meet_at_end(self) -> None:

@@ -120,6 +120,7 @@ class Seat:
     lost: tuple[int, ...]  # ranks of the last membership that are not in it
     num_new: int  # of its members that were not in the last one
     why: str
+    members: tuple[str, ...]  # names of its processes, by rank
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -44,3 +46,8 @@ def forget_world() -> None:
         getattr(world, name).clear()
     c10d._unregister_all_process_groups()
     world.group_count = 0
+    hook = (
+        sys.excepthook
+    )  # each default group writes its rank's number before the lines of an error, and of its elder's
+    if hook.__name__ == "_distributed_excepthook":
+        sys.excepthook = inspect.getclosurevars(hook).nonlocals["old_hook"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from harness import warm
 from paceline.launch import command_line
 from paceline.launch.elastic.agent import Agent
-from paceline.launch.elastic.plan import Address, Member, OneHost, Plan, Proposal, Start
+from paceline.launch.elastic.plan import Address, Decider, Member, OneHost, Plan, Proposal, Start
 from paceline.launch.elastic.seats import Phase
 from paceline.launch.elastic.starting import Starter
 from paceline.launch.launch_errors import LaunchError
@@ -89,6 +91,44 @@ while True:
 """
 
 
+# The test stops local rank 1 as it trains. What the other says of a membership before this one means nothing.
+STOPPED = """
+import os, sys
+from paceline.elastic.line import CaughtUp, Following, InLoop, Line, Pause, Ready, Receive, Seat, Stop, Stopped, Trouble
+line = Line.of_this_process()
+line.tell(Ready("a card"))
+while said := line.hear():
+    if isinstance(said, Seat):
+        line.tell(InLoop(True))
+        line.tell(Following(said.epoch))
+        line.tell(Trouble(said.epoch - 1, "it is over"))
+        if said.num_new == 1:
+            line.tell(InLoop(False))
+            sys.exit()
+    elif isinstance(said, (Stop, Pause)):
+        line.tell(Stopped(said.epoch - 1, 9))
+        line.tell(Stopped(said.epoch, 3))
+    elif isinstance(said, Receive):
+        line.tell(CaughtUp())
+"""
+
+# Each membership fails; the second process of a seat ends well.
+FAILS = """
+import os, sys
+from paceline.elastic.line import InLoop, Line, Ready, Seat, Stop, Stopped, Trouble
+line = Line.of_this_process()
+line.tell(Ready("a card"))
+while said := line.hear():
+    if isinstance(said, Seat):
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+            sys.exit()
+        line.tell(InLoop(True))
+        line.tell(Trouble(said.epoch, "no luck"))
+    elif isinstance(said, Stop):
+        line.tell(Stopped(said.epoch, 3))
+"""
+
+
 class OthersFirst:
     """The other hosts' newest plan is without this one. Who asks for a later one is taken in."""
 
@@ -116,6 +156,22 @@ class OthersFirst:
 
     def to_give(self) -> socket.socket | None:
         return None
+
+
+MOST_LOOKS = 6000  # of at least 5 ms each
+
+
+def made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, rank: str, decider: Decider, num_ranks: int
+) -> tuple[Agent, list[str]]:
+    """An agent of such ranks, and what it notes; of another decider than `OneHost` one whose job has begun."""
+    script, notes = folder / "train.py", list[str]()
+    script.write_text(rank)
+    monkeypatch.setattr("sys.executable", str(warm.folder() / "python"))
+    words = ["--nproc-per-node", str(num_ranks), "--min-ranks", "1", "--lost-after", "5", str(script)]
+    arguments = command_line.parse(words)
+    start = Start(0, num_ranks, 0, 1, None) if decider.is_alone else None
+    return Agent(arguments, decider, Starter(arguments), start, notes.append), notes
 
 
 @pytest.mark.processes
@@ -222,3 +278,77 @@ def test_a_replacement_that_hangs_keeps_nobody_out(tmp_path: Path, monkeypatch: 
     assert said.count("before it came in") == 1
     assert "stood still for 0." in said
     assert notes[-1] == "2 ranks go on after step 3, with 1 that came in"
+
+
+@pytest.mark.processes
+def test_a_stopped_rank_is_killed_and_replaced_and_old_words_are_not_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wake with an old epoch. A moment, as a debugger takes, is not held against one that has long waited."""
+    agent, notes = made(tmp_path, monkeypatch, STOPPED, OneHost(), 2)
+    stopped = None
+    try:
+        for _ in range(MOST_LOOKS):
+            agent.look()
+            training = agent._seats.training
+            if stopped is None and len(training) == 2 and time.monotonic() - training[1].moved_s > 1.0:
+                stopped = training[1].process
+                for number in (signal.SIGSTOP, signal.SIGCONT, signal.SIGSTOP):
+                    os.kill(stopped.pid, number)
+                    agent.look()
+                    assert len(agent._seats.training) == 2
+            if agent.is_over:
+                break
+    finally:
+        agent.end(signal.SIGTERM)
+    assert agent.is_over
+    said = "\n".join(notes)
+    assert "was stopped for 0." in said
+    assert f"rank 1 (pid {stopped and stopped.pid}) was killed by SIGKILL" in said
+    assert [note for note in notes if "go on" in note] == [
+        "1 ranks go on after step 3, without rank(s) 1",
+        "2 ranks go on after step 3, with 1 that came in",
+    ]
+
+
+class WithoutUs(OthersFirst):
+    """The others take this host's rank in, and then go on without it."""
+
+    def decide(self, proposal: Proposal) -> Plan | None:
+        plan = super().decide(proposal)
+        if proposal.epoch == 6:
+            there = Member("there", 0)
+            return Plan(7, (there,), ("there",), "there", 3, there, Address("127.0.0.1", 7))
+        return plan
+
+
+@pytest.mark.processes
+def test_a_rank_without_which_others_went_on_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it holds is old. Another process comes in instead."""
+    decider = WithoutUs()
+    agent, _ = made(tmp_path, monkeypatch, FAILS, decider, 1)
+    try:
+        for _ in range(MOST_LOOKS):
+            agent.look()
+            if agent.is_over:
+                break
+    finally:
+        agent.end(signal.SIGTERM)
+    assert agent.is_over
+    assert decider.asked == [(0, False), (5, True), (6, False), (8, True)]
+
+
+@pytest.mark.processes
+def test_memberships_that_complete_no_step_come_to_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fails there fails again."""
+    agent, _ = made(tmp_path, monkeypatch, FAILS, OneHost(), 1)
+    try:
+        with pytest.raises(LaunchError, match=r"10 memberships in a row did not complete step 4 .*: no luck"):
+            for _ in range(MOST_LOOKS):
+                agent.look()
+    finally:
+        agent.end(signal.SIGTERM)

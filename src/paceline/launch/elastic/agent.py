@@ -369,12 +369,12 @@ class Agent:
             if rank.member in numbers
         ]
         why = "; ".join(self._because) or "a replacement has come in"
+        names = tuple(f"{member.host}:{member.number}" for member in plan.members)
+        size, store, num_new = len(names), plan.store, plan.num_new
         for rank in here:
             rank.rank, rank.step, rank.phase = numbers[rank.member], None, Phase.TRAINING
             rank.follows = False
-            rank.process.tell(
-                Seat(plan.epoch, rank.rank, len(plan.members), len(here), plan.store, lost, plan.num_new, why)
-            )
+            rank.process.tell(Seat(plan.epoch, rank.rank, size, len(here), store, lost, num_new, why, names))
         if here and self._epoch != NOT_STARTED:
             gone = f"without rank(s) {', '.join(map(str, lost))}" if lost else ""
             come = f"with {plan.num_new} that came in" if plan.num_new else ""

@@ -60,6 +60,8 @@ class Rank:
     cpu_ticks: int = 0  # that it had used when it was seen to use more
     # when that was, or when it said that it waits for others
     moved_s: float = field(default_factory=time.monotonic)
+    # Since when it is stopped. It may have waited for others before, and a debugger stops it for a moment.
+    stopped_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -194,12 +196,14 @@ class Seats:
             if vitals.cpu_ticks != rank.cpu_ticks:
                 rank.cpu_ticks, rank.moved_s = vitals.cpu_ticks, now_s
             still_s = now_s - rank.moved_s
-            is_held = is_stopped(vitals.state) and still_s > limit_s * _STOPPED_RATIO
+            rank.stopped_s = (rank.stopped_s or now_s) if is_stopped(vitals.state) else None
+            held_s = now_s - (rank.stopped_s or now_s)
+            is_held = held_s > limit_s * _STOPPED_RATIO
             hangs = rank.is_replaying and still_s > limit_s  # else it would have said that it waits
             if rank.phase is Phase.TRAINING:
                 is_awaited = awaited_since_s is not None and rank.is_inside and rank.step is None
                 if is_held:
-                    self._lose(rank, f"{rank.name} was stopped for {still_s:.1f} s")
+                    self._lose(rank, f"{rank.name} was stopped for {held_s:.1f} s")
                 elif hangs or (is_awaited and now_s - max(awaited_since_s or 0.0, rank.moved_s) > limit_s):
                     self._lose(rank, f"{rank.name} did not answer for {limit_s:g} s, and did nothing")
             elif hangs or (rank.is_replaying and is_held):  # the others would wait for it

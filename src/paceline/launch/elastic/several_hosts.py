@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from paceline.comm import TOKEN
 from paceline.errors import ConfigurationError
+from paceline.host.addresses import is_loopback
 from paceline.launch import rendezvous_endpoint
 from paceline.launch.command_line import LaunchArguments
 from paceline.launch.elastic.agents import Agents, AgentSetting
@@ -22,17 +23,26 @@ _WAITS_RATIO = 10.0  # of --lost-after, that an agent waits for a majority or fo
 
 @contextlib.contextmanager
 def connected(arguments: LaunchArguments, start: Address, note: Callable[[str], None]) -> Iterator[Agents]:
-    """The agent of this host among several. Raises ConfigurationError for an address that cannot be listened on."""
+    """The agent of this host among several.
+
+    Raises ConfigurationError without a token that others do not know, or for an address that cannot be listened on.
+    """
     first, is_first = where_the_first_is(arguments)
     args = arguments.torchrun
     listen = first if is_first else Address(args.local_addr, first.port)
+    token = os.environ.get(TOKEN, "")
+    if not token and not is_loopback(listen.host):
+        raise ConfigurationError(
+            f"--min-ranks on several hosts: whoever reaches {listen.host}:{listen.port} could end the training and get "
+            f"its parameters. Give all hosts the same {TOKEN}, a secret such as `openssl rand -hex 16` makes."
+        )
     setting = AgentSetting(
         name=f"{args.node_rank or 0:04d}-{socket.gethostname()}",
         num_ranks=arguments.num_local_ranks,
         start=start,
         listen=listen,
         first=None if is_first else first,
-        token=os.environ.get(TOKEN, ""),
+        token=token,
         needs=Quorum(hosts=arguments.num_machines, ranks=arguments.min_ranks or 1),
         patience_s=_WAITS_RATIO * arguments.lost_after_s,
     )

@@ -285,11 +285,14 @@ def problems(job: Job, outcome: Outcome, *, rounding: float = 1e-9) -> list[str]
     counts = trained(outcome, args.samples, args.epochs)
     if counts.num_lost or counts.num_doubled:
         found.append(f"{counts.num_lost} samples were lost, {counts.num_doubled} doubled")
-    num_strokes = len(faults_of(outcome)) + len(outcome.kills) + 2 * outcome.num_blows
+    num_deadly = sum(note["how"] != "pause" for note in faults_of(outcome))  # which nobody notices
+    num_strokes = num_deadly + len(outcome.kills) + 2 * outcome.num_blows
     if counts.num_tries - counts.num_steps > num_strokes:
         found.append(
             f"{counts.num_tries - counts.num_steps} steps were computed again after {num_strokes} faults"
         )
+    if outcome.code == 0 and not outcome.models:
+        found.append("no rank left its parameters")
     if outcome.models:
         expected = reference(job.options, job.num_ranks if args.deterministic else 1)
         rounding = 0.0 if args.deterministic else rounding
