@@ -35,9 +35,14 @@ _ALL_TO_ALL = "all_to_all_single" if hasattr(ProcessGroup, "all_to_all_single") 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, at_once: bool = False) -> C10dWork:
     """Replace `tensor` by the sum of all ranks' tensors. Collective; does not wait, unless `at_once`."""
+    return C10dWork(group.allreduce([tensor], _sum_options(at_once)))
+
+
+@functools.cache
+def _sum_options(at_once: bool) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.asyncOp = not at_once
-    return C10dWork(group.allreduce([tensor], options))
+    return options
 
 
 def sum_in_place(tensor: Tensor, group: ProcessGroup) -> None:
