@@ -1,5 +1,7 @@
 """What the wrapper says about itself: timings per step and bucket, torch's logging data, profiler ranges."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,8 @@ from torch import nn
 from harness.models import Mlp, conv_net, generator, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
+from paceline.comm.collectives import Work
+from paceline.ddp.flight import LEAST_CALLED_BACK_BYTES, PlainFlight
 from paceline.observe import BucketTiming, StepTiming
 
 pytestmark = pytest.mark.processes
@@ -50,6 +54,39 @@ def test_step_timings():
             launches = [launched for _, launched, _ in step["buckets"]]
             assert launches == sorted(launches)
             assert all(ready <= launched <= done for ready, launched, done in step["buckets"])
+
+
+class Sent(Work):
+    """What was launched; over when the test says so."""
+
+    def __init__(self):
+        self.is_over, self.callbacks = False, []
+
+    def is_done(self):
+        return self.is_over
+
+    def on_done(self, callback):
+        self.callbacks.append(callback)
+
+
+def test_small_messages_are_looked_at_instead_of_calling_back():
+    """A callback holds up the backend's thread: a small message's end is noted when the next one is launched."""
+    sizes = [8, LEAST_CALLED_BACK_BYTES, 8]
+    sent = [Sent() for _ in sizes]
+    buckets = [
+        SimpleNamespace(index=i, size_bytes=size, ready_s=0.0, launch=lambda *_, i=i: sent[i])
+        for i, size in enumerate(sizes)
+    ]
+    flight = PlainFlight(None, [None], None, buckets, times=None)
+    for bucket in buckets[:2]:
+        flight.launch(bucket)
+    assert [len(work.callbacks) for work in sent] == [0, 1, 0]
+    sent[0].is_over = True
+    assert flight.timings()[0].done_s == 0.0
+    flight.launch(buckets[2])
+    first, second, third = flight.timings()
+    assert second.launched_s <= first.done_s <= third.launched_s
+    assert second.done_s == third.done_s == 0.0
 
 
 def logging_data(rank, _num_ranks, seed, options):

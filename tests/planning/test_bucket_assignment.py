@@ -123,28 +123,35 @@ def test_plan_is_torchs_for_one_dtype(num_elements, first_bytes, cap_bytes):
         (102, False, False, 25),
         (102, True, True, 25),
         (1, True, False, 1),
-        (48, True, False, 1),
-        (96, True, False, 2),
-        (240, True, False, 5),
-        (1300, True, False, 5),
+        (48, True, False, 4),
+        (96, True, False, 8),
+        (240, True, False, 20),
+        (1300, True, False, 25),
     ],
 )
 def test_default_caps(size_mb, on_cpu, on_one_host, later_cap_mb):
     """1 MiB first, then 25 as in the paper on an accelerator; less, from the end, where CPUs have a network between."""
     caps = BucketCaps.default(size_mb * MEBIBYTE, any_on_cpu=on_cpu, on_one_host=on_one_host, num_ranks=2)
-    assert caps.from_end == (later_cap_mb < 25)
+    assert caps.from_end == (on_cpu and not on_one_host)
     assert caps.caps_bytes == (FIRST_BUCKET_BYTES // (1 + caps.from_end), later_cap_mb * MEBIBYTE)
     assert BucketCaps.from_arguments(None, None) is None
 
 
 @pytest.mark.parametrize(
     ("size_mb", "num_ranks", "cap_mb"),
-    [(12, 2, 1), (12, 4, 1), (12, 8, 4), (240, 8, 5), (1300, 16, 8), (1300, 256, 25)],
+    [(12, 2, 1), (12, 4, 1), (12, 8, 4), (240, 8, 20), (60, 16, 8), (60, 256, 25)],
 )
 def test_more_ranks_have_larger_buckets_between_hosts(size_mb, num_ranks, cap_mb):
     """Half a MiB a rank beyond 4, up to 25 MiB, as a reduction costs twice the rounds among twice the ranks."""
     caps = BucketCaps.default(size_mb * MEBIBYTE, any_on_cpu=True, on_one_host=False, num_ranks=num_ranks)
     assert caps.caps_bytes == (MEBIBYTE // 2, cap_mb * MEBIBYTE)
+
+
+def test_caps_with_forward_overlap_are_finer():
+    """The next forward waits for whole buckets: a 48th, at most 5 MiB; no smaller first ones."""
+    for size_mb, num_ranks, cap_mb in ((48, 4, 1), (96, 4, 2), (1300, 4, 5), (96, 8, 4), (1300, 16, 8)):
+        caps = BucketCaps.default(size_mb * MEBIBYTE, True, False, num_ranks, overlaps_forward=True)
+        assert caps == BucketCaps((MEBIBYTE // 2, cap_mb * MEBIBYTE), from_end=True)
 
 
 def between_hosts(sizes_bytes):
@@ -154,12 +161,14 @@ def between_hosts(sizes_bytes):
     return assign_buckets(specs, range(len(specs)), caps)
 
 
-def test_resnet50_on_cpus_of_several_hosts_is_cut_finely():
-    """48 buckets or fewer (a bucket may exceed its cap by one gradient), where the paper has 5; the last is small."""
+def test_between_hosts_the_first_buckets_and_the_last_are_small():
+    """The wire starts early, and next to nothing is left to send at the end; a bucket exceeds no twelfth by much."""
     sizes = [4 * num for num in resnet50_num_elements()][::-1]
     plan = between_hosts(sizes)
-    assert 20 <= len(plan) <= 48
+    assert len(plan) == 9  # a bucket exceeds its cap by a gradient, so they are fewer than 12
     assert mebibytes(plan, sizes)[-1] == 0.5
+    layers = between_hosts([MEBIBYTE] * 96)
+    assert [len(bucket) for bucket in layers] == [1, 2, 4, *[8] * 11, 1]
 
 
 def test_what_remains_between_hosts_is_hidden_by_backward():
@@ -168,6 +177,18 @@ def test_what_remains_between_hosts_is_hidden_by_backward():
     assert between_hosts(mlstm) == [[0, 1, 2], [3, 4, 5, 6]]
     large_head = [600_000, *mlstm[1:]]
     assert between_hosts(large_head) == [[0], [1, 2], [3, 4, 5, 6]]
+
+
+@given(SIZES, CAPS, st.integers(1, 60))
+def test_a_bucket_has_no_more_bytes_than_all_before_it(sizes, caps_bytes, least):
+    """From the end, but for one gradient, and for a few bytes; a small remainder has joined bucket 1."""
+    specs = [GradientSpec(size, key=None) for size in sizes]
+    caps = BucketCaps(tuple(caps_bytes), from_end=True, least_bytes=least)
+    plan = assign_buckets(specs, range(len(specs)), caps)
+    assert [index for bucket in plan for index in bucket] == list(range(len(sizes)))
+    for bucket in plan[1:]:
+        before = sum(sizes[: bucket[0] + 1])
+        assert sum(sizes[index] for index in bucket[1:]) < max(before, least)
 
 
 @given(SIZES, CAPS)

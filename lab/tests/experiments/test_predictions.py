@@ -88,6 +88,6 @@ def test_papers_curves_come_out_as_the_docs_say() -> None:
 @pytest.mark.parametrize(("num_ranks", "cap_mb"), [(2, 5), (16, 8), (256, 25)])
 def test_our_default_caps_are_those_of_the_number_of_ranks(num_ranks: int, cap_mb: float) -> None:
     """As the wrapper's own default is: with more ranks, larger buckets."""
-    assert bucket_caps_mb(Variant("ours", num_ranks), 1300 * 2**20) == (1, cap_mb)
+    assert bucket_caps_mb(Variant("ours", num_ranks), 60 * 2**20) == (1, cap_mb)
     assert bucket_caps_mb(Variant("torch", num_ranks), 1300 * 2**20) == (1, 25)
     assert bucket_caps_mb(Variant("ours", num_ranks, cap_mb=3), 1300 * 2**20) == (3,)

@@ -35,9 +35,14 @@ _ALL_TO_ALL = "all_to_all_single" if hasattr(ProcessGroup, "all_to_all_single") 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, at_once: bool = False) -> C10dWork:
     """Replace `tensor` by the sum of all ranks' tensors. Collective; does not wait, unless `at_once`."""
+    return C10dWork(group.allreduce([tensor], _sum_options(at_once)))
+
+
+@functools.cache
+def _sum_options(at_once: bool) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.asyncOp = not at_once
-    return C10dWork(group.allreduce([tensor], options))
+    return options
 
 
 def sum_in_place(tensor: Tensor, group: ProcessGroup) -> None:
@@ -170,6 +175,10 @@ class Work(Protocol):
     def on_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` once it is done, on whichever thread notices; not at all where that cannot be known."""
 
+    def is_done(self) -> bool:
+        """Whether it is done, as far as that is known without waiting."""
+        return False
+
     def failure(self) -> Exception | None:
         """What went wrong, if that is known without waiting; within a callback of `on_done`, too."""
         return None
@@ -207,6 +216,9 @@ class C10dWork(Work):
         """As `Work.on_done`; where a process group written in Python cannot say when it is done, never."""
         with contextlib.suppress(RuntimeError, NotImplementedError):  # torchft's future takes no callbacks
             self._work.get_future().add_done_callback(lambda _: callback())
+
+    def is_done(self) -> bool:
+        return self._work.is_completed()
 
     def failure(self) -> Exception | None:
         try:
@@ -294,6 +306,9 @@ class Chain(Work):
                 return False
             self._advance()
         return True
+
+    def is_done(self) -> bool:
+        return self._current is None or (self._num_left == 0 and self._current.is_done())
 
     def on_done(self, callback: Callable[[], None]) -> None:
         if self._current is None:

@@ -90,7 +90,8 @@ class CapSearch:
         if cap_bytes == self._start:
             return self._default
         first = LAST_BUCKET_BYTES if self._default.from_end else DEFAULT_FIRST_BUCKET_BYTES
-        return BucketCaps((int(min(cap_bytes, first)), int(cap_bytes)), self._default.from_end)
+        caps = int(min(cap_bytes, first)), int(cap_bytes)
+        return BucketCaps(caps, self._default.from_end, self._default.least_bytes)
 
     def _summary(self) -> str:
         best = median(each.step_s for each in self.tried if each.cap_mb == self.best_mb) * 1e3

@@ -37,6 +37,7 @@ _set_gradient = vars(torch._C.TensorBase)["grad"].__set__
 _gradient_of = operator.attrgetter("grad")
 
 _FILLING = -0.0
+_FEW_MEMBERS = 16  # which are counted faster than looked at
 
 
 def _is_filling(view: Tensor) -> bool:
@@ -103,6 +104,7 @@ class DenseBucket:
         self.parameters = list(parameters)
         self.message = message
         self.body = body = message[: message.numel() - num_words]
+        self.size_bytes = body.numel() * body.element_size()
         self.words = message[body.numel() :] if num_words else None
         self.views = gradient_views(body, self.parameters)
         self.num_large = sum(is_large(parameter) for parameter in self.parameters)
@@ -130,10 +132,6 @@ class DenseBucket:
         self._kept: dict[int, _Kept] = {}  # untouched slots that had a gradient
         self._with_graph: dict[int, Tensor] = {}  # made under create_graph: the graph outlives the step
         self.not_finite: Tensor | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        return self.body.numel() * self.body.element_size()
 
     def arm(self, expected: int) -> None:
         """As `Bucket.arm`; autograd may add small gradients straight into the buffer."""
@@ -203,7 +201,9 @@ class DenseBucket:
         """Whether each member was touched once and has a gradient; without the interpreter for each of them."""
         if len(self.touched) != len(self.members):
             return False
-        self._is_whole = self._is_whole or self._is_written() or self._is_counted()
+        if not self._is_whole:
+            may_look = len(self.members) > _FEW_MEMBERS
+            self._is_whole = (may_look and self._is_written()) or self._is_counted()
         return self._is_whole
 
     def _is_written(self) -> bool:

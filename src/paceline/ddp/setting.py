@@ -38,6 +38,7 @@ class Setting:
     reduction: Reduction  # what combining means
     given_caps: BucketCaps | None  # when a bucket is full, as the caller said; None: a default
     searches_caps: bool  # whether `caps` are where to begin, and others are tried
+    overlaps_forward: bool  # the next forward waits for what is reduced
     # What this rank's batch counts, by the forward's inputs, in steps outside of windows.
     weight: Callable[..., float] | None
     shares: StepShares | None  # connects the module with its batches' sampler
@@ -125,6 +126,7 @@ class Setting:
             reduction=reduction,
             given_caps=given_caps,
             searches_caps=searches_caps,
+            overlaps_forward=bool(given.overlap_forward),
             weight=given.weight,
             shares=shares,
         )
@@ -142,7 +144,9 @@ class Setting:
         """Take the caps that were given; else the default for these groups, hosts and devices. Local."""
         size_bytes = sum(p.numel() * p.element_size() for p in self.parameters if p.requires_grad)
         num_ranks = self.process_groups[0].size()
-        default = BucketCaps.default(size_bytes, self.any_on_cpu, on_one_host(unknown=True), num_ranks)
+        default = BucketCaps.default(
+            size_bytes, self.any_on_cpu, on_one_host(unknown=True), num_ranks, self.overlaps_forward
+        )
         self.caps = self.given_caps or default
 
     def learn_devices(self, are_on_cpu: Sequence[bool]) -> None:

@@ -3,7 +3,8 @@
 Rules
 1. Gradients of one (dtype, device) share buckets; a sparse gradient has one of its own.
 2. A bucket is closed by the gradient that brings it to its cap, so it may exceed the cap by one gradient. What remains
-   is the last bucket. Cutting from the end, the remainder is bucket 0; under half a cap it joins bucket 1.
+   is the last bucket. Cutting from the end, the remainder is bucket 0; under half a cap it joins bucket 1. A bucket
+   then has no more bytes than all before it, so that the first ones grow.
 3. Buckets are numbered in the order in which they close when gradients become ready in the given order;
    those still open at the end follow, by their last gradient. So bucket i is full before bucket i+1 is.
 4. Gradients of a unit share buckets with no others, and its last one closes one: a step may leave out what it skips.
@@ -30,8 +31,8 @@ DEFAULT_BUCKET_CAP_MB = 25
 AUTO = "auto"
 DEFAULT_FIRST_BUCKET_BYTES = MEBIBYTE
 LAST_BUCKET_BYTES = MEBIBYTE // 2  # between hosts
-MANY_HOSTS_CAP_MB = 5
-MANY_HOSTS_BUCKETS = 48
+MANY_HOSTS_BUCKETS = 12
+FINE_BUCKETS, FINE_CAP_MB = 48, 5  # between hosts, where the next forward waits for whole buckets
 FEW_RANKS = 4  # among which buckets of 1 MiB are as good as of 2, or better
 MANY_RANKS_BYTES_EACH = MEBIBYTE // 2  # of a bucket, for each rank
 
@@ -54,6 +55,8 @@ class BucketCaps:
     caps_bytes: tuple[float, ...]  # in the order in which buckets are cut
     # Buckets are cut from the last gradient on: the first cap is that of the last bucket.
     from_end: bool = False
+    # From the end: as many bytes a bucket may have though fewer are before it; infinite: it does not matter.
+    least_bytes: float = math.inf
 
     @classmethod
     def from_arguments(
@@ -74,30 +77,40 @@ class BucketCaps:
         return None
 
     @classmethod
-    def default(cls, size_bytes: int, any_on_cpu: bool, on_one_host: bool, num_ranks: int) -> BucketCaps:
-        """1 MiB, then 25 MiB; for CPUs of several hosts a 48th of all gradients, the last bucket half a MiB.
+    def default(
+        cls,
+        size_bytes: int,
+        any_on_cpu: bool,
+        on_one_host: bool,
+        num_ranks: int,
+        overlaps_forward: bool = False,
+    ) -> BucketCaps:
+        """1 MiB, then 25 MiB; for CPUs of several hosts a twelfth of all gradients, the last bucket half a MiB.
 
-        That 48th is at least 1 MiB (with more than 4 ranks half a MiB for each, up to 25), and at most 5 MiB or that.
+        That twelfth is at least 1 MiB (with more than 4 ranks half a MiB for each), and at most 25 MiB. With forward
+        overlap it is a 48th and at most 5 MiB: pieces of buckets are sent, and the next forward waits for buckets.
 
-        Nothing hides the last bucket, and the wire idles until the first two are full. With n equal buckets that costs
-        an nth of the overlap, so n should be large; what bounds it is the size at which a reduction is efficient.
-        NCCL's keeps growing; Gloo is saturated at 2 MB (section 2.3, figure 2), and section 5.2 (figures 7 and 8) finds
-        5 MB best for Gloo and 25 MB for NCCL. On one host there is no wire: Gloo takes the cores that compute, overlap
-        gains nothing, and many reductions cost some (lab/LOG.md).
+        Nothing hides the last bucket, and the wire idles until the first one is full: both are small. Of n equal
+        buckets between them one is exposed at most, where communication takes as long as backward. Each has a fixed
+        cost besides, 1 to 3 ms over Gloo on four hosts. The sum is least for n = sqrt(duration of all / fixed cost): 9
+        over links without a limit, 20 for ResNet-50 at 1 Gbit/s. It hardly changes between half of that and twice
+        (docs/decisions/bucket-caps.md). On one host there is no wire: Gloo takes the cores that compute, overlap gains
+        nothing, and many reductions cost some (lab/LOG.md).
 
-        Between hosts every reduction costs rounds of messages, however small it is, twice as many for twice the ranks.
-        So the more ranks cut it into messages, the larger is a bucket. Backward hides rounds, but not those of what is
-        ready last. So buckets are cut from the end: what remains, which may be next to nothing, is the first one and
-        not the last. `any_on_cpu` is agreed on (`replicas.verify`): by its own device each rank would cut other
-        buckets.
+        Every reduction costs rounds of messages, however small it is, twice as many for twice the ranks. So the more
+        ranks cut it into messages, the larger is a bucket. Backward hides rounds, but not those of what is ready last.
+        So buckets are cut from the end: what remains, which may be next to nothing, is the first one and not the last.
+        `any_on_cpu` is agreed on (`replicas.verify`): by its own device each rank would cut other buckets.
         """
         if on_one_host or not any_on_cpu:
             return cls((DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_BUCKET_CAP_MB * MEBIBYTE))
-        least = MEBIBYTE
-        if num_ranks > FEW_RANKS:
-            least = min(num_ranks * MANY_RANKS_BYTES_EACH, DEFAULT_BUCKET_CAP_MB * MEBIBYTE)
-        share = min(max(size_bytes // MANY_HOSTS_BUCKETS, least), max(least, MANY_HOSTS_CAP_MB * MEBIBYTE))
-        return cls((LAST_BUCKET_BYTES, share), from_end=True)
+        most = DEFAULT_BUCKET_CAP_MB * MEBIBYTE
+        least = min(num_ranks * MANY_RANKS_BYTES_EACH, most) if num_ranks > FEW_RANKS else MEBIBYTE
+        if overlaps_forward:
+            share = min(max(size_bytes // FINE_BUCKETS, least), max(least, FINE_CAP_MB * MEBIBYTE))
+            return cls((LAST_BUCKET_BYTES, share), from_end=True)
+        share = min(max(size_bytes // MANY_HOSTS_BUCKETS, least), most)
+        return cls((LAST_BUCKET_BYTES, share), from_end=True, least_bytes=least)
 
     def of(self, bucket_number: int) -> float:
         return self.caps_bytes[min(bucket_number, len(self.caps_bytes) - 1)]
@@ -125,6 +138,9 @@ def assign_buckets(specs: Sequence[GradientSpec], order: Sequence[int], caps: Bu
     open_by_key: dict[Hashable, _OpenBucket] = {}
     keys = [(spec.key, spec.unit) for spec in specs]
     to_come = Counter(keys[index] for index in order if not specs[index].sparse)
+    left_bytes: Counter[Hashable] = Counter()  # not in a closed bucket yet
+    for key, spec in zip(keys, specs, strict=True):
+        left_bytes[key] += 0 if spec.sparse else spec.size_bytes
     for index in reversed(order) if caps.from_end else order:
         spec, key = specs[index], keys[index]
         if spec.sparse:
@@ -135,14 +151,17 @@ def assign_buckets(specs: Sequence[GradientSpec], order: Sequence[int], caps: Bu
         bucket.size_bytes += spec.size_bytes
         to_come[key] -= 1
         ends_unit = spec.unit is not None and to_come[key] == 0
-        if ends_unit or bucket.size_bytes >= _cap_of(bucket, spec.unit, caps):
+        if ends_unit or bucket.size_bytes >= _cap_of(bucket, spec.unit, caps, left_bytes[key]):
             closed.append(bucket.members)
+            left_bytes[key] -= bucket.size_bytes
             open_by_key[key] = _OpenBucket(closed=[*bucket.closed, bucket.members])
     return _numbered(closed, open_by_key, order, caps)
 
 
-def _cap_of(bucket: _OpenBucket, unit: int | None, caps: BucketCaps) -> float:
-    return caps.of(len(bucket.closed)) if unit is None else caps.caps_bytes[-1]
+def _cap_of(bucket: _OpenBucket, unit: int | None, caps: BucketCaps, left_bytes: int) -> float:
+    """Of a bucket to which so many bytes are left, with its own; from the end, these are all before it (rule 2)."""
+    cap = caps.of(len(bucket.closed)) if unit is None else caps.caps_bytes[-1]
+    return min(cap, max(left_bytes / 2, caps.least_bytes)) if caps.from_end else cap
 
 
 def _numbered(
@@ -152,7 +171,8 @@ def _numbered(
     position = {index: place for place, index in enumerate(order)}
     rest = []
     for bucket in open_by_key.values():
-        if caps.from_end and bucket.closed and 2 * bucket.size_bytes < caps.of(len(bucket.closed)):
+        joins = caps.from_end and bucket.closed
+        if joins and 2 * bucket.size_bytes < _cap_of(bucket, None, caps, bucket.size_bytes):
             bucket.closed[-1].extend(bucket.members)
         elif bucket.members:
             rest.append(bucket.members)

@@ -67,7 +67,8 @@ SIDES: dict[str, Side] = {
     "ours": Side("ours"),
     "ours-view": Side("ours", {"gradient_as_bucket_view": True}),
     "ours-static": Side("ours", {"static_graph": True}),
-    "ours-2": Side("ours", {"bucket_cap_mb_list": [1, 2]}),  # fine buckets, as for several hosts
+    "ours-2": Side("ours", {"bucket_cap_mb_list": [1, 2]}),  # fine buckets
+    "ours-25": Side("ours", {"bucket_cap_mb_list": [1, 25]}),  # torch's, which are the default on one host
     "ours-unused": Side("ours", {"find_unused_parameters": True}),
     "ours-paceline": Side("ours", backend="paceline"),
     "ours-noise": Side("ours", make_reduction=GradientNoiseScale),

@@ -293,7 +293,13 @@ def _wrapped(
         return torch.nn.parallel.DistributedDataParallel(module, init_sync=False, bucket_cap_mb_list=caps)
     whole = sum(4 * p.numel() for p in module.parameters()) * scale
     num_ranks = torch.distributed.get_world_size()
-    found = BucketCaps.default(int(whole), any_on_cpu=True, on_one_host=False, num_ranks=num_ranks)
+    found = BucketCaps.default(
+        int(whole),
+        any_on_cpu=True,
+        on_one_host=False,
+        num_ranks=num_ranks,
+        overlaps_forward=bool(overlap_forward),
+    )
     caps = [cap / scale / mebibyte for cap in found.caps_bytes]
     reduction = Mean() if bounded is None else BoundedLoss(**bounded)
     return DistributedDataParallel(
