@@ -9,7 +9,7 @@ import pytest
 
 from paceline.comm.collectives import C10dWork, Chain
 from paceline.comm.lane import LaneWork
-from paceline.errors import PeerLostError
+from paceline.errors import PeerLostError, ProtocolError
 
 
 class Stage:
@@ -98,7 +98,10 @@ def test_the_rest_of_a_slice_is_no_error(timeout_s):
     assert not C10dWork(UnderWay()).wait(timeout_s)
 
 
-def test_a_kept_error_keeps_no_group():
+@pytest.mark.parametrize(
+    "told", [PeerLostError("rank 1 died", 1), ProtocolError("rank 1 died")], ids=["lost", "used"]
+)
+def test_a_kept_error_keeps_no_group(told):
     """What performs a collective is a function over its group, and a frame of the error that it raised refers to it."""
     held = Stage()
 
@@ -109,12 +112,12 @@ def test_a_kept_error_keeps_no_group():
         try:
             inner()
         except RuntimeError as error:
-            raise PeerLostError("rank 1 died", 1) from error
+            raise told from error
 
     work, seen = LaneWork(perform, [], "all-reduce"), weakref.ref(held)
     del held, perform
     work.perform()
-    with pytest.raises(PeerLostError, match="rank 1 died"):
+    with pytest.raises(type(told), match="rank 1 died"):
         work.wait()
     gc.collect()
     assert seen() is None

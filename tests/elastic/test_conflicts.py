@@ -1,5 +1,8 @@
 """What cannot go on with other ranks is refused before training, with the reason; what follows is not."""
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,8 +12,9 @@ from torch.utils.data import DataLoader
 
 from harness.ranks import pool
 from paceline import DistributedDataParallel, convert_sync_batchnorm
-from paceline.data import GlobalBatch, GlobalShuffle
+from paceline.data import GlobalBatch, GlobalShuffle, GlobalStream
 from paceline.elastic import conflicts
+from paceline.elastic.line import Line, Ready, difference
 from paceline.errors import ConfigurationError
 from paceline.reductions import GradientNoiseScale, ParameterServers
 
@@ -33,10 +37,18 @@ def said(_rank, num_ranks, cases):
         model = DistributedDataParallel(net, batch_sampler=shuffle, **options, **drops)
         if case == "hook":
             model.register_comm_hook(None, allreduce_hook)
+        others = {
+            "no sampler": None,
+            "a stream": GlobalStream(range(8), GlobalBatch.of(4, num_ranks)),
+            "another sampler": GlobalShuffle(range(8), GlobalBatch.of(4, num_ranks)),
+        }
         try:
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            conflicts.check(model, [optimizer], [], shuffle, is_deterministic)
-            found[case] = ""
+            sampler = others.get(case, shuffle)
+            conflicts.check(model, [optimizer], [], sampler, is_deterministic)
+            found[case] = conflicts.card(model, [optimizer], [], sampler)
+            with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1", WORLD_SIZE="4"):
+                assert conflicts.card(model, [optimizer], [], sampler) == found[case]  # on several hosts
         except ConfigurationError as error:
             found[case] = str(error)
     return found
@@ -58,12 +70,17 @@ def test_what_follows_and_what_is_refused():
         ("hook", False, {}),
         ("droppable", False, {}),
         ("deterministic", True, {}),
+        ("no sampler", False, {}),
+        ("a stream", False, {}),
+        ("another sampler", False, {}),
     ]
+    expected = ["process_group", "HookReduction", "droppable=", "running statistics"]
+    expected += [f"sampler={given} cannot move a lost rank's samples" for given in (None, "GlobalStream")]
     (found,) = pool(1).run(said, [*follow, *refused])
-    assert {case: found[case] for case, *_ in follow} == dict.fromkeys((case for case, *_ in follow), "")
-    for (case, *_), words in zip(
-        refused, ("process_group", "HookReduction", "droppable=", "running statistics"), strict=True
-    ):
+    assert all("GlobalShuffle of 8 samples" in found[case] for case, *_ in follow)
+    # which ranks compare when they meet: an agent has to know it before, or the others' model would refuse
+    assert "reduction" in difference(found["plain"], found["adasum"])
+    for (case, *_), words in zip(refused, [*expected, "batch_sampler=sampler"], strict=True):
         assert found[case].startswith("Elastic: ")
         assert words in found[case]
 
@@ -92,3 +109,18 @@ def test_what_a_reduction_measures_says_whether_it_outlives_ranks():
     assert not GradientNoiseScale().why_not_elastic
     assert "is for 2 ranks alone" in GradientNoiseScale(shares=(0.5, 0.5)).why_not_elastic
     assert GradientNoiseScale(ParameterServers()).why_not_elastic == ParameterServers.why_not_elastic != ""
+
+
+def test_the_card_of_a_large_model_is_one_message():
+    """Of 20,000 tensors; a rank whose card did not arrive would be waited for without a word."""
+    facts = [f"params[{i}]: layers.{i}.weight: sizes [768, 768], torch.float32" for i in range(20_000)]
+    card = "\n".join(conflicts.shortened(facts))
+    other = "\n".join(conflicts.shortened([*facts[:700], "params[700]: another", *facts[701:]]))
+    agent, theirs = Line.pair()
+    rank = Line(theirs)
+    assert rank.tell(Ready(card))
+    assert agent.hear() == Ready(card)
+    assert "layers.600.weight" in difference(card, other)
+    assert conflicts.shortened(facts[:9]) == facts[:9]
+    agent.close()
+    rank.close()

@@ -1,6 +1,8 @@
 """A rank that comes has the others' bits although they went on training meanwhile; and knows it if it has not."""
 
+import collections
 import math
+import queue
 import socket
 import threading
 import types
@@ -8,7 +10,8 @@ import types
 import pytest
 import torch
 
-from paceline.elastic.handover import Carried, Standings
+from paceline.data import GlobalBatch
+from paceline.elastic.handover import Carried, Place, Standings, hand_over
 from paceline.elastic.replay import Giver, receive
 
 
@@ -122,3 +125,67 @@ def test_who_lacks_what():
     assert rows.holder == 0
     assert [each for each in ranks if not rows.lacks_something(each)] == [0, 1]
     assert [each for each in ranks if rows.lacks_all(each)] == [3, 4, 5, 6]
+
+
+class Messages:
+    """A group of threads that sends messages between two ranks alone, and counts the bytes that each receives."""
+
+    def __init__(self, size):
+        self.ends = collections.defaultdict(queue.SimpleQueue)
+        self.received = [0] * size
+
+    def of(self, rank):
+        def receive_from(tensors, peer, _tag):
+            def wait(_limit):
+                tensors[0].copy_(self.ends[peer, rank].get(timeout=20))
+                self.received[rank] += tensors[0].nbytes
+
+            return types.SimpleNamespace(wait=wait)
+
+        def send(tensors, peer, _tag):
+            self.ends[rank, peer].put(tensors[0].clone())
+            return types.SimpleNamespace(wait=lambda _limit: True)
+
+        size = len(self.received)
+        return types.SimpleNamespace(rank=lambda: rank, size=lambda: size, send=send, recv=receive_from)
+
+
+def test_each_rank_receives_what_it_lacks_and_no_more(monkeypatch):
+    """Two are whole, two have followed the second one, three lack everything. Afterwards all have the same bits."""
+    monkeypatch.setattr("paceline.elastic.handover._MESSAGE_BYTES", 100)
+    torch.manual_seed(5)
+    ranks = [training(torch.optim.AdamW) for _ in range(7)]
+    for it in ranks:
+        it.carried._sampler = types.SimpleNamespace(state_dict=dict, load_state_dict=lambda *_, **__: None)
+    for it in ranks[:4]:  # the same steps, but the followers' buffers and schedules are of the beginning
+        torch.manual_seed(6)
+        for _ in range(3):
+            train(it)
+    for it in ranks[2:4]:
+        it.model[1].reset_running_stats()
+        it.schedule.load_state_dict(training(torch.optim.AdamW).schedule.state_dict())
+    digest = ranks[1].carried.digest()
+    rows = [(3, 1, 0), (3, 1, digest)] + [(3, 0, it.carried.digest()) for it in ranks[2:4]] + [(-1, 1, 0)] * 3
+    group, place, batch = Messages(7), Place(3, 0, 24), GlobalBatch.of(8, 2)
+    given = [None] * 7
+
+    def perform(rank):
+        found = hand_over(ranks[rank].carried, Standings(tuple(rows)), place, batch, group.of(rank))
+        if found:
+            ranks[rank].carried.take(found, is_new=True)
+        given[rank] = found
+
+    threads = [threading.Thread(target=perform, args=(rank,)) for rank in range(7)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert ["parameters" in each for each in given] == [False] * 4 + [True] * 3
+    assert [bool(each) for each in given] == [False] * 2 + [True] * 5
+    assert all(each["place"] == [3, 0, 24] and each["batch"] == batch.as_dict() for each in given[2:])
+    assert group.received[:2] == [0, 0]
+    assert 0 < group.received[2] == group.received[3] < group.received[4] == group.received[6]
+    for it in ranks[1:]:
+        assert it.carried.digest() == digest
+        assert all(map(torch.equal, it.model.buffers(), ranks[0].model.buffers()))
+        assert it.schedule.state_dict() == ranks[0].schedule.state_dict()

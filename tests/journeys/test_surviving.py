@@ -148,12 +148,21 @@ def test_a_stopped_rank_is_excluded_and_replaced(tmp_path):
 @pytest.mark.lab
 @pytest.mark.processes
 def test_ranks_with_workers_and_dropout_and_batch_norm_stay_equal(tmp_path):
-    """What depends on the cut is not compared with one process; the ranks are with each other."""
+    """What depends on the cut is not compared with one process; the ranks are with each other.
+
+    In the last epoch the kernel kills a worker: its rank raises, and is lost.
+    """
     options = ("--epochs", "4", "--workers", "1", "--dropout", "0.1", "--normalize", "--pause-ms", "20")
     job = Job(
-        faults=(Fault(0, 5, "forward", "SIGKILL"), Fault(1, 14, "backward", "SIGKILL")),
+        faults=(
+            Fault(0, 5, "forward", "SIGKILL"),
+            Fault(1, 14, "backward", "SIGKILL"),
+            Fault(1, 26, "loading", "SIGKILL"),  # of a worker, which begins with the step before
+        ),
         options=options,
         python=str(warm.folder() / "python"),
     )
     outcome = run_job(job, tmp_path)
     assert not problems(job, outcome, rounding=math.inf), outcome.said
+    assert "DataLoader worker" in outcome.said
+    assert sum(len(change["lost"]) for change in outcome.ends[0]["history"]) == 3

@@ -139,21 +139,35 @@ def test_a_replacement_that_dies_before_it_comes_in_stops_nobody() -> None:
         assert standstills(Outcome(0, "", [lives, [fault(2.0, moment=moment)]], [], 0)) == []
 
 
+def moved(at: float, heard: float) -> dict[str, Any]:
+    names = ("heard", "left", "seat", "open", "met", "beside")
+    return {"what": "moved", "at": at, **{name: heard + 0.01 * i for i, name in enumerate(names)}}
+
+
+def dies(at: float) -> list[dict[str, Any]]:
+    return [{"what": "done", "at": 1.0}, {"what": "fault", "at": at, "how": "SIGKILL"}]
+
+
 def test_the_parts_of_a_stall_are_of_the_rank_that_took_longest() -> None:
     def rank(late: float) -> list[dict[str, Any]]:
-        moved = {
-            "what": "moved",
-            "heard": 2.01,
-            "left": 2.02,
-            "seat": 2.05,
-            "open": 2.1 + late,
-            "at": 2.13 + late,
-        }
-        return [{"what": "done", "at": 1.0}, moved, {"what": "done", "at": 2.2 + late}]
+        return [{"what": "done", "at": 1.0}, moved(2.1 + late, 2.01), {"what": "done", "at": 2.2 + late}]
 
-    killed = [{"what": "done", "at": 1.0}, {"what": "fault", "at": 2.0, "how": "SIGKILL"}]
-    (found,) = parts_of(Outcome(0, "", [rank(0.0), rank(0.5), killed], [], 0))
-    assert [round(found[name]) for name in PARTS] == [10, 10, 30, 550, 30, 70]
+    (found,) = parts_of(Outcome(0, "", [rank(0.0), rank(0.5), dies(2.0)], [], 0))
+    assert [round(found[name]) for name in PARTS] == [0, 10, 10, 10, 10, 10, 10, 540, 100]
+
+
+def test_a_stall_with_two_deaths_ends_with_the_second_recovery() -> None:
+    """The rank had gone on, and lost the step again; a later death is another standstill."""
+    lives = [moved(2.1, 2.01), moved(2.5, 2.31), {"what": "done", "at": 2.6}, moved(4.1, 4.01)]
+    notes = [
+        [{"what": "done", "at": 1.0}, *lives, {"what": "done", "at": 4.2}],
+        dies(2.0),
+        dies(2.3),
+        dies(4.0),
+    ]
+    first, second = parts_of(Outcome(0, "", notes, [], 0))
+    assert [round(first[name]) for name in PARTS] == [300, 10, 10, 10, 10, 10, 10, 140, 100]
+    assert round(sum(second.values())) == 200
 
 
 def test_searches_side_by_side_add_to_one_report(tmp_path: Any) -> None:

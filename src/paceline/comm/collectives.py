@@ -14,7 +14,7 @@ import functools
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -101,6 +101,20 @@ def irecv(tensor: Tensor, group: Any, peer: int, tag: int) -> dist.Work:
     """Fill `tensor` with what a rank sends with the same tag. Does not wait; arguments as of `isend`."""
     work: dist.Work = group.recv([tensor], peer, tag)
     return work
+
+
+def pass_on(tensor: Tensor, group: Any, order: Sequence[int]) -> None:
+    """Replace `tensor` by that of the first of these ranks, which send it to each other: nobody else takes part.
+
+    A binomial tree: who has it sends it on, in each round to one more. Collective over `order`; blocks.
+    """
+    place, reach = order.index(group.rank()), 1
+    while reach < len(order):
+        if place < reach and place + reach < len(order):
+            C10dWork(isend(tensor, group, order[place + reach], 0)).wait()
+        elif reach <= place < 2 * reach:
+            C10dWork(irecv(tensor, group, order[place - reach], 0)).wait()
+        reach *= 2
 
 
 def allocate_zeros(

@@ -35,6 +35,10 @@ class Completion:
                 return
         callback()
 
+    def is_done(self) -> bool:
+        """As of a `Work`."""
+        return self.has_ended
+
     def failure(self) -> Exception | None:
         """As of a `Work`: set before callbacks are called."""
         return self.error

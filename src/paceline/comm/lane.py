@@ -28,7 +28,7 @@ from torch.futures import Future
 from paceline.comm import BACKEND_NAME
 from paceline.comm.collectives import C10dWork, Work
 from paceline.comm.device import Mark, SideStreams, devices_of, keep_for_current_streams
-from paceline.errors import PeerLostError
+from paceline.errors import PeerLostError, ProtocolError
 from paceline.host.exit import end_before_exit
 
 
@@ -82,9 +82,10 @@ class LaneWork(dist.Work):
             self._perform_on_streams(self._launched) if self._launched is not None else self._perform()
         except BaseException as error:  # noqa: BLE001  whatever it is, it is raised to the waiters
             # Without this frame, which refers to this object: else only the garbage collector would free it. A lost
-            # peer is told by its words; functions of the frames refer to the group, which could not end.
+            # peer, and that the group is broken, is told by words; functions of the frames refer to the group, which
+            # could not end.
             frames = error.__traceback__
-            if isinstance(error, PeerLostError):
+            if isinstance(error, (PeerLostError, ProtocolError)):
                 frames = None
                 if error.__cause__ is not None:  # what a backend said, which is among the words
                     error.__cause__.__traceback__ = None

@@ -9,20 +9,16 @@ Rules
    garbage collector decides, and the script's own groups over a part of the ranks are named by that number.
 3. A group's end waits for its threads and for its collectives. So none of its own threads may end it. After a rank was
    lost, the main thread may not either: a collective of the old group may never end.
-4. Gloo waits for the connection of a rank that has died meanwhile, until its timeout or longer. No closed socket wakes
-   it, as there is none. So who may have to stop waiting lets it open on a thread, and leaves that behind.
-5. A group of our backend is held by its lane's thread, which ends when the group is shut down. So whoever lets a group
+4. A group of our backend is held by its lane's thread, which ends when the group is shut down. So whoever lets a group
    go shuts it down, whether c10d still knows it or not.
 """
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -32,10 +28,8 @@ import torch.distributed as dist
 from paceline.comm import BACKEND_NAME, OWN_GROUPS
 from paceline.comm.collectives import all_reduce_max, device_for_metadata, timeout_of
 from paceline.comm.peers import Peers
-from paceline.errors import PeerLostError
 
 HOST = torch.device("cpu")
-_LOOK_S = 0.01  # between two looks whether the opening of a group is given up
 _NAME_BITS = 62
 _HELD_HERE_ALONE = 2  # references: a list's, and that of the function that counts them
 _closed: WeakSet[dist.ProcessGroup] = WeakSet()
@@ -73,49 +67,6 @@ def group_like(
     return cast("dist.ProcessGroup", made)
 
 
-@contextlib.contextmanager
-def given_up_when(is_over: Callable[[], bool]) -> Iterator[None]:
-    """Within it, who waits for c10d to open a Gloo group raises PeerLostError once that `is_over` (rule 4). Local."""
-    c10d: Any = dist.distributed_c10d
-    gloo = c10d.ProcessGroupGloo
-
-    class Opening(type):
-        """Stands for the class of Gloo's groups, of which c10d makes one."""
-
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, gloo)
-
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            return _opened_aside(lambda: gloo(*args, **kwargs), is_over)
-
-    c10d.ProcessGroupGloo = Opening("ProcessGroupGloo", (), {})
-    try:
-        yield
-    finally:
-        c10d.ProcessGroupGloo = gloo
-
-
-def _opened_aside(make: Callable[[], Any], is_over: Callable[[], bool]) -> Any:
-    made: list[Any] = []
-    raised: list[Exception] = []
-    is_done = threading.Event()
-
-    def perform() -> None:
-        try:
-            made.append(make())
-        except Exception as error:  # noqa: BLE001 (raised where it is awaited)
-            raised.append(error)
-        is_done.set()
-
-    threading.Thread(target=perform, name="paceline-open", daemon=True).start()
-    while not is_done.wait(_LOOK_S):
-        if is_over():
-            raise PeerLostError("a rank was lost while a group was opened")
-    if raised:
-        raise raised[0]
-    return made[0]
-
-
 def _agree(number: torch.Tensor, group: dist.ProcessGroup, peers: Peers | None) -> None:
     """Replace the number by the largest of any rank. Collective; blocks."""
     pending = all_reduce_max(number, group)
@@ -140,7 +91,7 @@ def close(group: dist.ProcessGroup) -> None:
 
 
 def end_aside(group: dist.ProcessGroup) -> None:
-    """Let a group end on a thread of its own, once nobody else holds it (rules 3 and 5). Local."""
+    """Let a group end on a thread of its own, once nobody else holds it (rules 3 and 4). Local."""
     _break(group)
     threading.Thread(target=_end, args=([group],), name="paceline-close", daemon=True).start()
 

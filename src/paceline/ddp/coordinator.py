@@ -152,6 +152,13 @@ class StepCoordinator:
         number: int,
         *more: tuple[str, object],
     ) -> Verified:
+        device = self.membership.device
+        words_on, is_on_cpu = device_for_metadata(groups[0], device), device.type == "cpu"
+        described = self.describe(managed, *more)
+        return verify(described, groups[0], peers, words_on, is_on_cpu, number, knows_beside(groups))
+
+    def describe(self, managed: ManagedParameters, *more: tuple[str, object]) -> Description:
+        """What has to be equal on all ranks. Local."""
         frozen = [
             (name, p)
             for name, p in self._module.named_parameters()
@@ -171,10 +178,7 @@ class StepCoordinator:
             ("mixed_precision", wrapped.mixed_precision),
             *more,
         ]
-        description = Description.of(managed, frozen, self.buffers.named().items(), self._ignored, options)
-        device = self.membership.device
-        words_on, is_on_cpu = device_for_metadata(groups[0], device), device.type == "cpu"
-        return verify(description, groups[0], peers, words_on, is_on_cpu, number, knows_beside(groups))
+        return Description.of(managed, frozen, self.buffers.named().items(), self._ignored, options)
 
     def broadcast_model(self, source: int, with_buffers: bool) -> None:
         """Give all ranks the parameters, and buffers if asked for, of rank `source`. Collective; blocks."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -138,12 +139,6 @@ class _Launched:
     def note_done(self) -> None:
         self.done_s = time.perf_counter()
 
-    def look(self) -> bool:
-        """Whether it has arrived, as far as is known without waiting."""
-        if not self.done_s and self.pending is not None and self.pending.is_done():
-            self.note_done()
-        return self.done_s > 0.0
-
     def timing(self) -> BucketTiming:
         bucket = self.bucket
         return BucketTiming(
@@ -168,10 +163,11 @@ class PlainFlight(Flight):
         self._last: Bucket | None = buckets[-1]  # behind which nothing leaves
         self._launched: list[_Launched] = []
         self._num_awaited = 0
-        self._num_seen = 0  # which have arrived, of the first ones
+        self._unseen: deque[tuple[Work, _Launched]] = deque()  # small ones, not yet seen to have arrived
 
     def launch(self, bucket: Bucket) -> None:
-        self._look()
+        while self._unseen and self._unseen[0][0].is_done():
+            self._unseen.popleft()[1].note_done()
         launched = _Launched(bucket, bucket.size_bytes)
         if self._times is not None:
             self._times.launch(bucket.index)
@@ -183,17 +179,14 @@ class PlainFlight(Flight):
             raise self._peers.lost(error, f"launching {describe_bucket(bucket)}") from error
         launched.pending = pending
         launched.done_s = 0.0
-        if bucket.size_bytes >= LEAST_CALLED_BACK_BYTES or self._times is not None:
+        if bucket.size_bytes < LEAST_CALLED_BACK_BYTES and self._times is None:
+            self._unseen.append((pending, launched))
+        else:
             pending.on_done(launched.note_done)
         if self._times is not None:
             pending.on_done(functools.partial(self._times.done, bucket.index))
         self._launched.append(launched)
         self.num_launched += 1
-
-    def _look(self) -> None:
-        """Note which have arrived, without waiting, in order."""
-        while self._num_seen < len(self._launched) and self._launched[self._num_seen].look():
-            self._num_seen += 1
 
     def leave_out(self, bucket: Bucket) -> None:
         """It is the turn of a bucket that no rank needs: nothing is sent."""

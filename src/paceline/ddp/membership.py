@@ -340,7 +340,7 @@ class Membership:
         before = self.groups
         if process_group in before.asked_for:
             before.leave_gradients()  # first: what stands beside it may be broken, and is not to be used again
-        after = self._open(process_group, verified, joining)
+        after = self.open_groups(process_group, verified, joining)
         try:
             model.follow_data(process_group.rank(), shares, met)
         except Exception:
@@ -366,7 +366,7 @@ class Membership:
         joining.wait(all_gather(rows, row, process_group), "meeting the members of another group")
         return [_Card.of(words.tolist()) for words in rows]
 
-    def _open(self, process_group: ProcessGroup, verified: Verified, joining: Peers) -> Groups:
+    def open_groups(self, process_group: ProcessGroup, verified: Verified, joining: Peers) -> Groups:
         """Rule 3. Collective over the new group; blocks."""
         groups = Groups([process_group], [process_group])
         try:

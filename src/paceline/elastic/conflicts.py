@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from paceline import version
 from paceline.comm.collectives import backend_of
 from paceline.data import GlobalShuffle
 from paceline.ddp import DistributedDataParallel
@@ -18,6 +19,8 @@ from paceline.optim import LAMB, LARS
 from paceline.reductions import Mean
 
 _BACKENDS = ("gloo", "paceline")
+_CAPS = "argument bucket caps"
+_MOST_CHARACTERS, _NUM_DIGESTS = 20_000, 100  # of a card, which is one message
 _DEFERS = "paceline.optim"
 
 
@@ -143,16 +146,31 @@ def card(
     sampler: GlobalShuffle,
 ) -> str:
     """What all ranks must have in common, a fact a line. Local."""
-    lines = [f"Paceline {version.__version__}", f"torch {torch.__version__.partition('+')[0]}"]
-    for kind, named in (
-        ("parameter", model.module.named_parameters()),
-        ("buffer", model.module.named_buffers()),
-    ):
-        lines += [f"{kind} {name}: {list(each.shape)} {each.dtype}" for name, each in named]
+    steps = model._steps
+    lines = [f"torch {torch.__version__.partition('+')[0]}"]
+    # What ranks compare when they meet, and raise if it differs: one that comes shall not end the others by that.
+    # How many hosts there are, which decides on default caps, it knows only then.
+    lines += [
+        f"{title}: {fact.partition(' on ')[0] if title == _CAPS else fact}"
+        for title, fact in steps.describe(steps.managed).lines
+    ]
     lines += [
         f"optimizer {type(each).__name__} with {[len(group['params']) for group in each.param_groups]} parameters"
         for each in optimizers
     ]
     lines += [f"state of {type(each).__name__}" for each in states]
     lines.append(f"{type(sampler).__name__} of {sampler.num_samples} samples")
-    return "\n".join(lines)
+    return "\n".join(shortened(lines))
+
+
+def shortened(lines: Sequence[str]) -> list[str]:
+    """These facts so that they fit into a message between a rank and its agent: several as one, by a digest."""
+    if sum(map(len, lines)) <= _MOST_CHARACTERS:
+        return [*lines]
+    size = math.ceil(len(lines) / _NUM_DIGESTS)
+    found = []
+    for begin in range(0, len(lines), size):
+        text = "\n".join(lines[begin : begin + size])
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        found.append(f"{lines[begin][:80]} ... (facts {begin + 1} to {begin + size}, digest {digest})")
+    return found

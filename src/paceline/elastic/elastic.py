@@ -23,10 +23,11 @@ from torch.optim import Optimizer
 
 from paceline.comm import opened_groups, peers
 from paceline.comm.collectives import all_reduce, backend_of, timeout_of
+from paceline.comm.given_up import aside, given_up_when
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.ddp import DistributedDataParallel
-from paceline.elastic import conflicts, handover
-from paceline.elastic.handover import Carried, Place, Standings
+from paceline.elastic import conflicts
+from paceline.elastic.handover import Carried, Place, Standings, hand_over
 from paceline.elastic.line import (
     LOST_AFTER,
     CaughtUp,
@@ -129,7 +130,8 @@ class Elastic:
             )
         _in_use.append(self)
         carried = Carried(model.module, optimizers, others, sampler)
-        carried.packed(self._place, sampler.batch)  # refuses what cannot be sent
+        carried.rest(self._place, sampler.batch)  # refuses what cannot be sent
+        carried.whole()
         self._rollback = Rollback(model.module, optimizers, others)
         self._is_given_up = False  # the step under way, or the last one
         self._is_in_step = False
@@ -251,7 +253,7 @@ class Elastic:
                 self._save()
                 raise
             try:
-                with opened_groups.given_up_when(lambda: crew.watcher.is_over):
+                with given_up_when(lambda: crew.watcher.is_over):
                     self._follow(seat)
             except ReplicaMismatchError:
                 raise
@@ -276,12 +278,11 @@ class Elastic:
         if crew.is_new and seat.num_new < seat.size:
             self._place = Place(_NOT_YET, 0, 0)
         standings = crew.open(seat, self.step)
-        takes = standings.lacks_something(seat.rank)
-        if self._is_given_up and not takes:
+        if self._is_given_up and not standings.lacks_something(seat.rank):
             self._rollback.undo()
             self._is_given_up = False
         given = crew.rebuild(seat, standings, self._place)
-        if takes:
+        if given:
             crew.carried.take(given, is_new=self.step == _NOT_YET)
             if isinstance(reduction := self._model._setting.reduction, Lossy):
                 reduction.reset()  # what it had not sent before that step, it may have sent in it
@@ -400,27 +401,18 @@ class Crew:
             return Standings.of(got.step, False, got.digest, group)
         return Standings.of(step, True, self._digest, group)
 
-    def rebuild(self, seat: Seat, standings: Standings, place: Place) -> Any:
-        """Let the model go on over the group; returns the furthest rank's state, if any is behind. Collective."""
-        given, tensors = None, []
+    def rebuild(self, seat: Seat, standings: Standings, place: Place) -> dict[str, Any]:
+        """Let the model go on over the group; returns what this rank lacks of the furthest one's state. Collective."""
         group = dist.group.WORLD
         assert group is not None
-        ranks = range(seat.size)
-        if any(map(standings.lacks_something, ranks)):
-            is_whole = any(map(standings.lacks_all, ranks))
-            is_holder = seat.rank == standings.holder
-            packed = self.carried.packed(place, self._first_batch, is_whole=is_whole) if is_holder else None
-            words = handover.send_words(packed.words if packed else None, standings.holder, group)
-            tensors = handover.tensors_for(words, packed)
-            given = handover.whole(words, tensors)
+        first = self._first_batch
+        given = aside(lambda: hand_over(self.carried, standings, place, first, group))
+        if given:
             self._first_batch = GlobalBatch.from_dict(given["batch"])
         if (mean := self._model._steps.logical) is not None:
             mean.num_averaged = self._first_batch.num_ranks
         batch = self._first_batch.among(seat.size)
         self._model.membership.rebuild(group, batch=batch, same_step=False)
-        if tensors:
-            doing = f"receiving the state of rank {standings.holder}"
-            self._model._steps.broadcast_tensors(tensors, standings.holder, doing)
         return given
 
     def go_on(self, seat: Seat, place: Place) -> None:

@@ -1,17 +1,19 @@
 """What a rank that is behind, or has just come, receives from one that is not; and when it takes that.
 
 Rules
-1. It is received into memory of its own, and taken over only when all of it is there. So a rank whose giver dies
+1. Each rank receives what it lacks, from the holder or from another that lacks it, too: who has followed the rest, who
+   has not everything. Nobody else takes part.
+2. It is received into memory of its own, and taken over only when all of it is there. So a rank whose giver dies
    meanwhile has what it had.
-2. Numbers travel as JSON, tensors as they are. Nothing is unpickled.
-3. Schedules are loaded, not stepped: to step one as often gives other bits.
+3. Numbers travel as JSON, tensors as they are. Nothing is unpickled.
+4. Schedules are loaded, not stepped: to step one as often gives other bits.
 """
 
 from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +25,13 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from paceline.comm.collectives import all_gather, broadcast
+from paceline.comm.collectives import all_gather, pass_on
+from paceline.comm.given_up import aside
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.elastic.rollback import Randomness, settings_of
 from paceline.elastic.state_tree import PackedState, empty_tensors, pack, unpack
 
+_MESSAGE_BYTES = 16 << 20  # of tensors that are sent together
 _FACTOR, _MODULUS = 1_000_003, (1 << 61) - 1
 
 
@@ -51,7 +55,7 @@ class Standings:
         """Tell each other. Collective; blocks."""
         row = torch.tensor([step, is_whole, digest])
         rows = [torch.empty_like(row) for _ in range(group.size())]
-        all_gather(rows, row, group).wait()
+        aside(all_gather(rows, row, group).wait)
         return cls(tuple(tuple(each.tolist()) for each in rows))
 
     @property
@@ -108,11 +112,17 @@ class Carried:
             found = (found * _FACTOR + _sum_of(bytes_of(tensor))) % _MODULUS
         return found + 1
 
-    def packed(self, place: Place, batch: GlobalBatch, *, is_whole: bool = True) -> PackedState:
-        """All of it, for another rank, between two steps. Local. `batch` is what the job began with.
+    def whole(self) -> PackedState:
+        """Parameters and optimizers' states, for a rank that does not hold them, between two steps. Local."""
+        return pack(
+            {
+                "parameters": [each.detach() for each in self.parameters],
+                "optimizers": [each.state_dict() for each in self.optimizers],
+            }
+        )
 
-        Without `is_whole` the rest for a rank that holds parameters and optimizers' states.
-        """
+    def rest(self, place: Place, batch: GlobalBatch) -> PackedState:
+        """What else another rank needs, between two steps. Local. `batch` is what the job began with."""
         tree = {
             "place": [place.step, place.epoch, place.position],
             "batch": batch.as_dict(),
@@ -122,9 +132,6 @@ class Carried:
             "settings": [[settings_of(group) for group in each.param_groups] for each in self.optimizers],
             "others": [each.state_dict() for each in self._others],
         }
-        if is_whole:
-            tree["parameters"] = [each.detach() for each in self.parameters]
-            tree["optimizers"] = [each.state_dict() for each in self.optimizers]
         return pack(tree)
 
     def take(self, tree: Any, *, is_new: bool) -> None:
@@ -151,7 +158,11 @@ class Carried:
 
 def bytes_of(tensor: Tensor) -> npt.NDArray[np.uint8]:
     """A tensor's elements; its own memory, if it is contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return _as_bytes(tensor).numpy()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _sum_of(found: npt.NDArray[np.uint8]) -> int:
@@ -160,23 +171,54 @@ def _sum_of(found: npt.NDArray[np.uint8]) -> int:
     return int(words.sum(dtype=np.uint64)) + int.from_bytes(found[whole:].tobytes(), "big")
 
 
-def send_words(words: bytes | None, holder: int, group: ProcessGroup) -> bytes:
-    """Give all ranks the words of rank `holder`. Collective; blocks."""
-    length = torch.tensor([len(words or b"")])
-    broadcast(length, group, holder).wait()
-    if words is not None:
-        text = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-    else:
-        text = torch.empty(int(length.item()), dtype=torch.uint8)
-    broadcast(text, group, holder).wait()
-    return text.numpy().tobytes()
+def hand_over(
+    carried: Carried, standings: Standings, place: Place, batch: GlobalBatch, group: ProcessGroup
+) -> dict[str, Any]:
+    """Let each rank have what it lacks; returns that, nothing if it lacks nothing. Collective; blocks.
+
+    Contract:
+        `standings` are the same on every rank; `place` and `batch` count on the holder.
+    """
+    ranks, found = range(group.size()), dict[str, Any]()
+    is_holder = group.rank() == standings.holder
+    parts: tuple[tuple[Callable[[int], bool], Callable[[], PackedState]], ...] = (
+        (standings.lacks_something, lambda: carried.rest(place, batch)),
+        (standings.lacks_all, carried.whole),
+    )
+    for lacks, pack_part in parts:
+        order = [standings.holder, *filter(lacks, ranks)]
+        if len(order) > 1 and group.rank() in order:
+            tree = unpack(_pass_on(pack_part() if is_holder else None, order, group))
+            found.update({} if is_holder else tree)
+    return found
 
 
-def tensors_for(words: bytes, packed: PackedState | None) -> list[Tensor]:
-    """Those to be sent, on the rank that has them; room for them elsewhere."""
-    return empty_tensors(words) if packed is None else packed.tensors
+def _pass_on(packed: PackedState | None, order: Sequence[int], group: ProcessGroup) -> PackedState:
+    """Give these ranks what the first one has packed. Collective over them; blocks."""
+    length = torch.tensor([len(packed.words) if packed else 0])
+    pass_on(length, group, order)
+    text = torch.frombuffer(bytearray(packed.words if packed else int(length)), dtype=torch.uint8)
+    pass_on(text, group, order)
+    words = text.numpy().tobytes()
+    tensors = packed.tensors if packed else empty_tensors(words)
+    for several in _messages(tensors):
+        sizes = [each.nbytes for each in several]
+        flat = torch.cat(several) if packed else torch.empty(sum(sizes), dtype=torch.uint8)
+        pass_on(flat, group, order)
+        if not packed:
+            for own, given in zip(several, flat.split(sizes), strict=True):
+                own.copy_(given)
+    return PackedState(words, tensors)
 
 
-def whole(words: bytes, tensors: list[Tensor]) -> Any:
-    """The tree, once all has arrived."""
-    return unpack(PackedState(words, tensors))
+def _messages(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors' bytes, several small ones together."""
+    found: list[list[Tensor]] = []
+    room = 0
+    for each in tensors:
+        if each.nbytes > room or not found:
+            found.append([])
+            room = _MESSAGE_BYTES
+        found[-1].append(_as_bytes(each))
+        room -= each.nbytes
+    return [each for each in found if sum(part.nbytes for part in each)]

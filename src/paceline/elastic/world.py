@@ -46,8 +46,7 @@ def forget_world() -> None:
         getattr(world, name).clear()
     c10d._unregister_all_process_groups()
     world.group_count = 0
-    hook = (
-        sys.excepthook
-    )  # each default group writes its rank's number before the lines of an error, and of its elder's
+    # Each default group writes its rank's number before the lines of an error, and of its elder's.
+    hook = sys.excepthook
     if hook.__name__ == "_distributed_excepthook":
         sys.excepthook = inspect.getclosurevars(hook).nonlocals["old_hook"]

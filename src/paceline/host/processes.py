@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,11 +86,7 @@ class ProcessCard:
 
     @classmethod
     def of_this_process(cls) -> ProcessCard:
-        try:
-            where = whereabouts("pid")
-        except OSError:
-            where = ""
-        return cls(os.getpid(), start_time_of(os.getpid()), where, os.uname().nodename)
+        return _card_of(os.getpid())
 
     @classmethod
     def from_words(cls, words: bytes) -> ProcessCard:
@@ -108,6 +105,15 @@ class ProcessCard:
         if not self.where or self.where != ProcessCard.of_this_process().where:
             return UNKNOWN
         return state_of(self.pid) if start_time_of(self.pid) == self.start_time else GONE
+
+
+@functools.lru_cache(maxsize=1)  # a fork has another id
+def _card_of(own_pid: int) -> ProcessCard:
+    try:
+        where = whereabouts("pid")
+    except OSError:
+        where = ""
+    return ProcessCard(own_pid, start_time_of(own_pid), where, os.uname().nodename)
 
 
 def stat_of(process: int | str) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.comm.forked import keep_when_forked
+from paceline.comm.given_up import aside
 from paceline.comm.rendezvous import Rendezvous
 from paceline.errors import ConfigurationError, PeerLostError
 from paceline.host.addresses import LOOPBACK, own_address_towards
@@ -47,10 +48,15 @@ def make_gloo(
         options = gloo._Options()
         options._timeout = timeout
         options._devices = [gloo.create_device(hostname=address, lazy_init=not connects_now)]
-    try:
+
+    def make() -> Gloo:
         made = gloo(store, rank, size, options)
         if connects_now:  # whoever closes it before all have connected takes that from the others
             made.barrier(dist.BarrierOptions()).wait()
+        return made
+
+    try:
+        made = aside(make)
     except RuntimeError as error:
         raise PeerLostError(
             f"rank {rank} could not connect to all {size} ranks of a new group: one has ended or cannot be reached. "

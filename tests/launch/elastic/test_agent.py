@@ -71,6 +71,31 @@ while True:
 """
 
 
+# Local rank 1 dies in its loop. Its replacement has another model. The other trains on until the test has seen enough.
+DIFFERS = """
+import os, pathlib, sys
+from paceline.elastic.line import Following, InLoop, Line, Ready, Refused, Seat, Stop, Stopped
+line = Line.of_this_process()
+start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+line.tell(Ready("torch 2\\n" + ("weight: [3]" if start == "0" else "weight: [4]")))
+while True:
+    said = line.hear()
+    if isinstance(said, Seat):
+        line.tell(InLoop(True))
+        line.tell(Following(said.epoch))
+        if os.environ["LOCAL_RANK"] == "1":
+            os._exit(1)
+        if said.size == 1:
+            open(sys.argv[1]).close()  # a pipe, which the test opens at the end
+            line.tell(InLoop(False))
+            sys.exit()
+    elif isinstance(said, Stop):
+        line.tell(Stopped(said.epoch, 3))
+    elif isinstance(said, Refused):
+        sys.exit(said.why)
+"""
+
+
 # It follows a rank of another host before it comes in; once it trains, it gives to one.
 FOLLOWS = """
 import sys
@@ -352,3 +377,31 @@ def test_memberships_that_complete_no_step_come_to_an_end(
                 agent.look()
     finally:
         agent.end(signal.SIGTERM)
+
+
+@pytest.mark.processes
+def test_a_replacement_that_differs_is_refused_and_the_others_train_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Another version, model or data set: it is told how it differs, and its seat stays empty."""
+    script, pipe, notes = tmp_path / "train.py", tmp_path / "pipe", list[str]()
+    script.write_text(DIFFERS)
+    os.mkfifo(pipe)
+    monkeypatch.setattr("sys.executable", str(warm.folder() / "python"))
+    arguments = command_line.parse(["--nproc-per-node", "2", "--min-ranks", "1", str(script), str(pipe)])
+    agent = Agent(arguments, OneHost(), Starter(arguments), Start(0, 2, 0, 1, None), notes.append)
+    try:
+        while not any("is not started again" in note for note in notes):
+            agent.look()
+        pipe.open("w").close()
+        while not agent.is_over:
+            agent.look()
+    finally:
+        agent.end(signal.SIGTERM)
+    differs = "it has 'weight: [4]' where the others have 'weight: [3]'"
+    assert any(f"cannot come in: {differs}" in note for note in notes)
+    assert (
+        f"this rank cannot join the others: {differs}. Start it as they were started."
+        in capfd.readouterr().err
+    )
+    assert notes[-1] == "local rank 1 is not started again: what starts there cannot come in"

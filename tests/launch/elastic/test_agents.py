@@ -40,13 +40,17 @@ def start() -> Iterator[Start]:
     running: list[Agents] = []
 
     def start_one(
-        first: Agents | None = None, token: str = "t", needs: Quorum = THREE, patience_s: float = 60
+        first: Agents | None = None,
+        token: str = "t",
+        needs: Quorum = THREE,
+        patience_s: float = 60,
+        note: Callable[[str], None] = print,
     ) -> Agents:
         place = None if first is None else first.address
         number = len(running)
         start = Address("127.0.0.1", 100 + number)
         running.append(
-            Agents(AgentSetting(f"{number}", number + 1, start, LOCAL, place, token, needs, patience_s))
+            Agents(AgentSetting(f"{number}", number + 1, start, LOCAL, place, token, needs, patience_s), note)
         )
         return running[-1]
 
@@ -103,13 +107,15 @@ def test_a_lost_rank_ends_the_membership_everywhere(start: Start) -> None:
 
 
 def test_an_agent_with_another_token_stays_outside(start: Start) -> None:
-    """It is told who is missing, with numbers."""
-    first = start(needs=TWO)
-    stranger = start(first, token="other", patience_s=0.5)
-    with pytest.raises(LaunchError, match=rf"nobody of this job answers at 127.0.0.1:{first.address.port}"):
+    """It is told who is missing, with numbers; once before it is given up."""
+    first, said = start(needs=TWO), list[str]()
+    stranger = start(first, token="other", patience_s=0.5, note=said.append)
+    missing = f"nobody of this job answers at 127.0.0.1:{first.address.port}."
+    with pytest.raises(LaunchError, match=f"{missing} Start all hosts again"):
         while True:
             propose(stranger)
             time.sleep(0.01)
+    assert said == [f"waiting up to 0.5 s for ranks to train with: {missing}"]
     assert "1 of 2 hosts" in first.waits_for()
 
 

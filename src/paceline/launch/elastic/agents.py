@@ -27,6 +27,7 @@ from paceline.launch.elastic.wire import decode, encode
 from paceline.launch.launch_errors import LaunchError
 
 _TURN_S = 0.1
+_SAY_S = 3.0  # that there is no plan, before people are told: who cannot be reached is missed by then
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,15 @@ class AgentSetting:
 
 
 class Agents:
-    """This agent among the others; a `Decider`. Raises OSError if the address is taken or not this host's."""
+    """This agent among the others; a `Decider`. Raises OSError if the address is taken or not this host's.
+
+    `note` tells people that there is no plan yet, and what is missing.
+    """
 
     is_alone = False
 
-    def __init__(self, setting: AgentSetting) -> None:
-        self._setting = setting
+    def __init__(self, setting: AgentSetting, note: Callable[[str], None] = lambda _: None) -> None:
+        self._setting, self._note = setting, note
         self._links = Links(setting.listen, setting.token)
         self.name = f"{setting.name}/{secrets.token_hex(3)}"
         own = Voter(self.name, self._links.address, start=setting.start, num_ranks=setting.num_ranks)
@@ -58,6 +62,7 @@ class Agents:
         self._names: dict[int, str] = {}  # of incoming connections
         self._to_give: deque[socket.socket] = deque()  # to ranks of other hosts
         self._waits_since_s: float | None = None
+        self._has_said_missing = False
         self._forgotten: set[str] = set()  # missing agents whose connections are closed
         self._ends = False
         self._broken: BaseException | None = None  # what the thread died of
@@ -86,7 +91,7 @@ class Agents:
                 missing = self._what_is_missing()
             if time.monotonic() - began_s > self._setting.patience_s:
                 raise LaunchError(
-                    f"the hosts of this launch did not meet in {self._setting.patience_s:.0f} s: {missing}. All need "
+                    f"the hosts of this launch did not meet in {self._setting.patience_s:.0f} s: {missing} All need "
                     "the same --nnodes and PACELINE_TOKEN, and a way to each other."
                 )
             time.sleep(_TURN_S)
@@ -108,7 +113,7 @@ class Agents:
             if plan is None:
                 self._check_patience(now_s)
             else:
-                self._waits_since_s = None
+                self._waits_since_s, self._has_said_missing = None, False
         self._links.wake()
         return plan
 
@@ -180,9 +185,15 @@ class Agents:
     def _check_patience(self, now_s: float) -> None:
         if self._waits_since_s is None:
             self._waits_since_s = now_s
-        waited_s = now_s - self._waits_since_s
-        if waited_s > self._setting.patience_s:
-            raise LaunchError(f"no plan for {waited_s:.0f} s: {self._what_is_missing()}")
+        waited_s, limit_s = now_s - self._waits_since_s, self._setting.patience_s
+        if waited_s > limit_s:
+            raise LaunchError(
+                f"{self.name} waited {waited_s:.0f} s for ranks to train with: {self._what_is_missing()} Start all "
+                "hosts again, from the last checkpoint."
+            )
+        if waited_s > min(_SAY_S, 0.5 * limit_s) and not self._has_said_missing:
+            self._has_said_missing = True
+            self._note(f"waiting up to {limit_s:g} s for ranks to train with: {self._what_is_missing()}")
 
     def waits_for(self) -> str:
         """In words, what is missing until there is a plan."""
@@ -193,7 +204,7 @@ class Agents:
         council = self._council
         decree, missing = council.decree, council.missing()
         if decree is None:
-            return f"nobody of this job answers at {':'.join(map(str, self._setting.first or self.address))}"
+            return f"nobody of this job answers at {':'.join(map(str, self._setting.first or self.address))}."
         heard = [name for name in decree.names if name not in missing]
         if not decree.has_quorum(heard):
             half = 2 * len(heard) == len(decree.names)
@@ -202,7 +213,7 @@ class Agents:
             return f"{reached}. Not heard: {', '.join(missing)}."
         needs = self._setting.needs
         if decree.trained == NOT_STARTED:
-            return f"{len(heard)} of {needs.hosts} hosts are here: {', '.join(heard)}"
+            return f"{len(heard)} of {needs.hosts} hosts are here: {', '.join(heard)}."
         return (
             f"fewer than {needs.ranks} ranks (--min-ranks) can train on, or none of them holds the training's state; "
             f"agents: {', '.join(heard)}."

@@ -47,7 +47,7 @@ def connected(arguments: LaunchArguments, start: Address, note: Callable[[str], 
         patience_s=_WAITS_RATIO * arguments.lost_after_s,
     )
     try:
-        agents = Agents(setting)
+        agents = Agents(setting, note)
     except OSError as error:
         raise ConfigurationError(
             f"this host's agent cannot listen at {listen.host}:{listen.port} ({error.strerror}). Name a free port with "

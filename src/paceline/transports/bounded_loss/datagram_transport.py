@@ -28,7 +28,7 @@ from paceline.transports.bounded_loss.udp_socket import Met
 from paceline.transports.transport import Message, Transport
 
 PART_BYTES = 1 << 20
-_QUIET_S = 0.1
+_QUIET_S = 0.2  # a busy machine may let a peer wait for so long
 _PAUSES = 3.5  # between ENDs, each of which is up to twice the last: so one may be lost
 _MOST_TAG = (1 << 32) - 1
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from paceline.host.memory import available_bytes
 from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import ClusterRanks, gather
@@ -63,7 +63,7 @@ class SizeOutcome:
 
 def _that_fit(num_ranks: int) -> tuple[int, ...]:
     """The sizes for which this machine has the memory."""
-    free = psutil.virtual_memory().available
+    free = available_bytes()
     return tuple(n for n in CELLS if num_ranks * _COPIES * 4 * 5 * n * n < free)
 
 

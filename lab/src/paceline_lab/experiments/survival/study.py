@@ -4,7 +4,7 @@
     paceline study survival --cases 200 --first-seed 1000      # adds to the same report, also at the same time
     paceline study survival --case 17              # one, with what it printed
     paceline study survival --hosts --cases 50     # emulated hosts that are hit; as root
-    paceline study survival --stall --cases 10     # where the time of a recovery goes, on one host; jobs of five deaths
+    paceline study survival --stall --cases 10     # where the time of recoveries goes, on one host: 10 jobs a kind
     paceline study survival --beside torchrun,torchft --cases 3  # rounds; torchft has to be installed
     paceline study survival --cost                 # what a run without a loss costs, beside a plain loop
 
@@ -136,7 +136,8 @@ def main(
             print(found_cost.words(name))
         return
     if stall:
-        print(measure_stalls(1 if quick else cases).words())
+        for kind, stalls in measure_stalls(1 if quick else cases):
+            print(stalls.words(kind), flush=True)
         return
     if beside:
         stored_at = None if quick else report_folder / "survival-beside.json"

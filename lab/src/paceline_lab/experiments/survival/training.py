@@ -383,9 +383,10 @@ def _fail_in_recovery(faults: Faults, notes: Notes) -> None:
 
 def _note_parts(notes: Notes) -> None:
     """Note of each membership that is followed when the last one's end was heard of, and what came when."""
+    from paceline.ddp.membership import Membership
     from paceline.elastic.elastic import Crew
 
-    next_seat, opens, goes_on = Crew.next_seat, Crew.open, Crew.go_on
+    next_seat, opens, goes_on, opens_beside = Crew.next_seat, Crew.open, Crew.go_on, Membership.open_groups
     times: dict[str, float] = {}
 
     def seated(crew: Crew, *given: Any) -> Any:
@@ -399,12 +400,19 @@ def _note_parts(notes: Notes) -> None:
         times["open"] = time.monotonic()
         return standings
 
+    def opened_beside(members: Membership, *given: Any) -> Any:
+        times["met"] = time.monotonic()
+        groups = opens_beside(members, *given)
+        times["beside"] = time.monotonic()
+        return groups
+
     def gone_on(crew: Crew, *given: Any) -> None:
         goes_on(crew, *given)
         notes.write(what="moved", **times)
 
     for name, method in (("next_seat", seated), ("open", opened), ("go_on", gone_on)):
         setattr(Crew, name, method)
+    setattr(Membership, "open_groups", opened_beside)  # noqa: B010
 
 
 if __name__ == "__main__":
