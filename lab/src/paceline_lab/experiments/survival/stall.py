@@ -30,7 +30,7 @@ from paceline_lab.experiments.survival.training import Fault
 
 PARTS = ("before", "detect", "wake", "agree", "group", "meet", "beside", "move", "redo")
 _RANKS, _EVENTS = 4, 5
-_APART = {ONE: 70, TWO: 110, AGAIN: 110}  # steps: replacements have come in meanwhile
+_APART = {ONE: 100, TWO: 130, AGAIN: 130}  # steps: replacements have come in meanwhile
 
 
 @dataclass
@@ -71,7 +71,7 @@ def measure_stalls(num_jobs: int, backend: str = "gloo") -> Iterator[tuple[str, 
 def _job(kind: str, dice: random.Random, backend: str) -> Job:
     apart = _APART[kind]
     epochs = str((_EVENTS + 1) * apart // 9)
-    options = ("--epochs", epochs, "--pause-ms", "50", "--backend", backend, "--parts")
+    options = ("--epochs", epochs, "--pause-ms", "80", "--backend", backend, "--parts")
     faults = [each for i in range(_EVENTS) for each in _event(kind, dice, 10 + apart * i)]
     return Job(_RANKS, 1, options, tuple(faults), limit_s=600.0)
 
