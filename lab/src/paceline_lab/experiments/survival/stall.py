@@ -30,7 +30,7 @@ from paceline_lab.experiments.survival.training import Fault
 
 PARTS = ("before", "detect", "wake", "agree", "group", "meet", "beside", "move", "redo")
 _RANKS, _EVENTS = 4, 5
-_APART = {ONE: 100, TWO: 130, AGAIN: 130}  # steps: replacements have come in meanwhile
+_APART = {ONE: 100, TWO: 220, AGAIN: 220}  # steps: replacements have come in meanwhile
 
 
 @dataclass
