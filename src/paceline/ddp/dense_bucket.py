@@ -202,8 +202,7 @@ class DenseBucket:
         if len(self.touched) != len(self.members):
             return False
         if not self._is_whole:
-            may_look = len(self.members) > _FEW_MEMBERS
-            self._is_whole = (may_look and self._is_written()) or self._is_counted()
+            self._is_whole = (len(self.members) > _FEW_MEMBERS and self._is_written()) or self._is_counted()
         return self._is_whole
 
     def _is_written(self) -> bool:

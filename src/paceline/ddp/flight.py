@@ -177,8 +177,7 @@ class PlainFlight(Flight):
             if not self._reduction.is_ours:
                 raise  # a user's hook said so
             raise self._peers.lost(error, f"launching {describe_bucket(bucket)}") from error
-        launched.pending = pending
-        launched.done_s = 0.0
+        launched.pending, launched.done_s = pending, 0.0
         if bucket.size_bytes < LEAST_CALLED_BACK_BYTES and self._times is None:
             self._unseen.append((pending, launched))
         else:
