@@ -2,8 +2,8 @@
 
 import time
 
+from paceline.elastic.history import ChangeRecorder
 from paceline.elastic.line import Seat
-from paceline.elastic.standstill import Standstill
 
 
 def seat(members, lost=(), num_new=0, why=""):
@@ -13,7 +13,7 @@ def seat(members, lost=(), num_new=0, why=""):
 
 def test_a_membership_that_broke_before_it_began_is_part_of_the_standstill():
     """Two of four die one after the other, the second while the others recover; then two come in."""
-    still, began_s = Standstill((6, 6, 6, 6)), time.monotonic() - 5
+    still, began_s = ChangeRecorder((6, 6, 6, 6)), time.monotonic() - 5
     still.pass_through(seat("abcd", num_new=4))
     assert still.end(seat("abcd", num_new=4), (6, 6, 6, 6), 0) is None
     still.begin(began_s)
@@ -32,7 +32,7 @@ def test_a_membership_that_broke_before_it_began_is_part_of_the_standstill():
 
 def test_who_takes_the_place_of_one_that_is_lost_trains_its_samples():
     """They have moved once. Who comes in itself knows of the last membership what its agent says."""
-    still, new = Standstill((12, 12)), Standstill((24,))
+    still, new = ChangeRecorder((12, 12)), ChangeRecorder((24,))
     still.end(seat("ab", num_new=2), (12, 12), 0)
     for each in (still, new):
         change = each.end(seat("ac", lost=(1,), num_new=1), (12, 12), 4)

@@ -28,6 +28,7 @@ from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.ddp import DistributedDataParallel
 from paceline.elastic import conflicts
 from paceline.elastic.handover import Carried, Place, Standings, hand_over
+from paceline.elastic.history import ChangeRecorder
 from paceline.elastic.line import (
     LOST_AFTER,
     CaughtUp,
@@ -42,7 +43,6 @@ from paceline.elastic.line import (
 )
 from paceline.elastic.replay import Giver, Replayed, receive
 from paceline.elastic.rollback import Rollback
-from paceline.elastic.standstill import Standstill
 from paceline.elastic.watcher import NO_EPOCH, EndedError, OverError, Watcher
 from paceline.elastic.world import WorldKind, forget_world
 from paceline.errors import (
@@ -311,7 +311,7 @@ class Crew:
         self.watcher = Watcher(line)
         self._limit_s = float(os.environ.get(LOST_AFTER, "30"))
         self._first_batch: GlobalBatch = sampler.batch  # of the job; a rank that comes is told
-        self._standstill = Standstill(sampler.batch.samples)
+        self._recorder = ChangeRecorder(sampler.batch.samples)
         self._shares = model._setting.shares
         self._troubled_in = NO_EPOCH  # the last epoch whose failure was reported
         self._givers: list[Giver] = []
@@ -333,7 +333,7 @@ class Crew:
         assert self._shares is not None
         is_over = self.watcher.is_over
         if not self.is_new and (is_over or self._shares.pauses):
-            self._standstill.begin(self.watcher.since_s if is_over else time.monotonic())
+            self._recorder.begin(self.watcher.since_s if is_over else time.monotonic())
         return is_over or self._shares.pauses
 
     def is_over_because_of(self, error: Exception) -> bool:
@@ -388,7 +388,7 @@ class Crew:
         if not self.is_new and seat.epoch <= self.watcher.epoch:
             raise OverError(f"a seat of epoch {seat.epoch} came after epoch {self.watcher.epoch}")
         self.watcher.begin(seat.epoch)
-        self._standstill.pass_through(seat)
+        self._recorder.pass_through(seat)
         if (world := dist.group.WORLD) is not None:
             opened_groups.end_aside(world)
         forget_world()
@@ -427,7 +427,7 @@ class Crew:
             self._sampler.move(first, seat.rank, place.epoch, place.position, logical[seat.rank])
             samples = tuple(sum(first.samples[each] for each in own) for own in logical)
         self.watcher.settle(seat.store[1])
-        change = self._standstill.end(seat, samples, place.step)
+        change = self._recorder.end(seat, samples, place.step)
         if change is not None:
             self._model.membership.note(change)
         self.line.tell(Following(seat.epoch))

@@ -5,8 +5,8 @@ Rules
    others wait for it, and at the end of several collectives nobody then waits for the last one's sums. Of one,
    repetitions go first, then chunks that were never sent, then an END, and soon another: nothing follows whose arrival
    would tell that the first was lost, and the answer may be lost as well. Where something was lost before, more
-   follow, with doubling pauses; and the few that are repeated in the last round trip are sent twice, since to lose one
-   again would cost a round trip more, of which nothing else makes use.
+   follow, with doubling pauses. The few that are repeated last are sent twice: if one of them is lost again, the
+   transfer takes a round trip longer.
 2. The first chunk of a transfer differs from collective to collective, so that no part of a vector is always the last
    one, which losses hit more often.
 3. Ranks are served by bursts of a few datagrams, so that a small switch buffer holds a burst from everybody; first

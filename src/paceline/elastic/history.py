@@ -12,7 +12,7 @@ from paceline.ddp.membership import Change
 from paceline.elastic.line import Seat
 
 
-class Standstill:
+class ChangeRecorder:
     """From one membership in which this rank trained to the next; `samples` of each rank in a step to begin with."""
 
     def __init__(self, samples: Sequence[int]) -> None:
