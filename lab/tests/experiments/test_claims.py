@@ -27,7 +27,13 @@ README, BENCHMARKS, MORE, CLAIMS, OPTIONS = (
     )
 )
 PRINTING = [README, BENCHMARKS, MORE, CLAIMS]
-GUIDES = [page for page in sorted((OPTIONS.parent / "guide").glob("*.md")) if "\n| # |" in page.read_text()]
+OTHERS = [
+    page
+    for folder in ("guide", "notebook")
+    for page in sorted((OPTIONS.parent / folder).glob("*.md"))
+    if "\n| # |" in page.read_text() and page not in PRINTING
+]
+NO_STUDIES = {"accelerators", "benchmarks", "claims", "tests"}  # pages of the notebook that are about more than one
 STORED = stored_rows()
 # What the parser raises for bad usage; typer has moved it between packages.
 USAGE_ERROR = typer.BadParameter.__mro__[1]
@@ -63,7 +69,7 @@ def test_every_figure_is_the_measured_one(row):
         assert rounds_to(value, figure), f"figures.json, row {row}: {figure}, but {source} is {value}"
 
 
-@pytest.mark.parametrize("page", PRINTING + GUIDES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+@pytest.mark.parametrize("page", PRINTING + OTHERS, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_a_page_prints_only_figures_whose_samples_are_known(page):
     printed = _printed(page)
     assert printed
@@ -84,9 +90,16 @@ def test_what_is_said_of_a_row_is_what_its_row_holds():
         assert strays <= set().union(*(STORED[row].printed for row in named)), line
 
 
+def test_a_study_in_the_notebook_begins_with_its_picture():
+    for page in sorted((OPTIONS.parent / "notebook").glob("*.md")):
+        if page.stem not in NO_STUDIES:
+            first = page.read_text().split("\n\n")[1]
+            assert re.fullmatch(r"!\[[^\]]+\]\(\.\./\.\./lab/results/[\w.-]+\.svg\)", first), f"{page.name}: {first}"
+
+
 def test_every_known_figure_is_printed():
     everywhere = {}
-    for page in PRINTING:
+    for page in PRINTING + OTHERS:
         for row, figures in _printed(page).items():
             everywhere.setdefault(row, set()).update(figures)
     assert {row: figures for row, figures in everywhere.items() if figures} == {

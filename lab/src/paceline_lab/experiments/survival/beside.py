@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,6 +31,10 @@ from paceline.errors import ConfigurationError
 from paceline_lab.bench.provenance import collect
 from paceline_lab.experiments.survival.beside_training import KINDS
 from paceline_lab.experiments.survival.job import Outcome, read_notes, trained
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import BASELINE, OURS
+from paceline_lab.report.panels import Bar, Bars
+from paceline_lab.report.summary import Summary
 
 _SCRIPT = "paceline_lab.experiments.survival.beside_training"
 _LIMIT_S = 600.0  # on a busy machine
@@ -88,6 +92,26 @@ def compare(kinds: Sequence[str], rounds: int, path: Path | None) -> dict[str, S
             whole = {**about, "sides": {name: asdict(side) for name, side in sides.items()}}
             path.write_text(json.dumps(whole, indent=2) + "\n")
     return sides
+
+
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw what is stored: seconds from a kill to the next new step, and a step without kills."""
+
+    def bars(name: str) -> list[Bar]:
+        return [
+            Bar(kind, Summary.of(side[name]), OURS if kind == "paceline" else BASELINE)
+            for kind, side in record["sides"].items()
+            if side[name]
+        ]
+
+    panels = [
+        Bars("From a kill to the next new step", "seconds; lower is better", bars("to_next_s")),
+        Bars("A step without kills", "ms; lower is better", bars("steps_ms")),
+    ]
+    num_kills = min(len(side["to_next_s"]) for side in record["sides"].values())
+    note = f"three ranks over Gloo on two cores; {num_kills} kills a side, medians, whiskers are quartiles"
+    ours_s = statistics.median(record["sides"]["paceline"]["to_next_s"])
+    return draw_figure(path, f"With Paceline the next new step is done {ours_s:.2f} s after a kill", panels, note)
 
 
 def _measure(kind: str, kills: Sequence[str], side: Side) -> None:

@@ -14,6 +14,7 @@ at once, or from without at any time; or 3 to 8 ranks on emulated hosts. Afterwa
 takes seconds, and what is measured from a death includes that the fork's end is passed on.
 """
 
+import json
 import os
 import statistics
 import sys
@@ -29,7 +30,7 @@ import typer
 
 from paceline_lab.checkout import in_repository
 from paceline_lab.experiments.options import REPORT_FOLDER, Quick, ReportFolder
-from paceline_lab.experiments.survival.beside import compare
+from paceline_lab.experiments.survival.beside import compare, draw
 from paceline_lab.experiments.survival.cases import random_hosts_job, random_job
 from paceline_lab.experiments.survival.cost import measure
 from paceline_lab.experiments.survival.hosts import run_on_hosts
@@ -143,6 +144,8 @@ def main(
         stored_at = None if quick else report_folder / "survival-beside.json"
         sides = compare(["paceline", *beside.split(",")], 1 if quick else cases, stored_at)
         print("\n".join(side.words(name) for name, side in sides.items()))
+        if stored_at is not None:
+            draw(json.loads(stored_at.read_text()), stored_at.with_suffix(".png"))
         return
     if case is not None:
         found = [_run(case, hosts, is_shown=True)]
