@@ -8,7 +8,6 @@ Gloo, ours over Gloo, and ours with 1, 2, ... servers. `servers_to_loss` trains 
     --case symmetric    all links alike: the servers' links come on top of what the all-reduce has
     --case asymmetric   servers on fat links
     --case second       lemma 3.2 again, on what nothing was fitted to: BERT's gradients, three workers, other links
-    --case loss         a server behind a shallow port, `--loss` of packets: pushes by datagrams (`BoundedLoss`), too
 
 "alone" computes and reduces nothing: what the simulator (`planning.simulate`) is told of computing, as it would be by a
 recording. Its links have the same rates less 5 % for headers; nothing is fitted to these runs but
@@ -33,11 +32,11 @@ import typer
 
 from paceline.errors import ConfigurationError
 from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, Quick, ReportFolder
-from paceline_lab.experiments.reduction.server_jobs import SHALLOW_BYTES, run_workers, told_to_worker
+from paceline_lab.experiments.reduction.server_jobs import run_workers, told_to_worker
 from paceline_lab.experiments.runner import conclude
 from paceline_lab.report.figures import draw_figure, show_ratio
 from paceline_lab.report.look import CURVE_COLORS, OURS, look_of
-from paceline_lab.report.panels import Bar, Bars, Line, Lines
+from paceline_lab.report.panels import Line, Lines
 from paceline_lab.report.publication import Report, stored_report
 from paceline_lab.report.summary import Summary, slowest_rank
 
@@ -68,7 +67,6 @@ class Config:
         compute_s: Forward and backward together.
         num_rounds: Every side takes a step in each.
         workload: Whose gradients.
-        loss: Share of packets that each link loses; None: none, and hosts send large segments.
         num_sharing: Workers that share a batch: each computes so much less of `compute_s`; the optimizer stays whole.
         divides_caps: Whether buckets are as many as the whole model's. False: as a wrapper cuts these megabytes.
             What a message costs cannot be divided: neither its packets, one of which is lost, nor its processor time.
@@ -83,25 +81,17 @@ class Config:
     compute_s: float
     num_rounds: int = 12
     workload: str = "resnet50"
-    loss: float | None = None
     num_sharing: int = 1
     divides_caps: bool = True
 
     @property
     def sides(self) -> list[str]:
-        bounded = [] if self.loss is None else [f"{self.servers[0]} servers, {words}" for words in BOUNDS]
-        return [ALONE, "torch", "ours", *(f"{number} servers" for number in self.servers), *bounded]
+        return [ALONE, "torch", "ours", *(f"{number} servers" for number in self.servers)]
 
 
-BOUNDS: dict[str, dict[str, Any]] = {
-    "bound 0": {"bound": 0.0},
-    "bound 5 %": {"bound": 0.05},
-    "bound 5 %, early": {"bound": 0.05, "deliver": "early"},
-}
 CASES = {
     "lemma": Config("lemma", 4, (1, 2, 3, 4, 5, 6, 7, 8), 200, 32, 1.5, 0.6),
     "second": Config("second", 3, (1, 2, 3, 4, 5, 6, 7, 8), 150, 40, 1.8, 0.5, workload="bert"),
-    "loss": Config("loss", 4, (1,), 100, 100, 2.0, 0.2, loss=0.0, divides_caps=False),
     "symmetric": Config("symmetric", 4, (1, 2, 4), 50, 50, 4.0, 0.6),
     "asymmetric": Config("asymmetric", 4, (1, 2), 50, 400, 4.0, 0.6),
 }
@@ -178,7 +168,7 @@ class _Trainee:
     def __init__(self, side: str, config: Config, addresses: Sequence[str]) -> None:
         import torch.distributed as dist
 
-        from paceline.reductions import BoundedLoss, ParameterServers
+        from paceline.reductions import ParameterServers
         from paceline_lab.bench.sides import wrap
         from paceline_lab.bench.timed_model import SleepingOptimizer, TimedModel
 
@@ -193,10 +183,7 @@ class _Trainee:
         if config.divides_caps:
             how["bucket_cap_mb_list"] = [cap / MEBIBYTE for cap in caps_of(wrapper, config)]
         if side not in ("torch", "ours"):
-            number, _, bound = side.partition(" servers")
-            servers = ParameterServers(addresses[: int(number)])
-            bounded = BOUNDS.get(bound.removeprefix(", "))
-            how["reduction"] = BoundedLoss(**bounded, servers=servers) if bounded else servers
+            how["reduction"] = ParameterServers(addresses[: int(side.removesuffix(" servers"))])
         self.model = wrap(wrapper, self.module, init_sync=False, **how)  # parameters are never read
 
     def step(self) -> float:
@@ -244,10 +231,7 @@ def measure(config: Config) -> tuple[dict[str, Any], float]:
 
     most = max(config.servers, default=0)
     rates = [config.worker_mbit * 1e6] * config.num_workers + [config.server_mbit * 1e6] * most
-    how: dict[str, Any] = {"offload": True}
-    if config.loss is not None:
-        how = {"loss_ratio": (config.loss,) * len(rates), "queue_bytes": SHALLOW_BYTES, "offload": False}
-    spec = ClusterSpec(hosts=len(rates), rate_bits_per_s=tuple(rates), **how)
+    spec = ClusterSpec(hosts=len(rates), rate_bits_per_s=tuple(rates), offload=True)
     return run_workers(spec, config.num_workers, __name__, {"config": asdict(config)}, _PATIENCE_S)
 
 
@@ -303,7 +287,6 @@ def main(
     rounds: Annotated[
         int, typer.Option(min=2, help="Number of measuring rounds. Each side takes one step per round.")
     ] = 12,
-    loss: Annotated[float, typer.Option(help="Share of lost packets, 0.01 for 1 %; with --case loss.")] = 0.0,
     rescore: Annotated[
         bool, typer.Option("--rescore", help="Simulate the stored cases again. Measures nothing.")
     ] = False,
@@ -317,7 +300,7 @@ def main(
 
     if case not in CASES:
         raise ConfigurationError(f"--case {case}: there are {', '.join(CASES)}.")
-    name = f"parameter_servers-{case}" + f"-{100 * loss:g}" * (case == "loss") + "-quick" * quick
+    name = f"parameter_servers-{case}" + "-quick" * quick
     if rescore:
         stored = stored_report(report_folder / f"{name}.json")
         config = Config(**stored["config"] | {"servers": tuple(stored["config"]["servers"])})
@@ -325,16 +308,12 @@ def main(
         report = _scored(name, config, stored["samples"], stored["summaries"]["busy"], provenance)
         conclude(report, report_folder, as_json, draw)
         return
-    config = replace(CASES[case], num_rounds=rounds, loss=loss if case == "loss" else None)
+    config = replace(CASES[case], num_rounds=rounds)
     if quick:
         config = replace(config, num_workers=2, servers=(1, 2), megabytes=0.2, compute_s=0.05, num_rounds=2)
     found, busy = measure(config)
     for side, result in found.items():
-        lost = max((how["bound"] for words, how in BOUNDS.items() if side.endswith(words)), default=0.0)
-        # Ranks' gradients are independent. Where one of n is lost, the others' mean is off by 1/(n - 1) of its
-        # variance, and each of n may lose its share. As much may be lost on the way back, and is wrong by its size.
-        off = lost * (1 + config.num_workers / (config.num_workers - 1))
-        if not (result["ranks_equal"] and result["error"] <= TOLERANCE + off**0.5):
+        if not (result["ranks_equal"] and result["error"] <= TOLERANCE):
             raise WrongAnswerError(
                 f"the gradients of {side} are {result['error']:.2g} off: its times mean nothing."
             )
@@ -410,8 +389,6 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     """Draw steps against the number of servers, with all-reduces as levels, from a stored report."""
     summaries, config = record["summaries"], record["config"]
     steps = {side: Summary(**found).times(1e3) for side, found in summaries["steps"].items()}
-    if config["case"] == "loss":
-        return _draw_loss(steps, config, record["notes"][0], path)
     numbers = list(config["servers"])
     measured = Line.of("measured", [(n, steps[f"{n} servers"]) for n in numbers], OURS)
     predicted = [(n, 1e3 * summaries["predicted_s"][f"{n} servers"]) for n in numbers]
@@ -436,18 +413,3 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
         }
     panel = Lines("", "parameter servers", "step time, ms", lines, ticks)
     return draw_figure(path, title, [panel], record["notes"][0])
-
-
-def _draw_loss(steps: Mapping[str, Summary], config: Mapping[str, Any], note: str, path: Path) -> bool:
-    """Draw a bar a side, of steps where packets are lost."""
-    over_tcp = f"{config['servers'][0]} servers"
-    names = {"torch": "all-reduce, TCP (torch)", "ours": "all-reduce, TCP", over_tcp: "a server, TCP"}
-    names |= {f"{over_tcp}, {words}": f"a server, UDP, {words}" for words in BOUNDS}
-    colors = {"torch": look_of("torch").color, over_tcp: CURVE_COLORS[2]}
-    bars = [Bar(name, steps[side], colors.get(side, OURS)) for side, name in names.items()]
-    exact = steps[f"{over_tcp}, bound 0"].median
-    words = show_ratio(exact / steps[over_tcp].median, "by TCP")
-    bounded = show_ratio(steps[f"{over_tcp}, bound 5 %"].median / exact, "exact")
-    loss = f"{100 * config['loss']:.0f} %"
-    title = f"At {loss} loss, a step that pushes exactly by UDP is {words}; with a bound of 5 %, {bounded}"
-    return draw_figure(path, title, [Bars("", "step time, ms; lower is better", bars)], note)

@@ -111,7 +111,9 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     num_kills = min(len(side["to_next_s"]) for side in record["sides"].values())
     note = f"three ranks over Gloo on two cores; {num_kills} kills a side, medians, whiskers are quartiles"
     ours_s = statistics.median(record["sides"]["paceline"]["to_next_s"])
-    return draw_figure(path, f"With Paceline the next new step is done {ours_s:.2f} s after a kill", panels, note)
+    return draw_figure(
+        path, f"With Paceline the next new step is done {ours_s:.2f} s after a kill", panels, note
+    )
 
 
 def _measure(kind: str, kills: Sequence[str], side: Side) -> None:
