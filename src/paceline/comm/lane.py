@@ -241,6 +241,10 @@ class Lane:
                 self._turn.release()
         return work
 
+    def is_here(self) -> bool:
+        """Whether the calling thread is the lane's own, beside which the program computes."""
+        return threading.current_thread() is self._thread
+
     def help_with(self, work: LaneWork) -> None:
         """Perform, on this thread, which waits for `work`, what is before it and itself, as far as nobody does."""
         while not work.is_completed() and self._turn.acquire(blocking=False):

@@ -91,7 +91,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Meet the other members in a store of this group alone. Collective; blocks."""
         self._rows = Rows(rank, size)
         self.host: Host = join_host(dist.PrefixStore("memory", store), rank, size, timeout, known)
-        self._barrier = HostBarrier(self.host, timeout.total_seconds())
+        self._barrier = HostBarrier(self.host, timeout.total_seconds(), self._lane.is_here)
         num_shares = min(len(ranks) for ranks in self.host.hosts)
         self._here = HostCollectives(self.host, self._barrier, num_shares, size)
         self.address = address_towards(len(self.host.hosts))

@@ -22,21 +22,28 @@ from paceline.transports.shared_memory.neighbours import Host, Neighbour
 
 SLICE_S = 0.1
 _NUM_LOOKS = 10  # a microsecond or two
-PATIENCE_S = 50e-6  # waking a sleeping core costs about as much; not spent where ranks outnumber cores
+# How long a rank looks before it sleeps; not at all where ranks outnumber cores. Who sleeps is late for the next
+# barrier by what waking takes, 0.1 ms on a virtual machine. With less patience, ranks put each other to sleep for ever.
+PATIENCE_S = 250e-6
+PATIENCE_BESIDE_COMPUTING_S = 50e-6
 
 
 class HostBarrier:
     """A barrier that the ranks of one host use again and again.
 
-    A rank waits for the others at one barrier at most `timeout_s`.
+    A rank waits for the others at one barrier at most `timeout_s`. `is_beside_computing` says whether another thread of
+    this rank computes meanwhile, from which looking would take time.
     """
 
-    def __init__(self, host: Host, timeout_s: float) -> None:
+    def __init__(
+        self, host: Host, timeout_s: float, is_beside_computing: Callable[[], bool] = lambda: False
+    ) -> None:
         self._me = host.me
         self._others = [other for other in host.neighbours if other.rank != host.me.rank]
         self.number = 0  # of the last barrier that this rank has arrived at
         self._starts = {other.rank: start_time_of(other.pid) for other in self._others}
-        self._patience_s = PATIENCE_S if host.num_ranks <= len(os.sched_getaffinity(0)) else 0.0
+        self._is_beside_computing = is_beside_computing
+        self._has_cores = host.num_ranks <= len(os.sched_getaffinity(0))
         self.timeout_s = timeout_s
         self.is_broken = False
 
@@ -50,8 +57,9 @@ class HostBarrier:
         futex.fence()  # what the others wrote before they arrived is read after their arrival has been seen
 
     def _await(self, other: Neighbour, doing: Callable[[], str]) -> None:
+        patience_s = PATIENCE_BESIDE_COMPUTING_S if self._is_beside_computing() else PATIENCE_S
         start_s = time.monotonic()
-        while time.monotonic() - start_s < self._patience_s:
+        while self._has_cores and time.monotonic() - start_s < patience_s:
             for _ in range(_NUM_LOOKS):
                 if other.status.has_arrived(self.number):
                     return
