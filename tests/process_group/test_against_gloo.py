@@ -444,3 +444,12 @@ def test_a_lane_is_not_closed_while_a_thread_performs():
     assert closed == [True]
     idle._turn.acquire()
     assert not idle.close(0.01)
+
+
+def test_only_the_lanes_own_thread_is_beside_one_that_computes():
+    """Who waits for a collective and performs it has nothing else to do, and looks for longer in barriers."""
+    lane, seen = Lane("test"), []
+    lane.launch(LaneWork(lambda: seen.append(lane.is_here()), [], "barrier"), at_once=True)
+    lane.launch(LaneWork(lambda: seen.append(lane.is_here()), [], "barrier"), at_once=False)
+    assert lane.close(30.0)
+    assert seen == [False, True]
