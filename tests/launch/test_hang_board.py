@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from harness.hanging_script import TRAINS_AND_HANGS
 from harness.terminal import DEADLINE_S, started
+from paceline.launch import hang_watch
 from paceline.launch.hang_board import Board, Correspondent
 from paceline.launch.standstill import standstill
 from paceline.observe.progress import Entered
@@ -100,6 +102,39 @@ def test_a_store_that_is_gone_is_said_to_be(boards):
     boards[0]._store = Gone()
     with pytest.raises(RuntimeError, match="gone"):
         Correspondent(boards[0]).look([], 100.0, asks=False)
+
+
+class Answers:
+    """A correspondent who has heard of two ranks that were in different collectives at 100 s, and until when."""
+
+    num_ranks = 3
+    until_s = 101.0
+
+    def look(self, own, now_s, *, asks):
+        where = {"in a barrier": 5, "wrapping the model": 4}
+        ranks = enumerate(where.items())
+        return [
+            Entered(rank, 0, b"group", (0, 1, 2), count, 100.0, 7, what, waits=True, known_s=self.until_s)
+            for rank, (what, count) in ranks
+        ], []
+
+    def tell(self, lines):
+        pass
+
+
+@pytest.mark.parametrize("until_s", [101.0, 107.0])
+def test_ranks_elsewhere_may_have_gone_on_since_they_were_asked(tmp_path, monkeypatch, until_s):
+    """Answers are read for ten seconds: one of the first second is no news of the sixth."""
+    own = Entered(2, os.getpid(), b"group", (0, 1, 2), 6, 101.0, 7, "in a barrier", waits=False)
+    monkeypatch.setattr(hang_watch.progress, "read", lambda _: [own])
+    told = []
+    watch = hang_watch.HangWatch(tmp_path, "a launch", 0, hang_watch.QUIET_S, told.append)
+    watch._board = Answers()
+    for now_s in range(101, 108):
+        watch._board.until_s = min(now_s, until_s)
+        watch._look(float(now_s))
+    assert bool(told) == (until_s > 106.0)
+    assert all("different collectives" in words or "Nothing has been ended" in words for words in told)
 
 
 @pytest.mark.lab

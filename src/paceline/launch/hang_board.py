@@ -56,7 +56,8 @@ class Board:
             self._num_asked = num_asked
             self._reads_until_s = now_s + _READS_S
             rows = [
-                asdict(replace(each, at_s=now_s - each.at_s)) | {"group": each.group.hex()} for each in own
+                asdict(replace(each, at_s=now_s - each.at_s)) | {"group": each.group.hex(), "known_s": 0.0}
+                for each in own
             ]
             self._sealed.set(f"machine/{self._number}", json.dumps(rows))
         if now_s > self._reads_until_s:
@@ -155,5 +156,6 @@ def _entered(row: dict[str, Any], came_s: float) -> Entered:
         "group": bytes.fromhex(row["group"]),
         "ranks": tuple(row["ranks"]),
         "at_s": came_s - float(row["at_s"]),
+        "known_s": came_s,
     }
     return Entered(**fields)

@@ -126,11 +126,12 @@ class HangWatch:
             pids = _processes(self._launch_id) | {each.rank: each.pid for each in own}
             self._suspicion = _Suspicion(found, counts, pids, now_s, _activities(found, pids))
         elif (
-            known is not None
+            found is not None
+            and known is not None
             and known.told_s is None
             and now_s - known.looked_s >= min(_WINDOW_S, self._quiet_s)
         ):
-            self._judge(known, now_s)
+            self._judge(known, now_s, min(now_s, found.known_s))
 
     @property
     def _num_known(self) -> int:
@@ -142,9 +143,9 @@ class HangWatch:
         off_s = 0.0 if self._board is None else 2 * _LOOK_S
         return now.who != before.who or now.since_s > before.since_s + off_s
 
-    def _judge(self, suspicion: _Suspicion, now_s: float) -> None:
-        """Nobody involved has moved for a while: is that a hang?"""
-        what, quiet_s = suspicion.what, now_s - suspicion.what.since_s
+    def _judge(self, suspicion: _Suspicion, now_s: float, known_s: float) -> None:
+        """Nobody involved has moved until `known_s`: is that a hang? Ranks of other machines may have moved since."""
+        what, quiet_s = suspicion.what, known_s - suspicion.what.since_s
         if what.missing and not set(what.missing) & set(suspicion.pids):
             return  # none of them is here: their launcher tells
         if not what.missing and not what.differs:

@@ -26,6 +26,11 @@ class Standstill:
         return self.missing, tuple((each.rank, each.group, each.count) for each in self.waiting)
 
     @property
+    def known_s(self) -> float:
+        """Until when it is known that they wait; infinite if all are on this machine."""
+        return min(each.known_s for each in self.waiting)
+
+    @property
     def differs(self) -> bool:
         """Whether those that wait are in different collectives."""
         return len({(each.group, each.count, each.what) for each in self.waiting}) > 1

@@ -10,6 +10,7 @@ Rules
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import struct
@@ -44,6 +45,7 @@ class Entered:
     step: int  # in which step; -1: unknown
     what: str  # the last collective that it entered, in words
     waits: bool  # whether it is still within it
+    known_s: float = math.inf  # until when that is known, if the rank is on another machine
 
 
 class Counter:
