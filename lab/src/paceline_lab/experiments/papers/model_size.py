@@ -2,19 +2,21 @@
 
 Both grow with n^2 for n cells: a step multiplies matrices of 5 n^2 elements B T times, forward, and twice that
 backward; an all-reduce sends 5 n^2 elements. Their ratio is then no function of n, and neither is efficiency. What
-does depend on n is what either costs besides: here it is measured, on real cores and on an emulated link.
+does depend on n is what either costs besides: here it is measured, on real cores and on an emulated link. The sizes of
+the paper's models compute on one rank after another, as the memory of a small machine does not hold two.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional
 
 from paceline.host.memory import available_bytes
@@ -29,11 +31,12 @@ from paceline_lab.report.panels import Line, Lines
 from paceline_lab.report.summary import Summary, slowest_rank
 from paceline_lab.workloads.mlstm import Mlstm
 
-CELLS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+CELLS = (64, 128, 256, 512, 1024, 2048)
+PAPERS_CELLS = (4096, 8192)
 NUM_ROWS, SEGMENT, EMBEDDING = 16, 16, 64
 _NUM_WARM_UP, _NUM_LARGE_STEPS = 2, 6
 _LARGE = 2048  # cells from which a step takes seconds
-_COPIES = 6  # of all parameters that backward holds at its peak, about
+_COPIES = 10  # of all parameters that backward holds at its peak, about
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class SizesConfig:
 
     cells: tuple[int, ...]
     num_steps: int
+    in_turn: bool  # ranks compute one after another
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class SizeOutcome:
     Attributes:
         num_cells: n.
         num_parameters: All of them.
-        compute_s: Forward and backward, alone, all ranks at once.
+        compute_s: Forward and backward, alone, all ranks at once or in turn.
         communication_s: All gradients in one all-reduce, alone.
     """
 
@@ -61,10 +65,22 @@ class SizeOutcome:
     communication_s: tuple[float, ...]
 
 
-def _that_fit(num_ranks: int) -> tuple[int, ...]:
+def _that_fit(cells: Sequence[int], num_at_once: int) -> tuple[int, ...]:
     """The sizes for which this machine has the memory."""
     free = available_bytes()
-    return tuple(n for n in CELLS if num_ranks * _COPIES * 4 * 5 * n * n < free)
+    return tuple(n for n in cells if num_at_once * _COPIES * 4 * 5 * n * n < free)
+
+
+def _seconds(compute: Callable[[], None], in_turn: bool) -> float:
+    """How long this rank computes, all ranks at once or one after another. Collective."""
+    taken_s = 0.0
+    for rank in range(dist.get_world_size()) if in_turn else [dist.get_rank()]:
+        dist.barrier()
+        if rank == dist.get_rank():
+            start_s = time.perf_counter()
+            compute()
+            taken_s = time.perf_counter() - start_s
+    return taken_s
 
 
 def measure_sizes(config: SizesConfig, tell: TellProgress) -> list[SizeOutcome]:
@@ -77,15 +93,14 @@ def measure_sizes(config: SizesConfig, tell: TellProgress) -> list[SizeOutcome]:
         tokens = torch.randint(0, 256, (NUM_ROWS, SEGMENT))
         zeros = torch.zeros(NUM_ROWS, num_cells)
         computing, reducing = [], []
-        for _ in range(_NUM_WARM_UP + num_steps):
-            dist.barrier()
-            start_s = time.perf_counter()
-            model.zero_grad(set_to_none=True)
+
+        def compute(model: Mlstm = model, tokens: Tensor = tokens, zeros: Tensor = zeros) -> None:
             logits = model(tokens, (zeros, zeros))[0]
             functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
-            computing.append(time.perf_counter() - start_s)
-            del logits
             model.zero_grad(set_to_none=True)
+
+        for _ in range(_NUM_WARM_UP + num_steps):
+            computing.append(_seconds(compute, config.in_turn))
             flat = torch.ones(num_parameters)  # zeros would get their pages within the reduction
             dist.barrier()
             start_s = time.perf_counter()
@@ -108,10 +123,17 @@ class ModelSizeStudy(TimeStudy[StudyOptions]):
 
     def measure(self, options: StudyOptions) -> Measured:
         """Run all sizes in one job."""
-        config = SizesConfig(CELLS[:3] if options.quick else _that_fit(options.num_ranks), options.num_rounds)
+        jobs = [(SizesConfig(CELLS[:3], options.num_rounds, in_turn=False), Allocator.KEEP)]
+        if not options.quick:
+            at_once, in_turn = _that_fit(CELLS, options.num_ranks), _that_fit(PAPERS_CELLS, 1)
+            jobs = [
+                (SizesConfig(at_once, options.num_rounds, in_turn=False), Allocator.KEEP),
+                (SizesConfig(in_turn, options.num_rounds, in_turn=True), Allocator.GLIBC),
+            ]
         with ClusterRanks(options.cluster()) as ranks:
-            outcomes = ranks.run(measure_sizes, config, self.name, ENVIRONMENTS[Allocator.KEEP])[0]
+            found = [ranks.run(measure_sizes, job, self.name, ENVIRONMENTS[how])[0] for job, how in jobs]
             place = {**ranks.describe(), "compute": "real, one thread a rank"}
+        outcomes = [outcome for of_job in found for outcome in of_job]
         return Measured(
             outcomes, {"outcomes": [vars(outcome) for outcome in outcomes]}, (), place, options.num_ranks
         )
@@ -170,6 +192,7 @@ class ModelSizeStudy(TimeStudy[StudyOptions]):
                     "30 n^2 a byte (5 n^2 products, forward once, backward twice)"
                 ),
                 "with n^2 alone, compute / all-reduce would be the same in every row",
+                f"sizes from {PAPERS_CELLS[0]} on compute on one rank after another, the others on all at once",
             ),
             {"sizes": summaries},
         )
