@@ -218,7 +218,7 @@ class ModelSizeStudy(TimeStudy[StudyOptions]):
                 top=100,
             ),
             Lines(
-                "why: both grow as n², but for what is fixed",
+                "why: time divided by n²",
                 "cells of the mLSTM, n",
                 f"time / n², over that of n = {found[-1]['num_cells']}",
                 [
