@@ -231,6 +231,7 @@ def drawing_of(report: str) -> Callable[..., Any] | None:
         "step": lambda: _attribute("paceline_lab.bench.step_report", "draw"),
         "noise-scale": lambda: None,  # of a step that measures the noise scale, beside one that does not
         "mlstm-shakespeare": _drawing_of_the_example,
+        "survival-beside": lambda: _attribute("paceline_lab.experiments.survival.beside", "draw"),
     }
     for each in EXPERIMENTS.values():
         drawn_by |= dict.fromkeys(each.reports or (each.name,), each.drawing)

@@ -30,7 +30,8 @@ import typer
 
 from paceline_lab.checkout import in_repository
 from paceline_lab.experiments.options import REPORT_FOLDER, Quick, ReportFolder
-from paceline_lab.experiments.survival.beside import compare, draw
+from paceline_lab.experiments.survival.beside import compare
+from paceline_lab.experiments.survival.beside import draw as draw_sides
 from paceline_lab.experiments.survival.cases import random_hosts_job, random_job
 from paceline_lab.experiments.survival.cost import measure
 from paceline_lab.experiments.survival.hosts import run_on_hosts
@@ -145,7 +146,7 @@ def main(
         sides = compare(["paceline", *beside.split(",")], 1 if quick else cases, stored_at)
         print("\n".join(side.words(name) for name, side in sides.items()))
         if stored_at is not None:
-            draw(json.loads(stored_at.read_text()), stored_at.with_suffix(".png"))
+            draw_sides(json.loads(stored_at.read_text()), stored_at.with_suffix(".png"))
         return
     if case is not None:
         found = [_run(case, hosts, is_shown=True)]
