@@ -28,8 +28,11 @@ def fail_on(rank, _num_ranks, who):
 
 
 def die_on(rank, _num_ranks, who):
+    store = dist.distributed_c10d._get_default_store()
     if rank == who:
+        store.wait(["connected"])  # before, a death would end the other's rendezvous
         os.kill(os.getpid(), signal.SIGKILL)
+    store.set("connected", "")
     return rank
 
 
