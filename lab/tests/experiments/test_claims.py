@@ -33,7 +33,8 @@ OTHERS = [
     for page in sorted((OPTIONS.parent / folder).glob("*.md"))
     if "\n| # |" in page.read_text() and page not in PRINTING
 ]
-NO_STUDIES = {"accelerators", "benchmarks", "claims", "tests"}  # pages of the notebook that are about more than one
+# Pages of the notebook that are about more than one study.
+NO_STUDIES = {"accelerators", "benchmarks", "claims", "tests"}
 STORED = stored_rows()
 # What the parser raises for bad usage; typer has moved it between packages.
 USAGE_ERROR = typer.BadParameter.__mro__[1]
@@ -94,7 +95,9 @@ def test_a_study_in_the_notebook_begins_with_its_picture():
     for page in sorted((OPTIONS.parent / "notebook").glob("*.md")):
         if page.stem not in NO_STUDIES:
             first = page.read_text().split("\n\n")[1]
-            assert re.fullmatch(r"!\[[^\]]+\]\(\.\./\.\./lab/results/[\w.-]+\.svg\)", first), f"{page.name}: {first}"
+            assert re.fullmatch(r"!\[[^\]]+\]\(\.\./\.\./lab/results/[\w.-]+\.svg\)", first), (
+                f"{page.name}: {first}"
+            )
 
 
 def test_every_known_figure_is_printed():
