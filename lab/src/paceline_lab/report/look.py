@@ -81,7 +81,6 @@ _LOOKS = {
     "gloo": Look("Gloo", BASELINE),
     "paceline": Look("Paceline", OURS),
     "paceline-copied": Look("Paceline, ordinary tensors", _OURS_TINT),
-    "paceline-staged": Look("Paceline, ordinary tensors", _OURS_TINT),  # as stored results call it
     "paceline-backend": Look("Paceline over its backend", _OURS_TINT),
     "mpi4py": Look("Open MPI", _PINK),
     "deepspeed": Look("DeepSpeed", _GREEN),
