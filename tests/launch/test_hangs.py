@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 
 import pytest
 
@@ -25,6 +26,11 @@ def _until(process, words):
         if words in line:
             return "".join(read)
     return "".join(read)
+
+
+def _logs(folder):
+    """What each rank's file has, by the rank."""
+    return {path.parent.name: path.read_text() for path in folder.glob("logs/**/stderr.log")}
 
 
 @pytest.mark.parametrize(
@@ -63,9 +69,12 @@ def test_every_surviving_rank_is_told(tmp_path):
     flags = ["--log-dir", "logs", "--redirects", "2"]
     with started(_words("sleep", "paceline", *flags), tmp_path) as process:
         _until(process, "explain hang")
+        until_s = time.monotonic() + DEADLINE_S  # the launcher writes to its own output first
+        while time.monotonic() < until_s and "explain hang" not in _logs(tmp_path)["0"]:
+            time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=DEADLINE_S)
-    texts = {path.parent.name: path.read_text() for path in tmp_path.glob("logs/**/stderr.log")}
+    texts = _logs(tmp_path)
     assert texts["0"].startswith("paceline: hang: rank 1 is missing.")
     assert "stuck (" in texts["0"]
     assert "KeyboardInterrupt" in texts["0"]  # what it writes itself comes behind

@@ -21,7 +21,7 @@ from paceline.errors import ConfigurationError
 if TYPE_CHECKING:
     from paceline_lab.emulation import ClusterSpec
 
-SHALLOW_BYTES = 64 * 1024  # of a switch's port, where packets are lost
+
 _TOLD = "PACELINE_BENCHMARK_WORKER"  # what a worker is told, in its environment
 
 

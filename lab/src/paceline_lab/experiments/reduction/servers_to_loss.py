@@ -35,7 +35,7 @@ from paceline.errors import ConfigurationError
 from paceline_lab.bench.provenance import collect
 from paceline_lab.experiments.datagrams.rank_jobs import TCP
 from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, PartsFolder, Quick, ReportFolder
-from paceline_lab.experiments.reduction.server_jobs import SHALLOW_BYTES, run_workers, told_to_worker
+from paceline_lab.experiments.reduction.server_jobs import run_workers, told_to_worker
 from paceline_lab.experiments.runner import conclude, measured, refuse_unequal
 from paceline_lab.experiments.unequal.time_to_loss_outcome import smoothed
 from paceline_lab.report.figures import draw_figure, show_ratio
@@ -235,7 +235,7 @@ def measure(job: Job) -> tuple[dict[str, Any], float]:
         hosts=job.num_workers + job.num_servers,
         rate=job.rate,
         loss=job.loss,
-        queue=f"{SHALLOW_BYTES // 1024}KiB",
+        queue="64KiB",  # of a switch's port: pushes meet in a shallow one
         offload=False,
         **TCP[job.tcp],
     )

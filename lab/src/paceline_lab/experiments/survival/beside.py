@@ -96,6 +96,9 @@ def compare(kinds: Sequence[str], rounds: int, path: Path | None) -> dict[str, S
 
 def draw(record: Mapping[str, Any], path: Path) -> bool:
     """Draw what is stored: seconds from a kill to the next new step, and a step without kills."""
+    num_kills = {kind: len(side["to_next_s"]) for kind, side in record["sides"].items()}
+    if not num_kills["paceline"]:
+        return False  # its runs failed, which was said
 
     def bars(name: str) -> list[Bar]:
         return [
@@ -108,8 +111,8 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
         Bars("From a kill to the next new step", "seconds; lower is better", bars("to_next_s")),
         Bars("A step without kills", "ms; lower is better", bars("steps_ms")),
     ]
-    num_kills = min(len(side["to_next_s"]) for side in record["sides"].values())
-    note = f"three ranks over Gloo on two cores; {num_kills} kills a side, medians, whiskers are quartiles"
+    kills = ", ".join(f"{kind} {number}" for kind, number in num_kills.items())
+    note = f"three ranks over Gloo on two cores; medians, whiskers are quartiles; kills: {kills}"
     ours_s = statistics.median(record["sides"]["paceline"]["to_next_s"])
     return draw_figure(
         path, f"With Paceline the next new step is done {ours_s:.2f} s after a kill", panels, note
