@@ -5,6 +5,7 @@ import os
 import pickle
 import sys
 import types
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -73,6 +74,31 @@ def test_a_wrong_argument_is_refused_before_anything_is_replaced(options, says):
     with pytest.raises(ConfigurationError, match=says):
         paceline.patch_torch(**options)
     assert not issubclass(nn.parallel.DistributedDataParallel, OURS)
+
+
+class Proxy:
+    """Says that it is an instance of another class, as proxies of wrapt do."""
+
+    def __init__(self, kind):
+        self._kind = kind
+
+    @property
+    def __class__(self):
+        return self._kind
+
+
+def test_what_says_that_it_is_torchs_class_is_recognised_as_such():
+    with paceline.patch_torch():
+        patched = nn.parallel.DistributedDataParallel
+
+        class Derived(patched):
+            pass
+
+        for kind in (TorchDDP, OURS, patched, Derived):
+            assert isinstance(MagicMock(spec=kind), patched)
+            assert isinstance(Proxy(kind), patched)
+        assert not isinstance(MagicMock(spec=nn.Linear), patched)
+        assert not isinstance(Proxy(TorchDDP), Derived)
 
 
 def wrap_under_patches(rank, num_ranks):

@@ -116,7 +116,7 @@ class _Recognising(ABCMeta):  # torch's class has that metaclass, because it is 
     def __instancecheck__(cls, instance: object) -> bool:
         # Subclass checks stay as they are: an abstract class also asks its subclasses, and ours would get the answer.
         if cls is DistributedDataParallel:
-            return TorchDDP in type(instance).__mro__
+            return isinstance(instance, TorchDDP)
         return super().__instancecheck__(instance)
 
     def __setattr__(cls, name: str, value: Any) -> None:
