@@ -4,14 +4,19 @@ A sentence has at most 25 words and two numbers. Some words are refused (`WORDS`
 A line of a page has at most 140 characters. `prose_exceptions.txt` lists the sentences that may break a rule, and why.
 `LONGEST` limits how many words pages have.
 
+Every docstring of the rooms in `PLAIN`, public or not, begins with a verb or a noun phrase, has short sentences and
+names the actor instead of saying "nobody" or "whoever"; comments name the actor, too.
+
     python tests/harness/prose_lint.py [FILE ...]
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -32,6 +37,9 @@ PAGES = (
 )
 WORDS_ONLY = ("CONTRIBUTING.md", "docs/architecture.md", "docs/decisions/*.md", "docs/notebook/*.md")
 SOURCES = ("src/paceline", "lab/src/paceline_lab", "svm/src/paceline_svm")
+HARNESS = "tests/harness"
+# Files and folders whose every docstring and comment is held to `OPENINGS`, `PRONOUNS` and the length of sentences.
+PLAIN: tuple[str, ...] = ()
 ONLY_HELP = "lab/src/paceline_lab/experiments"  # the words of pictures are looked at, not read
 
 # How many words of prose pages may have, each or all together. What is code or printed by a program does not count.
@@ -59,6 +67,19 @@ WORDS = {
 _REFUSED = [
     (re.compile(rf"(?<![\w-])(?:{words})(?![\w-])", re.IGNORECASE), better) for words, better in WORDS.items()
 ]
+OPENING_RULE = "a docstring begins with a verb or a noun phrase"
+# A docstring that begins so has no subject or verb.
+OPENINGS = frozenset(
+    re.findall(
+        r"\w+",
+        "who whose whom whoever what whatever which wherever where when why how whether of as by for from in on at "
+        "with without after before to until since if that because while once only nobody somebody "
+        "everybody nothing not no is are does do be it its these those here there else",
+    )
+)
+PRONOUNS = re.compile(
+    r"\b(?:whoever|whomever|nobody|somebody|everybody|someone|anybody)(?:'s)?\b", re.IGNORECASE
+)
 # Not those of a name (ResNet-50), a formula (2(P-1)/P) or a list that goes on (1, 2, 3, ...).
 _NUMBER = re.compile(r"(?<![\w./-])\d+(?:[.,]\d+)*(?!\w|[.,]\d|[(/]|(?:, \d+)*, \.\.\.)")
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_`\[{A-Z0-9])|\s·\s")
@@ -96,12 +117,15 @@ def findings(prose: Prose) -> Iterator[Finding]:
                 yield Finding(prose, sentence, f"'{found[0].strip()}' ({better})")
         if not prose.sentences:
             continue
-        num_words = sum(bool(re.search(r"\w", word)) for word in sentence.split())
-        if num_words > MOST_WORDS:
+        if (num_words := _num_words(sentence)) > MOST_WORDS:
             yield Finding(prose, sentence, f"{num_words} words")
         num_numbers = len(_NUMBER.findall(sentence))
         if prose.numbers and num_numbers > MOST_NUMBERS:
             yield Finding(prose, sentence, f"{num_numbers} numbers")
+
+
+def _num_words(text: str) -> int:
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
 
 
 def _plain(text: str) -> str:
@@ -145,21 +169,21 @@ def long_lines(path: Path) -> Iterator[Finding]:
             yield Finding(Prose(path, line, content), content, f"{len(content)} characters in a line")
 
 
-def num_words(path: Path) -> int:
+def words_of(path: Path) -> int:
     """How many words of prose a page has: headings, paragraphs and tables, without code and addresses of links."""
-    return sum(bool(re.search(r"\w", word)) for word in _plain(_without_code(path)).split())
+    return _num_words(_plain(_without_code(path)))
 
 
 def too_long() -> Iterator[str]:
     """Yield the pages, and the groups of pages, that have more words than they may."""
     for pattern, most in LONGEST:
         for path in REPOSITORY.glob(pattern):
-            if num_words(path) > most:
-                yield f"{path.relative_to(REPOSITORY)}: {num_words(path):,} words, and at most {most:,} may be"
+            if words_of(path) > most:
+                yield f"{path.relative_to(REPOSITORY)}: {words_of(path):,} words, and at most {most:,} may be"
     for patterns, most in LONGEST_TOGETHER:
         paths = {path for pattern in patterns for path in REPOSITORY.glob(pattern)}
         for_contributors = {path for pattern in WORDS_ONLY for path in REPOSITORY.glob(pattern)}
-        total = sum(map(num_words, paths - for_contributors))
+        total = sum(map(words_of, paths - for_contributors))
         if total > most:
             yield f"{', '.join(patterns)}: {total:,} words together, and at most {most:,} may be"
 
@@ -200,6 +224,35 @@ def source(path: Path) -> Iterator[Prose]:
             yield from _of_string(path, string.lineno, "".join(map(_piece, string.values)))
         elif isinstance(string, ast.Constant) and isinstance(string.value, str) and string not in left_out:
             yield from _of_string(path, string.lineno, string.value)
+
+
+def plain_findings(path: Path) -> Iterator[Finding]:
+    """Yield what breaks the rules of `PLAIN` in a file: in every docstring, and in every comment."""
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node)
+            if docstring:
+                line = node.body[0].lineno
+                first = docstring.split("\n", maxsplit=1)[0]
+                if re.split(r"[\s,:;.]+", docstring.lower(), maxsplit=1)[0] in OPENINGS:
+                    yield Finding(
+                        Prose(path, line, docstring), first, "a docstring begins with a verb or a noun phrase"
+                    )
+                for prose in _of_docstring(Prose(path, line, docstring)):
+                    for sentence in _SENTENCE_END.split(_plain(prose.text)):
+                        if (num_words := _num_words(sentence)) > MOST_WORDS:
+                            yield Finding(prose, sentence, f"{num_words} words")
+                yield from _without_actor(Prose(path, line, docstring))
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield from _without_actor(Prose(path, token.start[0], token.string))
+
+
+def _without_actor(prose: Prose) -> Iterator[Finding]:
+    for found in PRONOUNS.finditer(prose.text):
+        sentence = re.sub(r"\s+", " ", prose.text[max(found.start() - 60, 0) : found.end() + 60])
+        yield Finding(prose, sentence, f"'{found[0]}' (name the actor)")
 
 
 def help_texts(path: Path) -> Iterator[Prose]:
@@ -243,8 +296,12 @@ def _read(path: Path) -> Iterator[Finding]:
     words_only = any(path in REPOSITORY.glob(pattern) for pattern in WORDS_ONLY)
     if path.suffix == ".md":
         pieces = page(path, words_only=words_only)
+    elif REPOSITORY / HARNESS in path.parents:
+        pieces = iter(())
     else:
         pieces = help_texts(path) if REPOSITORY / ONLY_HELP in path.parents else source(path)
+    if path.suffix == ".py" and any(path.is_relative_to(REPOSITORY / each) for each in PLAIN):
+        yield from plain_findings(path)
     for prose in pieces:
         yield from findings(prose)
     if path.suffix == ".md" and not words_only:
@@ -273,7 +330,7 @@ def exceptions() -> list[Allowed]:
 
 def main(names: list[str]) -> int:
     """Print what breaks a rule, in these files or in all; and exceptions that nothing needs any longer."""
-    patterns = [*PAGES, *WORDS_ONLY, *(f"{folder}/**/*.py" for folder in SOURCES)]
+    patterns = [*PAGES, *WORDS_ONLY, *(f"{folder}/**/*.py" for folder in (*SOURCES, HARNESS))]
     paths = {path for pattern in patterns for path in REPOSITORY.glob(pattern)}
     chosen = [Path(name).resolve() for name in names] or sorted(paths)
     found = [finding for path in chosen for finding in _read(path)]

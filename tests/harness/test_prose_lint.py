@@ -55,7 +55,7 @@ def test_notes_are_held_to_the_words_only():
 
 def test_a_page_that_is_too_long_is_named(monkeypatch):
     assert list(prose_lint.too_long()) == []
-    readme = prose_lint.num_words(prose_lint.REPOSITORY / "README.md")
+    readme = prose_lint.words_of(prose_lint.REPOSITORY / "README.md")
     monkeypatch.setattr(prose_lint, "LONGEST", (("README.md", readme - 1),))
     monkeypatch.setattr(prose_lint, "LONGEST_TOGETHER", ((("README.md", "docs/versions.md"), readme),))
     one, together = prose_lint.too_long()
@@ -68,7 +68,7 @@ def test_words_are_counted_without_code_and_addresses(tmp_path):
     page.write_text(
         "# A title\n\nSee [the page](https://host/a) `x = 1`.\n\n```python\nnot = here\n```\n| a | b |\n"
     )
-    assert prose_lint.num_words(page) == 8
+    assert prose_lint.words_of(page) == 8
 
 
 def test_a_page_is_read_without_its_code(tmp_path):
@@ -106,3 +106,28 @@ def test_an_exception_is_one_sentence_of_one_file():
     assert Allowed(path, "*", "why").covers(finding)
     assert not Allowed(path, "Ranks are", "why").covers(finding)
     assert not Allowed("README.md", "*", "why").covers(finding)
+
+
+def _plain_rules(tmp_path, text):
+    path = tmp_path / "file.py"
+    path.write_text(text)
+    return [finding.rule for finding in prose_lint.plain_findings(path)]
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ('"""Who trains the module."""\n', prose_lint.OPENING_RULE),
+        ('class A:\n    """What it counts."""\n', prose_lint.OPENING_RULE),
+        ('def _f():\n    """Wait until somebody calls."""\n', "'somebody' (name the actor)"),
+        ("x = 1  # nobody reads it\n", "'nobody' (name the actor)"),
+        ('def _f():\n    """Return ' + "a word " * 13 + '."""\n', "27 words"),
+    ],
+)
+def test_a_docstring_without_subject_verb_or_actor_is_found(tmp_path, text, rule):
+    assert _plain_rules(tmp_path, text) == [rule]
+
+
+def test_plain_docstrings_are_left_alone(tmp_path):
+    function = 'def f():\n    """Send the header.\n\n    Args:\n        of: whose.\n    """  # The agent\n'
+    assert _plain_rules(tmp_path, f'"""The agent."""\n\n\n{function}') == []
