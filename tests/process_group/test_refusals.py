@@ -12,7 +12,7 @@ import torch.distributed as dist
 import paceline  # noqa: F401  registers the backend
 from harness.ranks import pool
 from paceline.errors import ConfigurationError
-from paceline.process_group import connections
+from paceline.process_group import connections, registration
 from paceline.process_group.folds import fold_of
 
 TIMEOUT = timedelta(seconds=20)
@@ -85,15 +85,13 @@ def test_several_tensors_in_one_collective():
 def test_without_numba_it_says_what_to_install():
     without = {
         f"paceline.transports.bounded_loss.{name}": None
-        for name in ("lossy_link", "datagram_loop", "datagram_transport", "udp_socket")
+        for name in ("lossy_link", "datagram_loop", "udp_socket")
     }
     store = dist.HashStore()
     with mock.patch.dict(sys.modules, without):
         for ask in (
             lambda: connections.open_lossy_transport(store, 0, 1, TIMEOUT),
             lambda: connections.introduce("127.0.0.1"),
-            lambda: connections.open_datagram_transport(store, 0, 1, TIMEOUT),
-            lambda: connections.check_datagrams(1),
         ):
             with pytest.raises(ConfigurationError, match="needs the package numba: pip install numba"):
                 ask()
@@ -107,3 +105,8 @@ def test_the_address_that_other_hosts_are_told():
             assert connections.address_towards(2) == ""
         with mock.patch("socket.getaddrinfo", side_effect=OSError("no such name")):
             assert connections.address_towards(2) == ""
+
+
+def test_options_of_another_backend_are_refused():
+    with pytest.raises(ConfigurationError, match="the backend 'paceline' takes no options"):
+        registration._make(None, pg_options=timedelta(1))

@@ -1,4 +1,4 @@
-"""Hosts whose network drops UDP, or what is long of it: real sockets, and packets that the kernel drops."""
+"""Hosts whose network drops long UDP datagrams: real sockets, and packets that the kernel drops."""
 
 import json
 import re
@@ -18,7 +18,7 @@ MTU = "A router between them silently drops packets that are longer than its MTU
 @pytest.mark.lab
 @pytest.mark.skipif(shutil.which("tc") is None, reason="tc (iproute2) is not installed")
 @pytest.mark.timeout(300)  # it may have to compile
-def test_a_firewall_leads_to_tcp_and_a_small_mtu_is_named(cluster):
+def test_a_small_mtu_is_named(cluster):
     compile_all()
     rows = []
 
@@ -31,15 +31,9 @@ def test_a_firewall_leads_to_tcp_and_a_small_mtu_is_named(cluster):
     assert outcome.exit_code == 0, outcome.failure()
     assert sorted(row["rank"] for row in rows) == list(range(RANKS))
     for row in rows:
-        assert row["sum"] == [RANKS]
-        assert "by datagrams" not in row["explained"]
-        assert len(row["said"]) == (row["rank"] == 0)
         # Whoever gives up first saw that nothing long arrives. Another may only see that it is gone.
         lost = "rank (0|2)" if row["rank"] == VICTIM else f"rank {VICTIM}"
         assert MTU in row["error"] or re.search(f"nothing that it needs from {lost}", row["error"]), row[
             "error"
         ]
     assert any(MTU in row["error"] for row in rows), [row["error"] for row in rows]
-    (said,) = next(row["said"] for row in rows if row["rank"] == 0)
-    assert "All ranks of this group use TCP" in said
-    assert f"rank {VICTIM}" in said

@@ -110,7 +110,7 @@ def remedies_of_link(run: Run, table: StepTable, link: SlowLink) -> tuple[Remedy
     if link.kind == "loss":
         return (
             Remedy("Look for errors on its link (ip -s link)", None),
-            Remedy("PACELINE_BETWEEN_HOSTS=udp", None),
+            Remedy("pass reduction=BoundedLoss(bound=0), which resends over UDP", None),
         )
     return (Remedy("Move the host closer, or use fewer and larger buckets", None),)
 

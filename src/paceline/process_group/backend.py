@@ -32,8 +32,6 @@ from paceline.process_group.across_hosts import AcrossHosts
 from paceline.process_group.blocking_collectives import BlockingCollectives, reducible
 from paceline.process_group.connections import INTERFACE, OpenedWhenUsed, address_towards, make_gloo
 from paceline.process_group.host_collectives import HostCollectives
-from paceline.process_group.options import Options
-from paceline.process_group.path_between_hosts import wanted_path
 from paceline.process_group.reconfiguring import Handle, in_order, store_of
 from paceline.process_group.rows import Rows, only
 from paceline.process_group.shared_vectors import SharedVectors
@@ -48,7 +46,6 @@ class ProcessGroup(dist.ProcessGroup):
         rank: Within the group.
         size: Of the group.
         timeout: How long a rank waits for the others in one collective.
-        options: What the caller wants; rank 0's counts.
         waits: Connect to nobody before `reconfigure`.
         talks: Whether messages between two ranks are expected, so that all connect for them at once.
 
@@ -62,13 +59,10 @@ class ProcessGroup(dist.ProcessGroup):
         rank: int,
         size: int,
         timeout: timedelta,
-        options: Options | None = None,
         waits: bool = False,
         talks: bool = True,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # as a group in Python is made
-        # refused before anything is connected
-        self._wanted = wanted_path((options or Options()).between_hosts)
         self._rank, self._size = rank, size
         self._store, self._timeout = store, timeout
         self._talks = talks
@@ -103,10 +97,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._inner = OpenedWhenUsed(inner) if self.host.is_only_one else inner()
         # Connected at once: else a send or a receive may block until the peer wants to talk to this rank, too.
         self._messages = messages(connects_now=True) if self._talks else OpenedWhenUsed(messages)
-        paths = dist.PrefixStore("between hosts", store)
-        self._across = AcrossHosts(
-            self._inner, paths, self.host.hosts, self.host.index, timeout, self._wanted
-        )
+        self._across = AcrossHosts(self._inner, self.host.hosts, self.host.index, timeout)
         self._collectives = BlockingCollectives(self.host, self._here, self._across, self._inner)
         self._rank, self._size = rank, size
         end_before_exit(self, ProcessGroup._leave)
@@ -189,7 +180,6 @@ class ProcessGroup(dist.ProcessGroup):
             words = self._across.choose(size_bytes, 4).why
             if self.host.num_ranks > 1:
                 words += "; within a host through shared memory, each rank taking a share across"
-            words += "; by datagrams" if self._across.is_by_datagrams() else ""
             words += f"; over the interface {os.environ.get(INTERFACE) or f'with address {self.address}'}"
         return words + (f" ({self.host.remark})" if self.host.remark else "")
 
@@ -471,7 +461,6 @@ class ProcessGroup(dist.ProcessGroup):
     def _let_go(self) -> None:
         """Close what connects it with its members; nothing is under way."""
         if self._has_members:
-            self._across.close()
             self.host.me.status.leave()
 
     def _leave(self, patience_s: float) -> None:

@@ -53,36 +53,25 @@ class BlockingCollectives:
 
     def broadcast(self, tensor: Tensor, options: dist.BroadcastOptions) -> None:
         root = options.rootRank
-        if not self._alone and not self._across.is_by_datagrams():
+        if not self._alone:
             sent = tensor if tensor.is_cpu else flat_of(tensor)
             self.inner("broadcast", lambda: self._inner.broadcast([sent], options))
             if sent is not tensor:
                 write_back(sent, tensor)
             return
         flat = flat_of(tensor)
-        if self._alone:
-            self._here.broadcast(described("broadcast", flat.dtype, flat.numel(), "", root), flat, root)
-        else:
-            self._across.broadcast(flat, root)
+        self._here.broadcast(described("broadcast", flat.dtype, flat.numel(), "", root), flat, root)
         write_back(flat, tensor)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        is_by_gloo = not self._alone and not self._across.is_by_datagrams()
-        if is_by_gloo and tensor.is_cpu:
+        if not self._alone and tensor.is_cpu:
             self._gather_by_gloo([*outputs], tensor)
             return
         flat, rows = flat_of(tensor), [flat_of(output) for output in outputs]
         if self._alone:
             self._here.all_gather(described("all-gather", flat.dtype, flat.numel()), rows, flat)
-        elif is_by_gloo:
-            self._gather_by_gloo(rows, flat)
         else:
-            every = flat.new_empty(flat.numel() * self._num_ranks)
-            parts = every.split(flat.numel()) if flat.numel() else [every] * self._num_ranks
-            parts[self._inner.rank()].copy_(flat)
-            self._across.all_gather(every)
-            for row, part in zip(rows, parts, strict=True):
-                row.copy_(part)
+            self._gather_by_gloo(rows, flat)
         for row, output in zip(rows, outputs, strict=True):
             write_back(row, output)
 

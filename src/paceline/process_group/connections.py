@@ -135,23 +135,10 @@ def open_met_transport(place: int, met: Any, timeout: timedelta, num_servers: in
     return made
 
 
-def open_datagram_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> Any:
-    """Connect the ranks for messages over UDP of which nothing is lost. As `open_lossy_transport`."""
-    kind = bounded_loss("datagram_transport").DatagramTransport
-    meeting = Rendezvous(store, rank, num_ranks, timeout, "connecting over UDP")
-    return kind(rank, _meet(meeting, num_ranks), timeout)
-
-
 def _meet(rendezvous: Rendezvous, num_ranks: int, num_ports: int = 1) -> Any:
     """As `udp_socket.meet`, on the address on which this rank takes datagrams."""
     bounded_loss("datagram_loop").compile_all()  # before anyone waits for this rank
     return bounded_loss("udp_socket").meet(rendezvous, datagram_address(num_ranks), num_ports)
-
-
-def check_datagrams(num_ranks: int) -> None:
-    """Make sure this rank could open it, and compile it; raises ConfigurationError if not. Local; seconds once."""
-    bounded_loss("datagram_loop").compile_all()
-    bounded_loss("udp_socket").check_address(datagram_address(num_ranks))
 
 
 def datagram_address(num_ranks: int) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from paceline.comm import BACKEND_NAME, OWN_GROUPS
+from paceline.errors import ConfigurationError
 from paceline.late_imports import when_imported
-from paceline.process_group.options import Options
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -30,8 +30,11 @@ def _register_with(c10d: Any) -> None:
 
 
 def _make(what: Any, pg_options: object) -> dist.ProcessGroup:
-    """Make a group of what c10d says of it (`_DistributedBackendOptions`), and of its caller's options."""
-    options = Options.of(pg_options)
+    """Make a group from c10d's description of it, a `_DistributedBackendOptions`."""
+    if pg_options is not None:
+        raise ConfigurationError(
+            f"pg_options={pg_options!r}: the backend {BACKEND_NAME!r} takes no options. Leave pg_options out."
+        )
     import torch.distributed as dist  # noqa: PLC0415  only those who ask for one pay for it
 
     from paceline.comm.rendezvous import announce  # noqa: PLC0415
@@ -41,4 +44,4 @@ def _make(what: Any, pg_options: object) -> dist.ProcessGroup:
 
     waits = getattr(what, "enable_reconfigure", False)  # from torch 2.14 on
     talks = not str(what.group_id).startswith(OWN_GROUPS)
-    return ProcessGroup(what.store, what.group_rank, what.group_size, what.timeout, options, waits, talks)
+    return ProcessGroup(what.store, what.group_rank, what.group_size, what.timeout, waits, talks)

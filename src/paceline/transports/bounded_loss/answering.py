@@ -187,7 +187,7 @@ def _write_nacks(
             now_us,
             t.peers[peer, e.P_RECEIVING],
             first,
-            incoming[e.I_TAG],
+            incoming[e.I_CHUNKS],
             incoming[e.I_END_ORDER],
         )
         sizes[count], ways[count] = d.HEADER_BYTES + (here + 31) // 32 * 4, way

@@ -106,7 +106,7 @@ def drive(t: Any, io: Any, slice_us: int) -> int:
         is_active = False
         for slot in range(e.SLOTS):
             stage = t.slots[slot, e.S_STAGE]
-            if stage in (e.ARRIVED_ALL, e.FINISHED, e.CARRIED):
+            if stage in (e.ARRIVED_ALL, e.FINISHED):
                 return HAPPENED
             is_active = is_active or stage != e.FREE
         if max(t.numbers[e.LOST_PEER], t.numbers[e.MISFIT_PEER], t.numbers[e.STUCK_PEER]) >= 0:

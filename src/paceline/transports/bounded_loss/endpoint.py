@@ -153,7 +153,7 @@ class Endpoint(DatagramEnd):
         chunks = transfer_chunks(row, phase, owner, self.num_ranks, payload) if peer in self._met else 0
         incoming[:] = 0
         incoming[e.I_NUMBER] = row[e.S_COLLECTIVE]
-        incoming[e.I_CHUNKS] = incoming[e.I_TAG] = chunks
+        incoming[e.I_CHUNKS] = chunks
         incoming[e.I_DONE] = chunks == 0
         incoming[e.I_ADDRESS], incoming[e.I_BYTES] = address, shard_bytes(row, owner)
         if phase == 1:
@@ -199,7 +199,7 @@ class Endpoint(DatagramEnd):
             outgoing[:] = 0
             outgoing[e.O_NUMBER] = collective
             chunks = transfer_chunks(row, phase, owner, self.num_ranks, payload) if peer in self._met else 0
-            outgoing[e.O_CHUNKS] = outgoing[e.O_TAG] = chunks
+            outgoing[e.O_CHUNKS] = chunks
             outgoing[e.O_BYTES] = shard_bytes(row, owner)
             outgoing[e.O_FLAGS] = int(row[e.S_PRIORITY]) << d.CLASS_SHIFT
             if phase == 0 and row[e.S_PRIORITY] and row[e.S_BOUND_PPM]:

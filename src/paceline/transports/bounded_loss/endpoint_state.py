@@ -44,13 +44,11 @@ NUM_NUMBERS = 20
     S_PRIORITY,
     NUM_S,
 ) = range(12)
-FREE, REDUCING, ARRIVED_ALL, GATHERING, FINISHED, RETIRED, CARRYING, CARRIED = range(8)
-"""Stages of a slot: ARRIVED_ALL is to be summed; it stays RETIRED while a peer may still need a repetition. Of messages
-it is CARRYING, and CARRIED as soon as one of its transfers has ended."""
+FREE, REDUCING, ARRIVED_ALL, GATHERING, FINISHED, RETIRED = range(6)
+"""Stages of a slot: ARRIVED_ALL is to be summed; it stays RETIRED while a peer may still need a repetition."""
 
-# outgoing: a transfer to a peer; its number is a collective's, or a message's among those to that peer; ENDED are the
-# ports, a bit each, by which the latest END has left, TRIES how many went before it unanswered since something was
-# last repeated, HAS_LOST whether anything was
+# outgoing: a transfer to a peer; its number is a collective's; ENDED are the ports, a bit each, by which the latest END
+# has left, TRIES how many went before it unanswered since something was last repeated, HAS_LOST whether anything was
 (
     O_NUMBER,
     O_ACTIVE,
@@ -69,10 +67,9 @@ it is CARRYING, and CARRIED as soon as one of its transfers has ended."""
     O_ADDRESS,
     O_BYTES,
     O_TAIL_BYTES,
-    O_TAG,
     O_FLAGS,
     NUM_O,
-) = range(20)
+) = range(19)
 UNSENT, FLYING, DELIVERED, QUEUED, FORGIVEN = range(5)
 """States of a chunk at its sender."""
 
@@ -92,9 +89,8 @@ UNSENT, FLYING, DELIVERED, QUEUED, FORGIVEN = range(5)
     I_BYTES,
     I_TAIL_ADDRESS,
     I_TAIL_BYTES,
-    I_TAG,
     NUM_I,
-) = range(16)
+) = range(15)
 NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
 
 # peers: counts, times in microseconds; SENDING and RECEIVING are the transfers that have begun here, ORDER numbers all

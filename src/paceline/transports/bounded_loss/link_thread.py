@@ -81,10 +81,6 @@ class LinkThread(ABC):
     def _check(self) -> None:
         """Raise what only this kind of link can go wrong with. On the thread."""
 
-    def _is_quiet(self) -> bool:
-        """Whether no peer may be waiting for an answer, once nothing is under way. On the thread."""
-        return True
-
     @abstractmethod
     def _give_up(self, error: Exception) -> None:
         """End all that was handed in with this error."""
@@ -165,7 +161,7 @@ class LinkThread(ABC):
                 self._check()
             if self._is_closing:
                 closed_s = closed_s or time.monotonic()
-                is_needed = self._is_under_way() or not self.end.is_idle or not self._is_quiet()
+                is_needed = self._is_under_way() or not self.end.is_idle
                 if not is_needed or time.monotonic() - closed_s > LINGER_S:
                     self._fail(self._closed())
                     return

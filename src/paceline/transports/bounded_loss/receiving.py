@@ -208,7 +208,7 @@ def place(t: Any, peer: int, row: Any, word: Any, size: int, now_us: int) -> Non
     slot = d.widened(np.int64(word[d.COLLECTIVE]), t.peers[peer, e.P_RECEIVING]) % e.SLOTS
     incoming = t.incoming[slot, phase, peer]
     chunk, chunks = np.int64(word[d.CHUNK]), incoming[e.I_CHUNKS]
-    if np.int64(word[d.CHUNKS]) != incoming[e.I_TAG]:
+    if np.int64(word[d.CHUNKS]) != chunks:
         n[e.MISFIT_PEER] = peer
         return
     if phase == 1:

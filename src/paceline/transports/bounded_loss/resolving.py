@@ -146,7 +146,7 @@ def take_nack(t: Any, slot: int, phase: int, peer: int, row: Any, word: Any, siz
     """Learn, chunk by chunk, what the receiver misses; only about what was sent before the END that it answers."""
     outgoing = t.outgoing[slot, phase, peer]
     first, chunks = np.int64(word[d.CHUNK]), outgoing[e.O_CHUNKS]
-    if not outgoing[e.O_ACTIVE] or np.int64(word[d.CHUNKS]) != outgoing[e.O_TAG]:
+    if not outgoing[e.O_ACTIVE] or np.int64(word[d.CHUNKS]) != outgoing[e.O_CHUNKS]:
         return
     end_order = d.widened(np.int64(word[d.AUX]), t.peers[peer, e.P_ORDER])
     for chunk in range(first, min(chunks, first + (size - d.HEADER_BYTES) * 8)):

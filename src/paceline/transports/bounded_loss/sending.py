@@ -52,7 +52,6 @@ def advance(t: Any, now_us: int) -> None:
     """Move every collective on: note which shards are complete and what is finished, free what nobody needs."""
     n = t.numbers
     rank, ranks = n[e.RANK], n[e.RANKS]
-    has_ended = n[e.IS_CHANGED]
     n[e.IS_CHANGED] = 0
     for slot in range(e.SLOTS):
         s = t.slots[slot]
@@ -72,8 +71,6 @@ def advance(t: Any, now_us: int) -> None:
                     for phase in range(2):
                         t.outgoing[slot, phase, peer, e.O_NUMBER] = -1
                         t.incoming[slot, phase, peer, e.I_NUMBER] = -1
-        if s[e.S_STAGE] == e.CARRYING and has_ended:
-            s[e.S_STAGE] = e.CARRIED
 
 
 @inner
@@ -335,7 +332,7 @@ def _write_chunk(
         now_us + t.local_us[port],
         p[e.P_RECEIVING],
         max(chunk, 0),
-        outgoing[e.O_TAG],
+        outgoing[e.O_CHUNKS],
         outgoing[e.O_PROTECTED],
     )
     sizes[at], ways[at] = d.HEADER_BYTES + length, way

@@ -124,11 +124,6 @@ class Introduction:
             each.close()
 
 
-def check_address(address: str) -> None:
-    """Make sure that a socket can listen on `address`. Local. Raises: as `Introduction`."""
-    _bind(address).close()
-
-
 def _bind(address: str) -> socket.socket:
     made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import statistics
 import sys
@@ -23,7 +22,7 @@ from paceline.transports import Bound
 from paceline.transports.lossy_transport import LossyTransport
 
 BOUNDS = {"ours, bound 0": 0.0, "ours, bound 5 %": 0.05}
-GLOO, DATAGRAMS = "Gloo", "backend by datagrams"
+GLOO = "Gloo"
 FRONT_BYTES = 250_000
 TORCH = "torch over Gloo"
 # The arguments of `BoundedLoss`; None: over Gloo.
@@ -85,10 +84,8 @@ def _timed(into: list[dict[str, float]], is_counted: bool) -> Iterator[dict[str,
 
 def _sums(link: LossyTransport, case: dict[str, Any]) -> Samples:
     """Sum a vector by each side in turn."""
-    os.environ["PACELINE_BETWEEN_HOSTS"] = "udp"
-    backend = dist.new_group(backend="paceline", timeout=timedelta(seconds=120))
     vector = torch.ones(int(case["megabytes"] * 250_000))
-    samples: Samples = {side: [] for side in (GLOO, DATAGRAMS, *BOUNDS)}
+    samples: Samples = {side: [] for side in (GLOO, *BOUNDS)}
     for repeat in range(case["repeats"] + 1):  # the first is a warm-up
         for side, taken in samples.items():
             vector.fill_(1.0)
@@ -96,8 +93,6 @@ def _sums(link: LossyTransport, case: dict[str, Any]) -> Samples:
             with _timed(taken, repeat > 0):
                 if side == GLOO:
                     dist.all_reduce(vector)
-                elif side == DATAGRAMS:
-                    dist.all_reduce(vector, group=backend)
                 else:
                     link.launch(vector.numpy(), Bound(BOUNDS[side])).wait()
             assert bool((vector == dist.get_world_size()).all())
