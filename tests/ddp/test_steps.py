@@ -1,0 +1,164 @@
+"""A step begins anew: nothing of an earlier forward, of a backward that raised, or of a reducer that was replaced."""
+
+import gc
+import json
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.models import Mlp, digest, random_batch, squares
+from harness.ranks import pool
+from harness.rebuilding import batch, mlp
+from paceline import DistributedDataParallel
+from paceline.errors import PeerAbortedError
+
+pytestmark = pytest.mark.processes
+
+
+class StumbleError(Exception):
+    """What a user's code raises."""
+
+
+class Branches(nn.Module):
+    """Three linear layers beside each other: the second is used if asked for, the third once it is unfrozen."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes, self.later = (nn.Linear(2, 2) for _ in range(3))
+        self.later.requires_grad_(False)
+
+    def forward(self, x, uses_second):
+        branches = [self.always, *[self.sometimes] * uses_second]
+        return sum(branch(x) for branch in [*branches, *[self.later] * self.later.weight.requires_grad])
+
+
+def unfrozen_in_a_step(rank, _num_ranks, unfreezes):
+    """The gradient of a layer that only the unsynchronized backward of a step has used."""
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    x = torch.full((1, 2), float(rank + 1))
+    with model.no_sync():
+        model(x, True).sum().backward()
+    model.module.later.requires_grad_(unfreezes)
+    model(x, False).sum().backward()
+    return model.module.sometimes.weight.grad.flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    "unfreezes",
+    [
+        False,
+        pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="a reducer forgets what was used")),
+    ],
+)
+def test_unfreezing_a_layer_within_a_step_keeps_what_no_sync_has_used(unfreezes):
+    """Rank 0 has 1 everywhere, rank 1 has 2: the mean is 1.5, also after another reducer has taken over."""
+    assert pool(2).run(unfrozen_in_a_step, unfreezes) == [[1.5] * 4] * 2
+
+
+def differentiated_twice(rank, _num_ranks):
+    """Gradients of both backwards of one weighed forward; those of one process."""
+    model, alone = DistributedDataParallel(mlp(), weight=len), mlp()
+    batches = [random_batch(4, each, shape=(2 * each + 1, 8), dtype=torch.float64) for each in range(2)]
+    loss = squares(model(batches[rank]))
+    found = []
+    for keeps in (True, False):
+        model.zero_grad()
+        loss.backward(retain_graph=keeps)
+        found.append([p.grad.clone() for p in model.parameters()])
+    squares(alone(torch.cat(batches))).backward()
+    wanted = [p.grad for p in alone.parameters()]
+    return [max((p - q).abs().max().item() for p, q in zip(each, wanted, strict=True)) for each in found]
+
+
+@pytest.mark.xfail(strict=True, reason="the first backward takes the weight away")
+def test_the_second_backward_of_a_weighed_forward_weighs_as_much():
+    """With batches of 1 and 3 samples both backwards give the mean over all four."""
+    for first, second in pool(2).run(differentiated_twice):
+        assert max(first, second) < 1e-12
+
+
+def two_forwards(rank, _num_ranks):
+    """Buffers after a step of two forwards, of which the second ran under `no_sync`."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)))
+    loss = model(random_batch(0, rank)).sum()
+    with model.no_sync():
+        loss = loss + model(random_batch(1, rank)).sum()
+    loss.backward()
+    return digest(list(model.module.buffers()))
+
+
+@pytest.mark.xfail(strict=True, reason="the last forward decides for the step")
+def test_buffers_are_equal_behind_a_step_whose_last_forward_ran_under_no_sync():
+    first, second = pool(2).run(two_forwards)
+    assert first == second
+
+
+class Stumbling(Mlp):
+    """Raises in forward, or in backward, where it is told to."""
+
+    where = ""
+
+    def forward(self, x):
+        if self.where == "forward":
+            raise StumbleError
+        output = super().forward(x)
+        if self.where == "backward":
+            output.register_hook(self._stumble)
+        return output
+
+    def _stumble(self, _):
+        raise StumbleError
+
+
+def records_behind_dropped_steps(rank, _num_ranks, where):
+    """Micro-steps of each good step's timing; number and samples of each record; the errors."""
+    model = DistributedDataParallel(Stumbling())
+    micro_steps, errors = [], []
+    for step in range(6):
+        model.zero_grad()
+        model.module.where = where if step == 2 and rank == 1 else ""
+        try:
+            squares(model(random_batch(step, rank, shape=(10, 8)))).backward()
+        except (StumbleError, PeerAbortedError) as error:
+            errors.append(type(error).__name__)
+            continue
+        micro_steps.append((model.timings.last.step, model.timings.last.num_micro_steps))
+    lines = [json.loads(line) for line in model._steps.recording.recorder.lines().splitlines()]
+    return micro_steps, [line["num_samples"] for line in lines if "num_samples" in line], errors
+
+
+@pytest.mark.xfail(strict=True, reason="nobody forgets the forwards of a step that is dropped")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_step_behind_a_dropped_one_is_recorded_alone(where):
+    """Each good step had one micro-step of 10 samples, whatever was dropped before it; numbers have no gaps."""
+    for micro_steps, samples, errors in pool(2).run(records_behind_dropped_steps, where):
+        assert errors
+        assert micro_steps == [(number, 1) for number in range(1, 7 - len(errors))]
+        assert samples == [10] * len(micro_steps)
+
+
+def graph_that_is_kept(rank, _num_ranks, by):
+    """How many buckets of before live on with a graph that the script keeps over another reducer's coming."""
+    model = DistributedDataParallel(Branches() if by == "unfreezing" else mlp())
+    x = torch.ones(1, 2) if by == "unfreezing" else batch(0, rank)
+    more = (True,) if by == "unfreezing" else ()
+    model(x, *more).sum().backward()
+    kept = model(x, *more).sum()
+    before = [weakref.ref(bucket) for bucket in model.reducer.buckets]
+    if by == "unfreezing":
+        model.module.later.requires_grad_(True)
+        squares(model(x, *more)).backward()
+    else:
+        model.membership.rebuild(dist.new_group())
+    gc.collect()
+    return kept.requires_grad, sum(bucket() is not None for bucket in before)
+
+
+@pytest.mark.parametrize("by", ["unfreezing", "rebuild"])
+def test_a_graph_that_is_kept_holds_no_bucket_of_before(by):
+    assert pool(2).run(graph_that_is_kept, by) == [(True, 0)] * 2
