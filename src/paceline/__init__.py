@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paceline.integrations.accelerate_loaders import register as _register_loaders
 from paceline.integrations.lightning_strategy import register as _register_strategy
 from paceline.late_imports import on_first_use
 from paceline.process_group.registration import register as _register_backend
@@ -53,3 +54,4 @@ def __dir__() -> list[str]:
 
 _register_backend()  # init_process_group("paceline"); imports no torch
 _register_strategy()  # Lightning's Trainer(strategy="paceline"); imports no Lightning
+_register_loaders()  # Accelerate leaves our samplers whole; imports no Accelerate

@@ -185,6 +185,57 @@ def test_saving_and_resuming():
                 assert seen[pair] == straight, pair
 
 
+def train_our_samples(rank, num_ranks):
+    """Two epochs of shares that differ, then the rest of the second one from a state, with loaders of both kinds."""
+    from accelerate import Accelerator
+    from accelerate.data_loader import prepare_data_loader
+    from accelerate.state import AcceleratorState
+
+    from paceline.data import GlobalBatch, GlobalShuffle
+    from paceline.errors import ConfigurationError
+
+    as_launched(rank, num_ranks)
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True)
+
+    def a_loader():
+        shuffle = GlobalShuffle(45, GlobalBatch((3, 5)), rank=rank)
+        return shuffle, DataLoader(torch.arange(45), batch_sampler=shuffle)
+
+    bare = list(a_loader()[1])
+    seen = {}
+    for kind, prepare in (
+        ("prepared", accelerator.prepare),
+        ("alone", lambda loader: prepare_data_loader(loader, num_processes=1, process_index=0)),
+    ):
+        shuffle, loader = a_loader()
+        loader = prepare(loader)
+        first, second = ([batch.tolist() for batch in loader] for _ in range(2))
+        assert first == [batch.tolist() for batch in bare]
+        assert len(loader) == len(first)
+        again, loader = a_loader()
+        again.load_state_dict({**shuffle.state_dict(), "epoch": 1, "position": 16})
+        seen[kind] = first, second, [batch.tolist() for batch in prepare(loader)]
+    with pytest.raises(ConfigurationError, match="dispatch_batches=True"):
+        prepare_data_loader(a_loader()[1], num_processes=2, dispatch_batches=True, put_on_device=True)
+    return seen
+
+
+def test_samples_that_are_divided_already_are_not_divided_again():
+    """Every sample is trained once an epoch; a place that was loaded counts; also in one process."""
+    ranks = pool(2).run(train_our_samples, deadline_s=110)
+    for kind in ("prepared", "alone"):
+        epochs = [
+            sorted(sample for seen in ranks for batch in seen[kind][epoch] for sample in batch)
+            for epoch in range(2)
+        ]
+        assert epochs == [[*range(45)], [*range(45)]]
+        for seen in ranks:
+            first, second, resumed = seen[kind]
+            assert first != second
+            assert resumed == second[2:]
+
+
 def wrap_twice(rank, num_ranks):
     from paceline.errors import ConfigurationError
 
