@@ -35,7 +35,6 @@ from paceline_lab.experiments.papers.mlstm_scaling import (
 )
 from paceline_lab.experiments.papers.published import BREAKDOWN, GOODPUT, realisable, scale_for
 from paceline_lab.experiments.papers.variants import Phases, Variant, VariantTrainee
-from paceline_lab.experiments.papers.worker_threads import SIZES, WorkersConfig, measure_workers
 from paceline_lab.experiments.registry import EXPERIMENTS
 
 TINY = Profile("tiny", "a test", tuple(LayerTime(f"l{i}", ((8, 5), (3,)), 0.0, 0.0) for i in range(6)), 0.0)
@@ -249,19 +248,6 @@ def test_every_study_has_a_quick_form_of_two_ranks():
         StudyOptions(65, "1Gbit", 1.0, 1)
     with pytest.raises(ConfigurationError, match="--ranks"):
         ScalingOptions.parse(ScalingStudy.defaults, "mlstm-4k", "10:1", "1")
-
-
-def workers(rank, num_ranks, num_threads):
-    return measure_workers(WorkersConfig(num_threads, num_steps=3, segment_length=2), bool)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(("num_ranks", "num_threads"), [(2, 1), (1, 2)])
-def test_workers_are_timed_step_by_step(num_ranks, num_threads):
-    """Two processes, and two threads in one: as many positive times as steps, for every size."""
-    for seconds in pool(num_ranks).run(workers, num_threads):
-        assert set(seconds) == set(SIZES)
-        assert all(len(times) == 3 and min(times) > 0 for times in seconds.values())
 
 
 @pytest.mark.lab

@@ -86,7 +86,7 @@ def redraw(
         typer.Option(help="Folder of stored reports.", show_default="lab/results of the checkout"),
     ] = None,
 ) -> None:
-    """Draw every picture again from the stored reports. Nothing is measured."""
+    """Draw every picture again from the stored reports; in a checkout those that a page shows. Nothing is measured."""
     from paceline.errors import ConfigurationError
 
     root = repository()
@@ -101,5 +101,7 @@ def redraw(
         raise ConfigurationError(f"there are no stored reports in {folder}. Pass another folder: --report.")
     for file in files:
         draw = drawing_of(file.stem)
+        if report is None and not file.with_suffix(".svg").exists():  # no page shows its picture
+            continue
         if draw is not None and draw(json.loads(file.read_text()), file.with_suffix(".png")):
             print(file.with_suffix(".png"), flush=True)

@@ -7,13 +7,9 @@ the default and early. Ratios are taken within a round.
     paceline study early-delivery --loss 1%
     paceline study early-delivery --loss 3%
 
-With `--simulated` it is instead how long all of it takes to be summed, in the eight parts in which a bucket is sent, by
-the same protocol code in virtual time, with `--push` how long a server waits for it from all other hosts. That has
-nothing of the machine in it.
-
 Every case is kept beside the others'. What it cannot show: all hosts share this machine's cores, see "busy" and the
-load; and a 99th percentile of a hundred steps is the second largest.
-Virtual time has no threads that are late.
+load; and a 99th percentile of a hundred steps is the second largest. The stored sums and pushes in virtual time were
+made by a simulator that is in commit cb30c809.
 """
 
 from __future__ import annotations
@@ -32,17 +28,12 @@ from paceline_lab.bench.provenance import collect, load_average
 from paceline_lab.emulation import ClusterSpec
 from paceline_lab.experiments.datagrams.rank_jobs import TCP, keep, run_job
 from paceline_lab.experiments.options import REPORT_FOLDER, ComputeS, ReportFolder
-from paceline_lab.packet_network import tcp_state
-from paceline_lab.packet_network.leaf_spine import LeafSpine
-from paceline_lab.packet_network.sides import Datagrams, Traffic, measure
-from paceline_lab.packet_network.tcp_flows import TcpKind
 from paceline_lab.report.figures import draw_figure
 from paceline_lab.report.look import BASELINE, OURS, look_of
 from paceline_lab.report.panels import Bar, Bars
 
 NAME = "early_delivery"
 _RANK_PROGRAM = Path(__file__).with_name("bounded_loss_rank.py")
-_PARTS, _REPEATS_A_SEED, _WAY_US = 8, 10, 50.0
 GLOO, EXACT, PERCENTS = "Gloo", "bound 0", (1, 5, 10)
 SIDES: dict[str, dict[str, Any] | None] = {
     GLOO: None,
@@ -66,15 +57,11 @@ def main(
     compute_s: ComputeS = 0.1,
     repeats: Annotated[int, typer.Option(min=2, help="Number of rounds.")] = 100,
     tcp: Annotated[str, typer.Option(help="TCP of Gloo: cubic or tuned.")] = "cubic",
-    simulated: Annotated[bool, typer.Option("--simulated", help="Sum in virtual time.")] = False,
-    push: Annotated[bool, typer.Option("--push", help="In virtual time, push to the first host.")] = False,
     report_folder: ReportFolder = REPORT_FOLDER,
 ) -> None:
     """Run one job; print percentiles, and keep all samples."""
     if tcp not in TCP:
         raise ConfigurationError(f"--tcp {tcp!r} must be one of {', '.join(TCP)}.")
-    if push and not simulated:
-        raise ConfigurationError("--push is measured in virtual time: pass --simulated, too.")
     spec = ClusterSpec.parse(hosts=hosts, rate=rate, loss=loss, delay=delay or None, **TCP[tcp])
     case = {
         "kind": "step",
@@ -84,38 +71,16 @@ def main(
         "sides": SIDES,
     }
     load = load_average()
-    if simulated:
-        samples, busy = _simulate(spec, push, int(megabytes * 1e6), repeats), 0.0
-    else:
-        samples, busy = run_job(spec, _RANK_PROGRAM, case, timeout_s=60 + 20 * repeats)
+    samples, busy = run_job(spec, _RANK_PROGRAM, case, timeout_s=60 + 20 * repeats)
     summary = summarise(samples)
-    how = "simulated push, " * push or "simulated sum, " * simulated
     parts = [f"{hosts} hosts", rate, f"loss {loss}", *([f"delay {delay}"] if delay else []), tcp]
-    name = how + ", ".join([f"{megabytes:g} MB", *parts])
+    name = ", ".join([f"{megabytes:g} MB", *parts])
     record = {"case": case, "busy": round(busy, 2), "load_after": load_average(), "sides": samples}
     record["provenance"] = asdict(collect(hosts, load))
     keep(report_folder / f"{NAME}.json", name, record, summary)
     print(f"{name}; {repeats} rounds, busy {busy:.0%}, load {load} before and {load_average()} after")
     for side, row in summary.items():
         print(f"  {side:18s} " + "  ".join(f"{column} {value:.4g}" for column, value in row.items()))
-
-
-def _simulate(spec: ClusterSpec, is_push: bool, num_bytes: int, repeats: int) -> dict[str, Any]:
-    """The same protocol code in virtual time: samples as those of a job, each with its seed's lost part."""
-    rate, loss = spec.rate_bits_per_s[0], spec.loss_ratio[0]
-    network = LeafSpine(
-        spec.hosts, rate_bits_per_s=rate or 1e9, way_us=_WAY_US + spec.delay_s * 1e6 / 2, loss_ratio=loss
-    )
-    traffic = Traffic([range(spec.hosts)], num_bytes, is_push, num_vectors=_PARTS, repeats=_REPEATS_A_SEED)
-    tcp = TcpKind(tcp_state.CUBIC) if spec.congestion_control == "cubic" else TcpKind(tcp_state.BBR, 5.0)
-    found: dict[str, Any] = {side: [] for side in SIDES}
-    for side, bounded in SIDES.items():
-        early = bounded is not None and bounded.get("deliver") == "early"
-        kind = tcp if bounded is None else Datagrams(bounded["bound"], is_early=early)
-        for seed in range(math.ceil(repeats / _REPEATS_A_SEED)):
-            times = measure(kind, network, traffic, seed)
-            found[side] += [{"ms": round(ms, 2), "lost": round(times.lost_ratio, 6)} for ms in times.job_ms]
-    return found
 
 
 def summarise(samples: Samples) -> dict[str, dict[str, float]]:
