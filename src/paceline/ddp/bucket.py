@@ -76,8 +76,8 @@ class Bucket(Protocol):
         """Make the message: bring every gradient in, scaled, and take `.grad` away from every parameter.
 
         `scale` is for dense gradients on their way into the bucket; `mean_scale` for sparse and late ones, which are
-        always averaged. `used_before`: parameters that earlier backwards of this step touched; `has_ended`: autograd
-        writes no more.
+        always averaged. `used_before`: ids of parameters that earlier backwards of this step touched; `has_ended`:
+        autograd writes no more.
         """
 
     def launch(self, reduction: Reduction, group: ProcessGroup, is_last: bool) -> Work:

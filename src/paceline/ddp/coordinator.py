@@ -35,6 +35,7 @@ from paceline.ddp.reducer import Reducer
 from paceline.ddp.replicas import Description, Verified, verify
 from paceline.ddp.setting import Setting
 from paceline.ddp.skipping import Skipping
+from paceline.ddp.step import Step
 from paceline.ddp.step_shares import Standing
 from paceline.ddp.weights import StepWeights, Weighing, WeightExchange
 from paceline.errors import ConfigurationError
@@ -196,10 +197,8 @@ class StepCoordinator:
 
     # ---- the reducer
 
-    def build_reducer(
-        self, managed: ManagedParameters, num_steps: int = 0, used_before: Iterable[int] = ()
-    ) -> None:
-        """Reduce the gradients of these parameters from now on. Local."""
+    def build_reducer(self, managed: ManagedParameters, step: Step) -> None:
+        """Reduce the gradients of these parameters from now on, in this step. Local."""
         wrapped, setting, members = self.wrapped, self.setting, self.membership
         setting.expect(wrapped.find_unused_parameters, wrapped.static_graph)
         flights: Flights = self.forward_overlap or self.skipping or Flights()
@@ -213,8 +212,7 @@ class StepCoordinator:
             self.buffers,
             members.number,
             self.timings,
-            num_steps,
-            used_before,
+            step,
         )
         self._frozen = [p for p in setting.parameters if not p.requires_grad]
 
@@ -252,7 +250,7 @@ class StepCoordinator:
         """Put another reducer in the place of the one that there is. Local."""
         self.setting.reduction.prepare(managed.named(), self.membership.process_group)
         self.reducer.retire()
-        self.build_reducer(managed, self.reducer.num_steps)
+        self.build_reducer(managed, self.reducer.step)
 
     def let_go(self) -> None:
         """The wrapper is gone: leave the parameters alone, and keep nothing of the module alive."""
@@ -326,7 +324,7 @@ class StepCoordinator:
             agree_over = members.groups.for_numbers or members.process_group
             self.forward_overlap.move_to(agree_over, members.groups.for_pieces, members.peers)
         self.reducer.retire()
-        self.build_reducer(managed, met.told.num_steps, self.reducer.used_before)
+        self.build_reducer(managed, Step(met.told.num_steps + 1, self.reducer.step.used_before))
 
     # ---- before a step
 

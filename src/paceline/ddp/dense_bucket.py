@@ -279,7 +279,7 @@ class DenseBucket:
     def _keep_untouched(self, used_before: set[int]) -> None:
         """Find the members that this rank's step has not used, and keep what they have as `.grad` (rule 4)."""
         used = self.slots_with_gradients()
-        used.update(slot for slot, member in enumerate(self.members) if member in used_before)
+        used.update(slot for slot, parameter in enumerate(self.parameters) if id(parameter) in used_before)
         self._untouched = [slot for slot in range(len(self.members)) if slot not in used]
         for slot in self._untouched:
             gradient, view = self.parameters[slot].grad, self.views[slot]

@@ -47,16 +47,16 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Step:
+class BeginningBackward:
     """A backward that begins, for whoever makes its flight."""
 
     backward: Backward
     reduction: Reduction  # what combines its gradients
-    num_steps: int  # synchronized backwards before it
+    number: int  # of its step
     forward_s: float  # duration of the last forward before it
     # No other module over these groups is in a synchronized backward: it may launch before the end.
     goes_first: bool
-    used_before: set[int]  # indices of parameters that unsynchronized backwards of this step have touched
+    used_before: set[int]  # as of `step.Step`
     reached: Callable[[], list[bool] | None]  # which parameters it touches; None: not known before it ends
 
 
@@ -240,9 +240,9 @@ class Flights:
         self._groups, self._peers = groups.for_gradients, peers
         self._devices = devices_of(managed.parameters)[:1]
 
-    def begin(self, step: Step, buckets: Sequence[Bucket]) -> Flight:
+    def begin(self, beginning: BeginningBackward, buckets: Sequence[Bucket]) -> Flight:
         """A backward begins. Collective where ranks have to agree on something first, local otherwise."""
-        return PlainFlight(step.reduction, self._groups, self._peers, buckets, self._times())
+        return PlainFlight(beginning.reduction, self._groups, self._peers, buckets, self._times())
 
     def _times(self) -> DeviceTimes | None:
         return DeviceTimes.begin(self._devices[0]) if self._devices else None

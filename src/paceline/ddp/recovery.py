@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from paceline.comm.backward import Backward
 from paceline.ddp.flight import Terms
 from paceline.ddp.open_forwards import OpenForwards
+from paceline.ddp.step import Step
 from paceline.ddp.verdict import Status
 from paceline.errors import ProtocolError
 
@@ -32,6 +33,7 @@ class Interruptible(Protocol):
 
     open_forwards: OpenForwards
     process_groups: list[ProcessGroup]
+    step: Step
 
     def arm(self, backward: Backward, terms: Terms) -> None:
         """A backward begins."""
@@ -42,20 +44,17 @@ class Interruptible(Protocol):
     def rest(self) -> None:
         """No backward is under way any more."""
 
+    def begin_step(self, ended_well: bool) -> None:
+        """The step has ended, well or not: the next one begins."""
+
 
 class Recovery:
-    """Knows which backward is under way on this rank, and makes up for one that raised.
+    """Knows which backward is under way on this rank, and makes up for one that raised."""
 
-    `used_before`, of the unsynchronized backwards of this step, is emptied with the gradients.
-    """
-
-    def __init__(
-        self, reducer: Interruptible, parameters: Sequence[Parameter], used_before: set[int]
-    ) -> None:
+    def __init__(self, reducer: Interruptible, parameters: Sequence[Parameter]) -> None:
         self._reducer = reducer
         self._groups = reducer.process_groups
         self._parameters = parameters
-        self._used_before = used_before
         self._backward: weakref.ref[Backward] | None = None
         self._synchronizes = False
         # In words: the error itself holds the step's graph, whose hooks lead back here.
@@ -165,6 +164,7 @@ class Recovery:
             self.drop_gradients()
             for parameter, gradient in zip(self._parameters, set_since, strict=True):
                 parameter.grad = gradient
+            self._reducer.begin_step(ended_well=False)
         self._reducer.rest()
         return out_of_memory
 
@@ -181,7 +181,7 @@ class Recovery:
         """Forget all gradients of this rank."""
         for parameter in self._parameters:
             parameter.grad = None
-        self._used_before.clear()
+        self._reducer.step.used_before.clear()
 
 
 def _never_ended(_: Backward) -> None:

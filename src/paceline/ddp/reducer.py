@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -36,13 +36,14 @@ from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.bucket_cuts import BucketCuts
 from paceline.ddp.buffers import Buffers
-from paceline.ddp.flight import Flight, Flights, Step, Terms
+from paceline.ddp.flight import BeginningBackward, Flight, Flights, Terms
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Groups
 from paceline.ddp.open_forwards import Owner
 from paceline.ddp.ready_tracking import ReadyTracker
 from paceline.ddp.recovery import Recovery
 from paceline.ddp.setting import Setting
+from paceline.ddp.step import Step
 from paceline.ddp.verdict import Status, Verdict
 from paceline.errors import ConfigurationError, ProtocolError, StepDroppedError
 from paceline.observe import StepTiming, StepTimings
@@ -64,15 +65,13 @@ class Reducer:
         buffers: Buffers,  # brought along at the end of a backward
         number: int,  # of the module, among those over these groups
         timings: StepTimings,  # the last steps, also those of the reducer before this one
-        num_steps: int = 0,  # synchronized backwards that ended well, of the earlier reducer, too
-        # Indices of parameters that its unsynchronized backwards of the step under way have touched.
-        used_before: Iterable[int] = (),
+        step: Step,  # the one under way
     ) -> None:
         self.managed = managed
         self.setting = setting
         self.process_groups = list(groups.for_gradients)
         self.timings = timings
-        self.num_steps = num_steps
+        self.step = step
 
         self._terms = terms
         self._flights = flights
@@ -83,7 +82,6 @@ class Reducer:
         apart_on = device_for_metadata(group, setting.device) if setting.any_on_accelerator else None
         self._forward_s = 0.0
         self._on_reduced: Callable[[Parameter], None] | None = None
-        self._used_before = set(used_before)  # touched without synchronization since the last one
         self._is_retired = False
         # Of the backward under way, from `arm` on.
         self._by_autograd = True
@@ -97,7 +95,7 @@ class Reducer:
         # Which forwards wait for a backward, and to which one a backward belongs.
         self.open_forwards = self.verdict.open_forwards
         # Which backward is under way, and what happens if it raises
-        self.recovery = Recovery(self, managed.parameters, self._used_before)
+        self.recovery = Recovery(self, managed.parameters)
         self.tracker = ReadyTracker(managed, setting, self._take, self._on_full)  # which bucket is full
         flights.follow(managed, groups, peers, self.open_forwards, timings)
         # How gradients are cut into buckets, and when anew
@@ -124,9 +122,9 @@ class Reducer:
         del self.cuts, self.verdict, self._flights, self._buffers, self._peers, self._group_for_numbers
 
     @property
-    def used_before(self) -> frozenset[int]:
-        """What the constructor says."""
-        return frozenset(self._used_before)
+    def num_steps(self) -> int:
+        """Synchronized backwards that ended well, of the earlier reducer, too."""
+        return self.step.number - 1
 
     # ---- before a backward
 
@@ -191,16 +189,16 @@ class Reducer:
             self._goes_first = self.recovery.is_first_over_its_groups()
             reduction, expected = self.setting.reduction, self.tracker.pending
             expected.begin()
-            step = Step(
+            beginning = BeginningBackward(
                 backward,
                 reduction,
-                self.num_steps,
+                self.step.number,
                 self._forward_s,
                 self._goes_first,
-                self._used_before,
+                self.step.used_before,
                 expected.reached,
             )
-            self._flight = self._flights.begin(step, self.buckets)  # the step before is over now
+            self._flight = self._flights.begin(beginning, self.buckets)  # the step before is over now
             if backward.synchronizes:
                 reduction.begin_step()
                 if terms.share is not None:
@@ -252,7 +250,7 @@ class Reducer:
             if not bucket.is_collected and self._flight.leaves(bucket):
                 if (origins := self.tracker.origins) is not None:
                     origins.order()
-                bucket.collect(self._scale, self._mean_scale, self._used_before, has_ended=False)
+                bucket.collect(self._scale, self._mean_scale, self.step.used_before, has_ended=False)
             try:
                 self._flight.launch(bucket)
             except Exception as error:
@@ -265,9 +263,11 @@ class Reducer:
         """Called by autograd when it has nothing left to do."""
         if self.recovery.current() is not backward or backward.waits_for_outer_end():
             return
+        ended_well = False
         try:
             if backward.synchronizes:
                 self._finish(backward)
+                ended_well = True
                 if self.cuts.may_change and self.cuts.is_due(self.timings):
                     self.buckets = self.cuts.cut()
                 self.timings.leave()
@@ -282,10 +282,14 @@ class Reducer:
             raise
         finally:
             self.rest()
+            if backward.synchronizes and not self.recovery.has_failed:
+                self.begin_step(ended_well)
 
     def _end_unsynchronized(self) -> None:
         for bucket in self.buckets:
-            self._used_before.update(bucket.members[slot] for slot in bucket.slots_with_gradients())
+            self.step.used_before.update(
+                id(bucket.parameters[slot]) for slot in bucket.slots_with_gradients()
+            )
             bucket.drop_installed()
 
     def _finish(self, backward: Backward) -> None:
@@ -305,7 +309,7 @@ class Reducer:
         self.timings.note_last_gradient(max(bucket.ready_s for bucket in self.buckets))
         waited_s = time.perf_counter() - ended_s
         try:
-            has_late = self.verdict.reach(self.num_steps + 1, self.setting.reduction)
+            has_late = self.verdict.reach(self.step.number, self.setting.reduction)
         except ProtocolError:
             flight.wait()  # the words came last: for Gloo, whose threads may end in another order
             self.recovery.drop_gradients()
@@ -313,10 +317,8 @@ class Reducer:
         if backward.by_autograd and (unused or self.setting.find_unused_parameters):
             self._note_unused(unused)
         self.tracker.pending.learn(self.buckets)
-        self.num_steps += 1
-        self._peers.note_step(self.num_steps)
-        self._used_before.clear()
-        make = self.timings.begin_record(self.num_steps, backward.started_s, ended_s)
+        self._peers.note_step(self.step.number)
+        make = self.timings.begin_record(self.step.number, backward.started_s, ended_s)
         is_used = self.verdict.status.is_used
         unused_by_all = [self.managed.parameters[index] for index in unused if not is_used(index)]
         record = functools.partial(self._record, flight, make, unused_by_all)
@@ -329,7 +331,7 @@ class Reducer:
         if has_late:
             self._reduce_late()
         self._attach()
-        self.verdict.suspect_first_not_finite(self.num_steps, self.cuts.order)
+        self.verdict.suspect_first_not_finite(self.step.number, self.cuts.order)
         record(waited_s)
 
     def _record(
@@ -357,7 +359,7 @@ class Reducer:
                 with profiler_range("ready"):
                     bucket.note_ready(time.perf_counter())
             if self._flight.leaves(bucket):
-                bucket.collect(self._scale, self._mean_scale, self._used_before, has_ended=True)
+                bucket.collect(self._scale, self._mean_scale, self.step.used_before, has_ended=True)
         for bucket in self.buckets:
             has_late = has_late or bucket.has_late_gradients()
             unused += bucket.untouched_members()
@@ -399,13 +401,17 @@ class Reducer:
             self.tracker.pending.look()
             if not (looks or self.setting.static_graph):
                 self.verdict.warn_of_unused(unused)
-        elif looks and self.num_steps == 0 and self.verdict.status.all_used_everywhere():
+        elif looks and self.step.number == 1 and self.verdict.status.all_used_everywhere():
             self.verdict.warn_of_none_unused()
 
     def rest(self) -> None:
         """No backward is under way any more."""
         self.recovery.forget()
         self.tracker.rest()
+
+    def begin_step(self, ended_well: bool) -> None:
+        """The step has ended, well or not: the next one begins. Local."""
+        self.step = self.step.next(ended_well)
 
     # ---- besides
 

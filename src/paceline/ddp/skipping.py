@@ -34,7 +34,7 @@ from paceline.comm.gradient_group import is_beside
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.droppable import Parts, Unit, flat
-from paceline.ddp.flight import Flight, Flights, PlainFlight, Step
+from paceline.ddp.flight import BeginningBackward, Flight, Flights, PlainFlight
 from paceline.ddp.late_gradients import collect_left_out
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Groups
@@ -79,15 +79,17 @@ class Skipping(Flights):
         is_private = groups.for_numbers is not None or all(map(is_beside, groups.for_gradients))
         self._ranks = _Ranks(managed, groups.numbers, peers, open_forwards, self._units, members, is_private)
 
-    def begin(self, step: Step, buckets: Sequence[Bucket]) -> Flight:
+    def begin(self, beginning: BeginningBackward, buckets: Sequence[Bucket]) -> Flight:
         """As `Flights.begin`: take down what is declared, and ask the other ranks if this one may launch now."""
-        backward = step.backward
+        backward = beginning.backward
         declared = frozenset[int]().union(*self._contexts) if backward.by_autograd else frozenset[int]()
-        plain = step.reduction, self._groups, self._peers, buckets, self._times()
+        plain = beginning.reduction, self._groups, self._peers, buckets, self._times()
         flight = SkippingFlight(self._ranks, declared, self._looks, *plain)
         if backward.synchronizes:
-            flight.propose(backward.by_autograd, step.reached() if self._looks else None, step.used_before)
-            if step.goes_first:
+            flight.propose(
+                backward.by_autograd, beginning.reached() if self._looks else None, beginning.used_before
+            )
+            if beginning.goes_first:
                 flight.ask()
         return flight
 
@@ -168,7 +170,7 @@ class SkippingFlight(PlainFlight):
         """Take down what this rank needs. Local."""
         group, managed, num_words = self._ranks.group, self._ranks.managed, self._ranks.num_words
         needs = [
-            index in used_before
+            id(managed.parameters[index]) in used_before
             or (by_autograd and index not in self.not_expected and (reached is None or reached[index]))
             for index in range(len(managed))
         ]

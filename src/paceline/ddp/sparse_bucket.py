@@ -73,7 +73,7 @@ class SparseBucket:
     def collect(self, scale: float, mean_scale: float, used_before: set[int], has_ended: bool) -> None:
         parameter = self.parameters[0]
         self._num_touched_at_collect = len(self.touched)
-        self._used = bool(self.slots_with_gradients()) or self.members[0] in used_before
+        self._used = bool(self.slots_with_gradients()) or id(self.parameters[0]) in used_before
         self._kept = None if self._used else parameter.grad
         self.message = _scaled(_as_sparse(parameter), mean_scale)
         self.size_bytes = self.message._values().numel() * self.message._values().element_size()

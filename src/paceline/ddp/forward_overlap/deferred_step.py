@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.comm.opened_groups import close
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
-from paceline.ddp.flight import Flight, Flights, Step
+from paceline.ddp.flight import BeginningBackward, Flight, Flights
 from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.forward_overlap.agreement import Agreement
 from paceline.ddp.forward_overlap.open_step import (
@@ -134,12 +134,14 @@ class ForwardOverlap(Flights):
         self._piece_group = piece_group
         self._agreement.move_to(process_group, peers)
 
-    def begin(self, step: Step, buckets: Sequence[Bucket]) -> Flight:
+    def begin(self, beginning: BeginningBackward, buckets: Sequence[Bucket]) -> Flight:
         """As `Flights.begin`; flush, as it needs the buffers. Collective when ranks agree or compare."""
         self.flush()
-        if not step.backward.synchronizes:
-            return super().begin(step, buckets)
-        defers = self._agreement.defers(buckets, step.num_steps, self._timings, step.forward_s, self._needs)
+        if not beginning.backward.synchronizes:
+            return super().begin(beginning, buckets)
+        defers = self._agreement.defers(
+            buckets, beginning.number - 1, self._timings, beginning.forward_s, self._needs
+        )
         if self._agreement.verdict:
             self._timings.decide("overlap_forward", self._agreement.verdict, self._tells)
         if not defers:
@@ -148,13 +150,13 @@ class ForwardOverlap(Flights):
             else:
                 self.is_idle = False  # hooks note what forward needs when
             self._needs.begin()
-            return super().begin(step, buckets)
+            return super().begin(beginning, buckets)
         self.is_idle = True
         assert self._piece_group is not None, "the wrapper is gone"
         self._flight = PieceFlight(
             buckets,
             self._agreement.pieces,
-            step.reduction,
+            beginning.reduction,
             self._piece_group,
             self._peers,
             self._times(),

@@ -21,7 +21,7 @@ class TorchsReducer(Reducer):
 
     def set_static_graph(self) -> None:
         """As the option `static_graph`, before the first step."""
-        if self.num_steps > 0 or self._used_before:
+        if self.num_steps > 0 or self.step.used_before:
             raise RuntimeError(
                 f"_set_static_graph() was called after {self.num_steps} synchronized steps. The first backward is the "
                 "one that counts a static graph, so call it before, or pass static_graph=True to the constructor."

@@ -1,0 +1,23 @@
+"""One training step of a wrapped module, on one rank: what has to be known of it until it ends.
+
+There is always exactly one under way. It ends with a synchronized backward, well or not, or is given up; then the next
+one begins. What belongs to a step is a field of this object, so nothing of it is found in the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Step:
+    """Everything up to and including one synchronized backward."""
+
+    def __init__(self, number: int, used_before: Iterable[int] = ()) -> None:
+        # Its number if it ends well; counts from 1
+        self.number = number
+        # Ids of parameters that its unsynchronized backwards have touched; they outlast a reducer
+        self.used_before = set(used_before)
+
+    def next(self, ended_well: bool) -> Step:
+        """Return the step after this one."""
+        return Step(self.number + ended_well)
