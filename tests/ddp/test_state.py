@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import state_dict as checkpoint_state
 
 from harness.models import Mlp, digest, generator, squares
 from harness.ranks import pool
-from paceline import DistributedDataParallel
+from paceline import DistributedDataParallel, SyncBatchNorm
 
 pytestmark = pytest.mark.processes
 
@@ -232,6 +232,45 @@ def test_copies_train_like_the_original(how):
     first, second = pool(2).run(copies, 5, how)
     assert first[:2] == first[2:]
     assert first == second
+
+
+class Branching(nn.Module):
+    """A normalised layer below a head that a rank may leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.norm = SyncBatchNorm(4)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x, uses_head):
+        y = self.norm(self.body(x))
+        return self.head(y) if uses_head else y
+
+
+def normalised_copies(rank, _num_ranks):
+    """What a model and its copies train, where ranks fill buckets at different times between the layers' sums."""
+    torch.manual_seed(3)
+    model = DistributedDataParallel(Branching(), bucket_cap_mb=1e-5, find_unused_parameters=True)
+    trained = []
+    for one in [model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))]:
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            squares(one(torch.randn(5, 4, generator=generator(3, step, rank)), step % 2 == rank)).backward()
+            optimizer.step()
+        one.eval()
+        if rank == 0:
+            one(torch.ones(2, 4), True)  # a rank may evaluate alone
+        trained.append(digest([*one.parameters(), *one.buffers()]))
+    return trained
+
+
+def test_copies_with_synchronized_batch_norm_train_like_the_original():
+    """A copy's layers get a group of their own: over the gradients' group the ranks would keep different orders."""
+    first, second = pool(2).run(normalised_copies)
+    assert first == second
+    assert len(set(first)) == 1
 
 
 def pickle_of_a_subgroup(_rank, _num_ranks):

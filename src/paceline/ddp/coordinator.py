@@ -102,6 +102,8 @@ class StepCoordinator:
         self.membership = Membership(setting.process_groups, name, setting.device, self)
         self.buffers = Buffers(self._module, self._ignored, self.membership)
         self.has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self._module.modules())
+        # Whether its layers may still talk over the gradients' group.
+        self._separates_batch_norm = self.has_sync_batch_norm
         self.window: OpenWindow | None = None  # of micro-batches, while within one
         self._survivor: Survivor | None = None  # makes up for lost ranks, if anybody does
         self.joining = Joining(self.membership)  # what is known of ranks without batches
@@ -194,6 +196,13 @@ class StepCoordinator:
         members = self.membership
         if members.size > 1:
             Broadcast(tensors, members.process_group, source).finish(members.peers, doing)
+
+    def separate_batch_norm(self) -> None:
+        """Let layers that talk over the gradients' group talk over one of their own. Collective at the first call."""
+        if self._separates_batch_norm:
+            self._separates_batch_norm, members = False, self.membership
+            own = sync_batch_norm.separate_group(self._module, members.process_group, members.peers)
+            members.take_group(for_batch_norm=own)
 
     # ---- the reducer
 
@@ -317,6 +326,7 @@ class StepCoordinator:
         self.buffers.forget_step()
         self.weighing.forget_step()
         self.joining.begin_again()
+        self._separates_batch_norm = False
         if self.has_sync_batch_norm:
             own, moved = members.groups.for_batch_norm, [*before.asked_for, before.for_batch_norm]
             sync_batch_norm.move(self._module, moved, own or members.process_group, own is not None)
@@ -369,7 +379,7 @@ class StepCoordinator:
         return [range_of(names[member] for member in bucket.members) for bucket in self.reducer.buckets]
 
     def _follow_changes(self) -> None:
-        """Take in unfrozen parameters (collective); raises ConfigurationError if some were moved."""
+        """Take in unfrozen parameters (collective), and make a copy's groups; ConfigurationError if some were moved."""
         first = self._home.get(self._first)
         if first is not None and (now := first.device) != self.membership.device:
             raise ConfigurationError(
@@ -381,6 +391,8 @@ class StepCoordinator:
             self.verify(managed)
             conflicts.check_linear(managed, self.setting.reduction)
             self.rebuild_reducer(managed)
+        if self.wrapped.training:  # a copy, which is made without a collective
+            self.separate_batch_norm()
         self.reducer.step_within_backward(self.wrapped._take_over_optimizers())
 
     def has_synchronized_buffers(self) -> bool:

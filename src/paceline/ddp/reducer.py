@@ -13,7 +13,8 @@ Rules
 6. Where one backward runs through several modules on one process group, only the one that began first launches before
    the end: how their buckets would interleave depends on what a rank used.
 7. No collective outside a synchronized backward, except in the constructor, for buffers before a forward, under
-   `join`, after a parameter was unfrozen, and to complete a backward that raised.
+   `join`, after a parameter was unfrozen, in the first forward of a copy with synchronized batch normalisation, and to
+   complete a backward that raised.
 
 The stations of a gradient: autograd -> `Bucket.enter` or `collect` -> `Reduction.launch` -> `attach` -> `.grad`.
 """

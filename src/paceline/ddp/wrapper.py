@@ -192,9 +192,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             setting.learn_devices(verified.are_on_cpu)
             steps.membership.open_gradient_groups(verified)
             steps.broadcast_model(source=0, with_buffers=init_sync_buffers)
-            if steps.has_sync_batch_norm:
-                own = sync_batch_norm.separate_group(self.module, self.process_group, steps.membership.peers)
-                steps.membership.take_group(for_batch_norm=own)
+            steps.separate_batch_norm()
         if self.mixed_precision is not None and self.mixed_precision.buffer_dtype is not None:
             cast_buffers(self.module, self.mixed_precision.buffer_dtype)
         self._low_precision: LowPrecision | None = None
