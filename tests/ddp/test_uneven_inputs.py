@@ -11,7 +11,8 @@ from torch.distributed.algorithms.join import Join
 
 from harness.models import digest, random_batch, squares
 from harness.ranks import pool
-from paceline import DistributedDataParallel
+from paceline import DistributedDataParallel, convert_sync_batchnorm
+from paceline.errors import ConfigurationError
 
 pytestmark = pytest.mark.processes
 
@@ -220,3 +221,33 @@ def test_join_with_a_communication_hook():
     """A joined rank shadows through the hook too."""
     first, second = pool(2).run(with_hook, 7)
     assert first == second
+
+
+def joined_with_synchronized_norms(rank, _num_ranks, seed):
+    """What three contexts end with: training, training that ends with the first rank's batches, evaluation."""
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(convert_sync_batchnorm(UnevenNet("buffers").double()))
+    words = []
+    for make in (model.join, lambda: Join([model]), partial(model.join, throw_on_early_termination=True)):
+        try:
+            with make():
+                for step in range(1 + rank):
+                    squares(model(batch(seed, step, rank))).backward()
+        except (ConfigurationError, RuntimeError) as error:
+            words.append(str(error).partition(":")[0])
+    model.eval()
+    with model.join(), torch.no_grad():
+        for step in range(1 + rank):
+            model(batch(seed, step, rank))
+    return words
+
+
+def test_join_with_synchronized_batch_norm_is_refused():
+    """A rank without batches runs no forward, in which the layers of the others would wait for it."""
+    refused = ["join() and synchronized batch normalisation"] * 2
+    first, second = pool(2).run(joined_with_synchronized_norms, 8)
+    assert first == [*refused, "Rank 0 exhausted all inputs."]
+    assert second == [
+        *refused,
+        "Detected at least one rank that exhausted inputs. Throwing across all ranks.",
+    ]

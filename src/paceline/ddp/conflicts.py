@@ -96,8 +96,18 @@ def check_forward_overlap(
     _refuse("overlap_forward", not_here, advice)
 
 
-def check_join(model: Any) -> None:
-    """Raise ConfigurationError if the wrapper does what a rank without batches cannot take part in."""
+def check_join(model: Any, throws_early: bool) -> None:
+    """Raise ConfigurationError if the model needs something that a rank without batches cannot do.
+
+    With `throws_early`, all ranks leave the context as soon as one has no more batches.
+    """
+    layers = (part for part in model.modules() if isinstance(part, torch.nn.SyncBatchNorm))
+    if model.process_group.size() > 1 and not throws_early and any(layer.training for layer in layers):
+        raise ConfigurationError(
+            "join() and synchronized batch normalisation: each forward of these layers waits for all ranks, but a rank "
+            "without batches runs none. Pass throw_on_early_termination=True, use BatchNorm, or give all ranks equally "
+            "many batches."
+        )
     if model.cap_search is not None:
         raise ConfigurationError(
             'join() and bucket_cap_mb="auto": a rank without batches has no steps to be timed. Give a number.'

@@ -238,14 +238,21 @@ class TorchSurface:
     # ---- uneven inputs
 
     def join_hook(self, **kwargs: Any) -> Shadow:
-        """What `Join` runs on a rank that has no more batches, whether `join` made it or a script.
-
-        Raises:
-            ConfigurationError: An option of this module needs batches on every rank.
-        """
-        check_join(self)
+        """What `Join` runs on a rank that has no more batches, whether `join` made it or a script."""
         self._steps.joining.begin(kwargs.get("divide_by_initial_world_size", True))
         return Shadow(self, self._steps)  # type: ignore[arg-type]
+
+    @property
+    def _join_config(self) -> _JoinConfig:
+        """The settings of the `Join` around the module. Torch assigns them while it makes a `Join`."""
+        config: _JoinConfig = self.__dict__["_join_config"]
+        return config
+
+    @_join_config.setter
+    def _join_config(self, config: _JoinConfig) -> None:
+        if config.enable:
+            check_join(self, config.throw_on_early_termination)
+        self.__dict__["_join_config"] = config
 
     @property
     def join_device(self) -> torch.device:
