@@ -227,9 +227,11 @@ def _ranks_failed(arguments: LaunchArguments, error: ChildFailedError, elapsed_s
     also = "".join(f"; rank {rank} {_how_it_ended(failure)}" for rank, failure in rest[:_NUM_SHOWN])
     more = f"; {len(rest) - _NUM_SHOWN} more failed" if len(rest) > _NUM_SHOWN else ""
     others = f"; {stopped} other rank(s) on this machine were stopped" if stopped else ""
+    early = "" if arguments.min_ranks is None else ", before the ranks had met in paceline.Elastic"
+    rule = early and "A script without paceline.Elastic cannot outlive a rank. "
     return (
         f"rank {first[0]} of {arguments.script} (pid {first[1].pid}) {_how_it_ended(first[1])}, {elapsed_s:.1f} s "
-        f"after the start{also}{more}{others}. {_what_next(first[1], arguments)}"
+        f"after the start{early}{also}{more}{others}. {rule}{_what_next(first[1], arguments)}"
     )
 
 

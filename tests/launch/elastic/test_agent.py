@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -10,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from harness import warm
 from paceline.launch import command_line
+from paceline.launch.agent import _ranks_failed
 from paceline.launch.elastic.agent import Agent
 from paceline.launch.elastic.plan import Address, Decider, Member, OneHost, Plan, Proposal, Start
 from paceline.launch.elastic.seats import Phase
@@ -151,6 +154,31 @@ while said := line.hear():
         line.tell(Trouble(said.epoch, "no luck"))
     elif isinstance(said, Stop):
         line.tell(Stopped(said.epoch, 3))
+"""
+
+
+# Local rank 1 fails behind its loop. The other ends well, and a replacement waits until then.
+BEHIND = """
+import os, sys
+from paceline.elastic.line import Following, InLoop, Line, Ready, Seat, Stop
+line = Line.of_this_process()
+line.tell(Ready("a card"))
+while not isinstance(said := line.hear(), Seat):
+    pass
+for said in (InLoop(True), Following(said.epoch), InLoop(False)):
+    line.tell(said)
+if os.environ["LOCAL_RANK"] == "1":
+    sys.exit("No space left on device")
+while not isinstance(line.hear(), Stop):
+    pass
+"""
+
+# Without paceline.Elastic: local rank 1 is killed as it trains. The other raises because of that, a moment earlier.
+PLAIN = """
+import os, signal, sys
+if os.environ["LOCAL_RANK"] == "0":
+    sys.exit("the connection was closed by the peer")
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -363,6 +391,41 @@ def test_a_rank_without_which_others_went_on_is_killed(
         agent.end(signal.SIGTERM)
     assert agent.is_over
     assert decider.asked == [(0, False), (5, True), (6, False), (8, True)]
+
+
+@pytest.mark.processes
+def test_a_rank_that_fails_behind_its_loop_fails_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under torchrun: what it had to save is not there, although the other ended well."""
+    agent, notes = made(tmp_path, monkeypatch, BEHIND, OneHost(), 2)
+    said = r"rank\(s\) 1 of .*train.py failed behind the last step: rank 1 \(pid \d+\) exited with code 1\. "
+    try:
+        with pytest.raises(LaunchError, match=said):
+            for _ in range(MOST_LOOKS):
+                agent.look()
+    finally:
+        agent.end(signal.SIGTERM)
+    assert not agent.is_over
+    assert len(notes) == 1
+
+
+@pytest.mark.processes
+def test_a_script_without_elastic_ends_as_without_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have trained: nothing is started again, and the rank that was killed is named first."""
+    agent, notes = made(tmp_path, monkeypatch, PLAIN, OneHost(), 2)
+    try:
+        with pytest.raises(ChildFailedError) as raised:
+            for _ in range(MOST_LOOKS):
+                agent.look()
+    finally:
+        agent.end(signal.SIGTERM)
+    assert notes == []
+    said = _ranks_failed(agent._arguments, raised.value, 3.0)
+    killed = r"rank 1 of .*train.py \(pid \d+\) was killed by SIGKILL, 3.0 s after the start, before the ranks had met"
+    assert re.match(rf"{killed} in paceline.Elastic; rank 0 exited with code 1\. A script without", said)
 
 
 @pytest.mark.processes

@@ -157,7 +157,7 @@ def test_training_does_not_begin_without_a_host_that_was_there(start: Start) -> 
     first.meet(lambda: None)
     second.meet(lambda: None)
     first.close()
-    with pytest.raises(LaunchError, match=f"{first.name} was lost before training began"):
+    with pytest.raises(LaunchError, match=f"{first.name} was lost before the ranks had met"):
         until(lambda: second.why_over(NOT_STARTED))
 
 
@@ -177,6 +177,19 @@ def test_who_starts_again_at_the_end_learns_that_the_job_is_over(start: Start) -
     third.close()
     for agent in (first, second):
         agent.finish(lambda: None)
+
+
+def test_a_host_none_of_whose_ranks_ended_well_waits_for_nobody(start: Start) -> None:
+    """The other has ended well, so nobody is left to train with."""
+    first = start(needs=TWO)
+    second = start(first, needs=TWO)
+    epoch = meet([first, second])[0].epoch
+    with first._lock:
+        first._council.leave()
+    until(second._council.is_all_over)
+    assert not second.why_over(epoch)  # a rank that still runs may end well
+    with pytest.raises(LaunchError, match=f"ended well on the other hosts, and no rank of {second.name} has"):
+        propose(second, epoch + 1)
 
 
 def test_a_rank_of_another_host_gets_the_state_of_one_that_trains(start: Start) -> None:

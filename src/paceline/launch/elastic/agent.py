@@ -133,7 +133,6 @@ class Agent:
     ) -> None:
         self._arguments, self._decider, self._note = arguments, decider, note
         self._followed = followed
-        self._begins_with_others = start is not None and not decider.is_alone
         self._stores = EpochStores(starter.host)
         self._card: str | None = None
         # The membership
@@ -176,8 +175,7 @@ class Agent:
         seats.look(self._since_s if is_awaited else None)
         ended = seats.bury()
         self._because = [ended.get(why, why) for why in self._because]
-        if seats.begin_again(self._begins_with_others):
-            self._card = None
+        seats.raise_early_ends()
         if not self._is_recovering:
             seats.fill()
         self._ask_decider()
@@ -185,7 +183,8 @@ class Agent:
         self._let_in()
         self._decide()
         is_done = not seats.in_phase(Phase.TRAINING, Phase.LOST) and not seats.dying
-        if is_done and seats.num_finished and (self._epoch != NOT_STARTED or not list(seats)):
+        if is_done and seats.finished and (self._epoch != NOT_STARTED or not list(seats)):
+            self._raise_if_some_failed()
             self.is_over = True  # what still starts, or waits to come in, is ended
 
     @property
@@ -258,7 +257,7 @@ class Agent:
         """Have the membership pause for ranks that wait, once all of these have caught up."""
         waiting = self._seats.in_phase(Phase.WAITING)
         is_early = not waiting or any(rank.is_replaying for rank in waiting)
-        if is_early or self._epoch == NOT_STARTED or self._is_stopping or self._seats.num_finished:
+        if is_early or self._epoch == NOT_STARTED or self._is_stopping or self._seats.finished:
             return
         self._pause(f"a replacement (pid {waiting[0].process.pid}) comes in")
 
@@ -272,9 +271,7 @@ class Agent:
         )
         if why is not None and is_under_way:
             self._stop(why)
-        elif (
-            not self._is_stopping and not self._seats.num_finished and self._decider.wants_pause(self._epoch)
-        ):
+        elif not self._is_stopping and not self._seats.finished and self._decider.wants_pause(self._epoch):
             self._pause("ranks of another host come in")
 
     def _pause(self, why: str) -> None:
@@ -298,9 +295,9 @@ class Agent:
         """Begin the next membership, if all ranks that live have left this one."""
         training, waiting = self._seats.training, self._seats.in_phase(Phase.WAITING)
         if self._epoch == NOT_STARTED:
-            if waiting and self._seats.num_finished:
+            if waiting and self._seats.finished:
                 raise LaunchError(
-                    f"{self._seats.num_finished} rank(s) of {self._arguments.script} ended without paceline.Elastic, "
+                    f"{len(self._seats.finished)} rank(s) of {self._arguments.script} ended without paceline.Elastic, "
                     f"in which {len(waiting)} wait for them. All ranks have to make one, or none."
                 )
             are_replaying = any(rank.is_replaying for rank in waiting)
@@ -308,10 +305,10 @@ class Agent:
                 return
         elif not self._is_stopping or any(rank.step is None for rank in training):
             return
-        elif not training and self._decider.is_alone:
+        elif not training and (self._decider.is_alone or self._seats.finished):
             self._raise_if_all_are_lost()
             return
-        if self._seats.num_finished:
+        if self._seats.finished:
             waiting = []
         elif self._decider.is_alone and self._is_too_few(len(training) + len(waiting)):
             return
@@ -325,11 +322,25 @@ class Agent:
             self._follow(plan)
 
     def _raise_if_all_are_lost(self) -> None:
-        if not self._seats.num_finished and not self._seats.dying:
+        if not self._seats.finished and not self._seats.dying:
             raise LaunchError(
                 f"all ranks of {self._arguments.script} were lost, and with them what they had trained: "
                 f"{'; '.join(self._because[-self._arguments.num_local_ranks :])}. Their own messages, if they wrote "
                 "any, are above. Start again from the last checkpoint."
+            )
+
+    def _raise_if_some_failed(self) -> None:
+        """Raise LaunchError if a rank of the last membership did not end well: no other rank has made up for it."""
+        failed = [
+            str(rank)
+            for rank, member in enumerate(self._members)
+            if member.host == self._decider.name and member not in self._seats.finished
+        ]
+        if failed:
+            raise LaunchError(
+                f"rank(s) {', '.join(failed)} of {self._arguments.script} failed behind the last step: "
+                f"{'; '.join(self._because)}. The steps are complete, but what the script does after them, such as "
+                "saving, may not be. Its own message, if it wrote one, is above."
             )
 
     def _is_too_few(self, number: int) -> bool:

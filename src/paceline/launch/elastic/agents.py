@@ -111,6 +111,11 @@ class Agents:
         with self._lock:
             plan = self._council.decide(proposal, now_s)
             if plan is None:
+                if self._council.is_all_over():
+                    raise LaunchError(
+                        f"the job has ended well on the other hosts, and no rank of {self.name} has. What happened is "
+                        "said above."
+                    )
                 self._check_patience(now_s)
             else:
                 self._waits_since_s, self._has_said_missing = None, False
@@ -121,7 +126,7 @@ class Agents:
         """See `Decider`."""
         self._check_thread()
         with self._lock:
-            if self._council.is_all_over():
+            if self._council.is_all_over() and not self._council.is_member:
                 raise LaunchError(
                     f"the job has ended well on the other hosts, while {self.name} was out of touch. Nothing is left "
                     "to do here."
@@ -178,8 +183,8 @@ class Agents:
         )
         if lost:
             raise LaunchError(
-                f"{', '.join(lost)} was lost before training began; the ranks of {self.name} were stopped. What "
-                "happened is said there. Start all hosts again."
+                f"{', '.join(lost)} was lost before the ranks had met in paceline.Elastic; the ranks of {self.name} "
+                "were stopped. What happened is said there. Start all hosts again."
             )
 
     def _check_patience(self, now_s: float) -> None:

@@ -218,13 +218,18 @@ class Council:
         return [p.voter.address for p in peers.values() if p is not None and not (p.is_missing or p.is_done)]
 
     def is_all_over(self) -> bool:
-        """Whether the job has ended well, without ranks of this host."""
+        """Whether the job has ended well on all other hosts."""
         decree = self.state.decree
         if self.is_done or decree is None or decree.trained == NOT_STARTED:
             return False
         others = [self.peers.get(name) for name in decree.names if name != self.own.name]
-        is_in = any(member.member.host == self.own.name for member in decree.members)
-        return bool(others) and not is_in and all(peer is not None and peer.is_done for peer in others)
+        return bool(others) and all(peer is not None and peer.is_done for peer in others)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether ranks of this host are in the newest decree."""
+        members = () if self.state.decree is None else self.state.decree.members
+        return any(each.member.host == self.own.name for each in members)
 
     def all_done(self) -> bool:
         """Whether nobody needs this agent any more: all others' ranks have ended well, or they are gone."""
@@ -368,9 +373,8 @@ class Council:
             self._out.append((address, self._packet(message)))
 
     def _packet(self, message: Message | None = None) -> Packet:
-        decree = self.state.decree
-        trains = decree is not None and any(each.member.host == self.own.name for each in decree.members)
-        return Packet(self.job, self.own, self._epoch, self.is_done, self._has_paused or not trains, message)
+        has_paused = self._has_paused or not self.is_member
+        return Packet(self.job, self.own, self._epoch, self.is_done, has_paused, message)
 
     def _beat(self, address: Address) -> None:
         self._out.append((address, self._packet()))

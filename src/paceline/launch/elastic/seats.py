@@ -5,7 +5,8 @@ Rules
    by leaving its loop over steps. Whoever is lost is killed: nobody comes back from the dead with an old epoch.
 2. A seat is empty until what had it is buried: so a replacement finds ports, files and memory free. It is filled when
    the agent says so: a process that starts would share cores with those that recover.
-3. Before the first membership nothing is lost: if a rank is killed there, all start again.
+3. Before the first membership a failed rank ends the launch, as without `--min-ranks`. A script that does not use
+   `Elastic` may have trained by then, so starting all ranks again would repeat that.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
 from paceline.elastic.line import Message
 from paceline.host.processes import is_stopped
 from paceline.launch.command_line import LaunchArguments
 from paceline.launch.elastic.plan import NOT_STARTED, Member, Start
 from paceline.launch.elastic.rank_process import RankProcess, how_it_ended
 from paceline.launch.elastic.starting import Starter
-from paceline.launch.launch_errors import LaunchError
 from paceline.launch.watchdog import GRACE_S
 
 LOOK_S = 0.005  # between two looks at the ranks: the kernel shows a death so early nowhere else
 _STOPPED_RATIO = 0.1  # of --lost-after, that a stopped process may stand still
-# of all ranks before the first membership; of one seat's replacements, if none of them comes in
-_MOST_STARTS = 3
+_MOST_STARTS = 3  # of one seat's replacements, if none of them comes in
 _EARLY_S = 1.0  # that a rank's death may be seen later than those that it causes
 
 
@@ -70,15 +71,6 @@ class Rank:
         return f"{who} (pid {self.process.pid})"
 
 
-@dataclass(frozen=True)
-class EarlyEnd:
-    """A process that has ended otherwise than well before the first membership."""
-
-    why: str
-    was_killed: bool
-    at_s: float
-
-
 class Seats:
     """The processes of a host, in the order of their starts.
 
@@ -99,17 +91,20 @@ class Seats:
         self._arguments, self._starter, self._start = arguments, starter, start
         self._name, self._note, self._take, self._lose_because = name, note, take, lose
         self._ranks: dict[int, Rank] = {}
-        self._num_started = self._num_beginnings = 0
+        self._num_started = 0
         self._failed_starts: dict[int, int] = {}  # of replacements in a row, by seat
-        self._early_ends: list[EarlyEnd] = []
+        self._early_ends: dict[int, ProcessFailure] = {}  # before the first membership, by rank
+        self._early_s = 0.0  # when the first of them was seen
         self.dying: list[Rank] = []
         """Lost, and not yet buried."""
         self._vacant: list[int] = []  # local ranks
         self._closed: dict[int, str] = {}  # local ranks that nobody takes any more, and why
-        self.num_finished = 0
+        self.finished: set[Member] = set()
+        """Processes that have ended well."""
         self.has_begun = False
         """Whether there was a membership."""
-        self._start_all()
+        for local_rank, process in enumerate(starter.start_all(start)):
+            self._add(process, local_rank)
 
     # ---- who there is
 
@@ -125,10 +120,6 @@ class Seats:
         return sorted(self.in_phase(Phase.TRAINING), key=lambda rank: rank.rank)
 
     # ---- they begin and end
-
-    def _start_all(self) -> None:
-        for local_rank, process in enumerate(self._starter.start_all(self._start)):
-            self._add(process, local_rank)
 
     def _add(self, process: RankProcess, local_rank: int) -> None:
         self._ranks[self._num_started] = Rank(process, Member(self._name, self._num_started), local_rank)
@@ -220,9 +211,9 @@ class Seats:
             self._remove(rank)
             code = rank.process.bury()
             if code == 0:
-                self.num_finished += 1
+                self.finished.add(rank.member)
             else:
-                self._see_failure(rank, f"{rank.name} {how_it_ended(code)}", was_killed=code < 0)
+                self._see_failure(rank, code)
 
     def _lose(self, rank: Rank, why: str) -> None:
         """A rank of the membership, within its loop, does not go on."""
@@ -231,10 +222,14 @@ class Seats:
             self._note(why)
         self._lose_because(why)
 
-    def _see_failure(self, rank: Rank, why: str, *, was_killed: bool) -> None:
+    def _see_failure(self, rank: Rank, code: int) -> None:
         """A process has ended otherwise than well, that was not in its loop."""
+        why = f"{rank.name} {how_it_ended(code)}"
         if not self.has_begun:
-            self._early_ends.append(EarlyEnd(why, was_killed, time.monotonic()))
+            first_rank = 0 if self._start is None else self._start.first_rank
+            self._early_s = self._early_s or time.monotonic()
+            failure = ProcessFailure(rank.local_rank, rank.process.pid, code, error_file="")
+            self._early_ends[first_rank + rank.local_rank] = failure
             return
         if rank.phase is Phase.TRAINING:
             self._note(why)
@@ -266,35 +261,17 @@ class Seats:
         """Start replacements for all that were buried."""
         vacant, self._vacant = self._vacant, []
         for local_rank in vacant:
-            if self.num_finished or any(each.local_rank == local_rank for each in self):
+            if self.finished or any(each.local_rank == local_rank for each in self):
                 continue
             if local_rank not in self._closed:
                 self._add(self._starter.start_one(local_rank), local_rank)
             else:
                 self._note(f"local rank {local_rank} is not started again: {self._closed[local_rank]}")
 
-    def begin_again(self, others_have_begun: bool) -> bool:
-        """Start all again if one was killed before training began; returns whether it did, LaunchError if it may not.
+    def raise_early_ends(self) -> None:
+        """Raise ChildFailedError if a rank failed before the first membership.
 
-        Others may have ended first, by errors for that reason; so this waits a moment.
+        Waits a moment: other ranks may have ended first, by errors that the failed rank caused.
         """
-        ends = self._early_ends
-        if not ends or time.monotonic() - ends[0].at_s < _EARLY_S:
-            return False
-        first = next((end for end in ends if end.was_killed), ends[0])
-        self._num_beginnings += 1
-        may_start_again = first.was_killed and not others_have_begun and not self.num_finished
-        if not may_start_again or self._num_beginnings >= _MOST_STARTS:
-            raise LaunchError(
-                f"{first.why} before the ranks had met in paceline.Elastic; the others were stopped. Its own message, "
-                "if it wrote one, is above. A script without paceline.Elastic cannot outlive a rank."
-            )
-        self._note(
-            f"{first.why} before training began: all ranks start again ({self._num_beginnings} of {_MOST_STARTS})"
-        )
-        for rank in self:
-            self._remove(rank)
-            rank.process.bury()
-        self._early_ends, self._vacant = [], []
-        self._start_all()
-        return True
+        if self._early_ends and time.monotonic() - self._early_s > _EARLY_S:
+            raise ChildFailedError(self._arguments.script, self._early_ends)
