@@ -35,42 +35,43 @@ def clock(monkeypatch):
 
 def _begun(timings, started_s):
     """The record of a step whose backward began then."""
-    return timings.begin_record(1, started_s, started_s)(exposed_s=0.0, buckets=())
+    timings.under_way.end_backward(started_s, started_s, started_s)
+    return timings.under_way.record(1, exposed_s=0.0, buckets=())
 
 
 def test_what_passes_between_two_backwards_is_told_apart(clock):
     timings = StepTimings()
     assert _begun(timings, 5.0).other_s == 0.0  # nothing was before
     clock.now_s = 10.0
-    timings.leave()
+    timings.begin_step()
     optimizers = timings_module._optimizers
     optimizers._begin()
     clock.now_s = 13.0
     optimizers._end()
-    timings.note_forward(2.0)
-    timings.note_earlier_backward(4.0)
-    timings.note_forward(1.0)
+    timings.under_way.note_forward(2.0)
+    timings.under_way.note_earlier_backward(4.0)
+    timings.under_way.note_forward(1.0)
     before = _begun(timings, 30.0)
     assert (before.forward_s, before.num_micro_steps, before.last_forward_s) == (3.0, 2, 1.0)
     assert (before.earlier_backward_s, before.optimizer_s, before.other_s) == (4.0, 3.0, 10.0)
-    timings.leave()
+    timings.begin_step()
     assert _begun(timings, 13.5).forward_s == 0.0
 
 
 def test_waiting_for_the_step_before_is_not_part_of_this_one(clock):
     """Forward overlap waits within forward, within an optimizer, or wherever something is read."""
     timings = StepTimings()
-    timings.leave()
-    timings.note_wait(1.0, 3.0)  # neither in forward nor in an optimizer
+    timings.begin_step()
+    timings.under_way.note_wait(1.0, 3.0)  # neither in forward nor in an optimizer
     optimizers = timings_module._optimizers
     clock.now_s = 4.0
     optimizers._begin()
-    timings.note_wait(4.0, 5.0)
+    timings.under_way.note_wait(4.0, 5.0)
     clock.now_s = 6.0
     optimizers._end()
-    timings.note_wait(8.0, 11.0)
+    timings.under_way.note_wait(8.0, 11.0)
     clock.now_s = 12.0
-    timings.note_forward(5.0)
+    timings.under_way.note_forward(5.0)
     before = _begun(timings, 20.0)
     assert (before.forward_s, before.last_forward_s) == (2.0, 5.0)
     assert (before.optimizer_s, before.other_s) == (1.0, 20.0 - 2.0 - 1.0 - 2.0 - 1.0 - 3.0)

@@ -317,9 +317,11 @@ class StepCoordinator:
 
     def follow(self, before: Groups, met: Met, verified: Verified) -> None:
         """The membership is another one: reduce over it. Local."""
-        members, setting, managed = self.membership, self.setting, self.managed
+        members, setting, managed, step = self.membership, self.setting, self.managed, self.reducer.step
+        times = step.times
         if self.recovery.has_failed or self.recovery.is_interrupted:
             self.recovery.drop_gradients()
+            times = self.timings.begin_step()
         setting.move_to(members.groups.asked_for)
         setting.learn_devices(verified.are_on_cpu)
         setting.reduction.follow(managed.named(), members.process_group, met.are_alike)
@@ -334,7 +336,7 @@ class StepCoordinator:
             agree_over = members.groups.for_numbers or members.process_group
             self.forward_overlap.move_to(agree_over, members.groups.for_pieces, members.peers)
         self.reducer.retire()
-        self.build_reducer(managed, Step(met.told.num_steps + 1, self.reducer.step.used_before))
+        self.build_reducer(managed, Step(met.told.num_steps + 1, times, step.used_before))
 
     # ---- before a step
 

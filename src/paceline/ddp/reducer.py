@@ -47,7 +47,7 @@ from paceline.ddp.setting import Setting
 from paceline.ddp.step import Step
 from paceline.ddp.verdict import Status, Verdict
 from paceline.errors import ConfigurationError, ProtocolError, StepDroppedError
-from paceline.observe import StepTiming, StepTimings
+from paceline.observe import StepTimings
 from paceline.observe.timings import profiler_range
 
 
@@ -81,7 +81,6 @@ class Reducer:
         self._group_for_numbers = group = groups.numbers
         self._num_ranks = group.size()
         apart_on = device_for_metadata(group, setting.device) if setting.any_on_accelerator else None
-        self._forward_s = 0.0
         self._on_reduced: Callable[[Parameter], None] | None = None
         self._is_retired = False
         # Of the backward under way, from `arm` on.
@@ -143,9 +142,8 @@ class Reducer:
 
     def note_forward(self, forward_s: float) -> None:
         """A forward has ended, and took so long."""
-        self._forward_s = forward_s
         if torch.is_grad_enabled():
-            self.timings.note_forward(forward_s)
+            self.step.times.note_forward(forward_s)
 
     def watch(self, output_nodes: Sequence[Any]) -> None:
         """Begin as soon as a backward reaches one of these, the `grad_fn`s of the outputs of the last forward."""
@@ -194,7 +192,7 @@ class Reducer:
                 backward,
                 reduction,
                 self.step.number,
-                self._forward_s,
+                self.step.times.last_forward_s,
                 self._goes_first,
                 self.step.used_before,
                 expected.reached,
@@ -271,10 +269,9 @@ class Reducer:
                 ended_well = True
                 if self.cuts.may_change and self.cuts.is_due(self.timings):
                     self.buckets = self.cuts.cut()
-                self.timings.leave()
             else:
                 self._end_unsynchronized()
-                self.timings.note_earlier_backward(time.perf_counter() - backward.started_s)
+                self.step.times.note_earlier_backward(time.perf_counter() - backward.started_s)
         except StepDroppedError:
             self.recovery.drop_gradients()
             raise
@@ -284,7 +281,10 @@ class Reducer:
         finally:
             self.rest()
             if backward.synchronizes and not self.recovery.has_failed:
+                ended = self.step
                 self.begin_step(ended_well)
+                if ended_well:
+                    self.timings.leave(ended.times)
 
     def _end_unsynchronized(self) -> None:
         for bucket in self.buckets:
@@ -307,7 +307,6 @@ class Reducer:
             self._complete(Status.ABORTED)
             raise error
         unused = self._complete(Status.GOOD)
-        self.timings.note_last_gradient(max(bucket.ready_s for bucket in self.buckets))
         waited_s = time.perf_counter() - ended_s
         try:
             has_late = self.verdict.reach(self.step.number, self.setting.reduction)
@@ -319,10 +318,11 @@ class Reducer:
             self._note_unused(unused)
         self.tracker.pending.learn(self.buckets)
         self._peers.note_step(self.step.number)
-        make = self.timings.begin_record(self.step.number, backward.started_s, ended_s)
+        last_gradient_s = max(bucket.ready_s for bucket in self.buckets)
+        self.step.times.end_backward(backward.started_s, ended_s, last_gradient_s)
         is_used = self.verdict.status.is_used
         unused_by_all = [self.managed.parameters[index] for index in unused if not is_used(index)]
-        record = functools.partial(self._record, flight, make, unused_by_all)
+        record = functools.partial(self._record, flight, self.step, unused_by_all)
         # Gradients that are not finite are looked at before the next forward.
         is_plain = not has_late and not self.verdict.status.ranks_not_finite()
         is_whole = backward.by_autograd and self._on_reduced is None and is_plain
@@ -335,14 +335,13 @@ class Reducer:
         self.verdict.suspect_first_not_finite(self.step.number, self.cuts.order)
         record(waited_s)
 
-    def _record(
-        self, flight: Flight, make: Callable[..., StepTiming], unused_by_all: list[Parameter], waited_s: float
-    ) -> None:
-        """All gradients of a step have arrived, and it has waited so long for them; `make` knows the rest."""
+    def _record(self, flight: Flight, step: Step, unused_by_all: list[Parameter], waited_s: float) -> None:
+        """All gradients of a step have arrived, and it has waited so long for them."""
         if unused_by_all:
             self.setting.reduction.withdraw(unused_by_all)
         buckets = flight.timings()
-        timing = make(exposed_s=min(waited_s, sum(bucket.waited_s for bucket in buckets)), buckets=buckets)
+        exposed_s = min(waited_s, sum(bucket.waited_s for bucket in buckets))
+        timing = step.times.record(step.number, exposed_s, buckets)
         self.timings.add(timing, flight.device_times())
         if self.setting.reduction.times_steps:
             self.timings.settle()
@@ -412,7 +411,7 @@ class Reducer:
 
     def begin_step(self, ended_well: bool) -> None:
         """The step has ended, well or not: the next one begins. Local."""
-        self.step = self.step.next(ended_well)
+        self.step = Step(self.step.number + ended_well, self.timings.begin_step())
 
     # ---- besides
 

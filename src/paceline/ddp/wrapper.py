@@ -199,7 +199,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
             self._low_precision = LowPrecision(self.module, self.mixed_precision.param_dtype)
         steps.overlap_forward(overlap_forward)
-        steps.build_reducer(managed, Step(1))
+        steps.build_reducer(managed, Step(1, steps.timings.under_way))
         weakref.finalize(self, steps.let_go)
         self._initial_bucket_sizes = [bucket.size_bytes for bucket in self.reducer.buckets]
         self._register_load_state_dict_pre_hook(state_names.restore, with_module=True)  # type: ignore[no-untyped-call]

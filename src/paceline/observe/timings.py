@@ -9,7 +9,6 @@ the device was told. Those of the forward, the optimizer and the rest stay so.
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 import time
@@ -142,31 +141,25 @@ def watches_optimizers(hook: object) -> bool:
     return getattr(hook, "__self__", None) is _optimizers
 
 
-class StepTimings:
-    """The last steps of one module on this rank; local, never communicates. Printed, they are a table.
+class StepTimes:
+    """The times of one step while it is under way: durations of its forwards, earlier backwards and waits.
 
     Attributes:
-        decisions: What options that decide by measuring have decided, and why: `decisions["overlap_forward"]` begins
-            with "on" or "off". The same on every rank; an option that is still measuring is missing.
+        started_s: When its synchronized backward began; 0 before that has ended.
+        last_gradient_s: When this rank's own last gradient was there.
+        last_forward_s: Duration of its last forward; 0 if it has none.
+        timing: Its record, once all gradients have arrived.
     """
 
-    def __init__(self) -> None:
-        self.decisions: dict[str, str] = {}
-        self.on_left: Callable[[LeftBackward], None] | None = None  # told of every synchronized backward
-        self._steps: deque[StepTiming] = deque(maxlen=HISTORY_STEPS)
-        self._unsettled: deque[tuple[int, DeviceTimes]] = deque()  # by the step's number
-        self._started_s = self._last_gradient_s = 0.0  # of the backward under way
-        self._completed: StepTiming | None = None  # by the backward under way
-        self._returned_s: float | None = None  # when the last synchronized backward was left
-        self._optimizers_before_s = 0.0
-        self._forget_micro_steps()
-        watch_optimizers()
-        leave_at_exit(self)
-
-    def _forget_micro_steps(self) -> None:
+    def __init__(self, since_s: float | None = None, optimizers_before_s: float = 0.0) -> None:
+        self.started_s = self.last_gradient_s = self.last_forward_s = 0.0
+        self.timing: StepTiming | None = None
+        self._since_s = since_s  # when the step before it ended; None: it is the first
+        self._optimizers_before_s = optimizers_before_s  # seconds that optimizers had spent before it
         self._num_forwards = 0
         self._waits_s: list[tuple[float, float]] = []  # for gradients of the step before
-        self._forward_s = self._last_forward_s = self._earlier_backward_s = 0.0
+        self._forward_s = self._earlier_backward_s = 0.0
+        self._backward_s = self._optimizer_s = self._other_s = 0.0
 
     def note_forward(self, forward_s: float) -> None:
         """A forward that will be differentiated has ended, and took so long."""
@@ -176,7 +169,7 @@ class StepTimings:
         self._forward_s += forward_s - sum(
             until - since for since, until in self._waits_s if since >= began_s
         )
-        self._last_forward_s = forward_s
+        self.last_forward_s = forward_s
 
     def note_earlier_backward(self, backward_s: float) -> None:
         """A backward of a micro-step that does not synchronize took so long."""
@@ -190,6 +183,56 @@ class StepTimings:
         spans.note("waiting", since_s, until_s)
         _optimizers.leave_out(until_s - since_s)
 
+    def end_backward(self, started_s: float, ended_s: float, last_gradient_s: float) -> None:
+        """The synchronized backward began and ended then: the parts of the step before it are known."""
+        self.started_s, self.last_gradient_s = started_s, last_gradient_s
+        self._backward_s = ended_s - started_s
+        if self._since_s is not None:
+            self._optimizer_s = _optimizers.spent_s - self._optimizers_before_s
+            waited_s = sum(until - since for since, until in self._waits_s)
+            busy_s = self._forward_s + self._earlier_backward_s + self._optimizer_s + waited_s
+            self._other_s = max(0.0, started_s - self._since_s - busy_s)
+
+    def record(self, step: int, exposed_s: float, buckets: tuple[BucketTiming, ...]) -> StepTiming:
+        """All gradients of step number `step` have arrived, and it has waited so long for them: return its record."""
+        self.timing = StepTiming(
+            step=step,
+            forward_s=self._forward_s,
+            started_s=self.started_s,
+            backward_s=self._backward_s,
+            exposed_s=exposed_s,
+            buckets=buckets,
+            num_micro_steps=max(1, self._num_forwards),
+            last_forward_s=self.last_forward_s,
+            earlier_backward_s=self._earlier_backward_s,
+            optimizer_s=self._optimizer_s,
+            other_s=self._other_s,
+        )
+        return self.timing
+
+
+class StepTimings:
+    """The last steps of one module on this rank; local, never communicates. Printed, they are a table.
+
+    Attributes:
+        decisions: What options that decide by measuring have decided, and why: `decisions["overlap_forward"]` begins
+            with "on" or "off". The same on every rank; an option that is still measuring is missing.
+    """
+
+    def __init__(self) -> None:
+        self.decisions: dict[str, str] = {}
+        self.on_left: Callable[[LeftBackward], None] | None = None  # told of every synchronized backward
+        self._steps: deque[StepTiming] = deque(maxlen=HISTORY_STEPS)
+        self._unsettled: deque[tuple[int, DeviceTimes]] = deque()  # by the step's number
+        self._under_way = StepTimes()
+        watch_optimizers()
+        leave_at_exit(self)
+
+    @property
+    def under_way(self) -> StepTimes:
+        """The times of the step under way."""
+        return self._under_way
+
     def decide(self, option: str, words: str, is_told: bool) -> None:
         """An option has decided by itself: on or off, and why. Said to the user, if he is to be told, once."""
         if self.decisions.get(option) != words:
@@ -197,37 +240,17 @@ class StepTimings:
             if is_told:
                 tell(option, f"{option}=True: {words}")
 
-    def begin_record(self, step: int, started_s: float, ended_s: float) -> Callable[..., StepTiming]:
-        """A step's backward began and ended then: what makes its record of `exposed_s` and `buckets`."""
-        self._started_s = started_s
-        optimizer_s = other_s = 0.0
-        if self._returned_s is not None:
-            optimizer_s = _optimizers.spent_s - self._optimizers_before_s
-            waited_s = sum(until - since for since, until in self._waits_s)
-            busy_s = self._forward_s + self._earlier_backward_s + optimizer_s + waited_s
-            other_s = max(0.0, started_s - self._returned_s - busy_s)
-        return functools.partial(
-            StepTiming,
-            step=step,
-            forward_s=self._forward_s,
-            started_s=started_s,
-            backward_s=ended_s - started_s,
-            num_micro_steps=max(1, self._num_forwards),
-            last_forward_s=self._last_forward_s,
-            earlier_backward_s=self._earlier_backward_s,
-            optimizer_s=optimizer_s,
-            other_s=other_s,
-        )
+    def begin_step(self) -> StepTimes:
+        """Return the times of the step that begins now."""
+        self._under_way = StepTimes(time.perf_counter(), _optimizers.spent_s)
+        return self._under_way
 
-    def leave(self) -> None:
-        """A synchronized backward is left: the next step begins."""
-        self._returned_s = time.perf_counter()
-        spans.note("backward", self._started_s, self._returned_s)
+    def leave(self, times: StepTimes) -> None:
+        """Tell the recorder that the synchronized backward of a step is left."""
+        left_s = time.perf_counter()
+        spans.note("backward", times.started_s, left_s)
         if self.on_left is not None:
-            self.on_left(LeftBackward(self._last_gradient_s, self._returned_s, self._completed))
-        self._completed = None
-        self._optimizers_before_s = _optimizers.spent_s
-        self._forget_micro_steps()
+            self.on_left(LeftBackward(times.last_gradient_s, left_s, times.timing))
 
     def table(self, num_steps: int = HISTORY_STEPS) -> str:
         """Where the time of the last `num_steps` went, in words: of each part the median, the most and its share."""
@@ -258,15 +281,9 @@ class StepTimings:
     def __str__(self) -> str:
         return self.table()
 
-    def note_last_gradient(self, at_s: float) -> None:
-        """This rank's own last gradient of the synchronized backward under way was there then."""
-        self._last_gradient_s = at_s
-        self._completed = None  # what forward overlap has completed since belongs to the step before
-
     def add(self, timing: StepTiming, marks: DeviceTimes | None = None) -> None:
         """A step has ended; with `marks`, if a device does it later."""
         self._steps.append(timing)
-        self._completed = timing
         if marks is not None:
             self._unsettled.append((timing.step, marks))
         while self._unsettled and self._unsettled[0][1].is_past():

@@ -297,7 +297,7 @@ class ForwardOverlap(Flights):
         after_s = time.perf_counter()
         step.note_wait(after_s - before_s)
         self._needs.note_wait(before_s, after_s)
-        self._timings.note_wait(before_s, after_s)
+        self._timings.under_way.note_wait(before_s, after_s)
 
     def _warn_of_reader(self) -> None:
         self._warn(
