@@ -21,7 +21,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # The folder of each package of this repository, and what it is built from.
-PACKAGES = {"paceline": ".", "paceline_lab": "lab", "paceline_svm": "svm"}
+PACKAGES = {"paceline": ".", "paceline_plan": "plan", "paceline_lab": "lab", "paceline_svm": "svm"}
 BUILT_FROM = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "src")
 PAGES = ("docs/glossary.md", "docs/troubleshooting.md")  # which the package holds links to
 FIT = "from paceline_svm import SVC; print(SVC().fit([[0.0], [1], [2], [3]], [0, 0, 1, 1]).predict([[0.5], [2.5]]))"
@@ -118,7 +118,7 @@ def smoke(python: str, wheel: Path, others: Sequence[Path]) -> None:
             if said not in " ".join(out.split()):  # a terminal's width breaks lines
                 raise SystemExit(f"{' '.join(command)} did not say {said!r} but:\n{out}")
         # What comes with another package says which.
-        for missing in ("bench", "emulate", "study", "svm"):
+        for missing in ("bench", "emulate", "plan", "study", "svm"):
             out = _run(folder, str(own / "paceline"), missing, code=2)
             if "pip install ./" not in " ".join(out.split()):
                 raise SystemExit(
@@ -130,6 +130,7 @@ def smoke(python: str, wheel: Path, others: Sequence[Path]) -> None:
             ((str(own / "python"), "-m", "paceline", "bench", "workloads"), "resnet50"),
             ((str(own / "paceline"), "emulate", "--help"), "--hosts"),
             ((str(own / "paceline"), "study", "--help"), "large-batch"),
+            ((str(own / "paceline"), "plan", "resnet50", "--to", "8"), "devices"),
             ((str(own / "paceline"), "svm", "--help"), "cross-validate"),
             ((str(own / "python"), "-c", FIT), "[0 1]"),
         ):

@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-PACKAGES = {"paceline": "src", "paceline_lab": "lab/src", "paceline_svm": "svm/src"}
+PACKAGES = {
+    "paceline": "src",
+    "paceline_lab": "lab/src",
+    "paceline_plan": "plan/src",
+    "paceline_svm": "svm/src",
+}
 
 
 def num_lines(folder: Path) -> int:

@@ -71,7 +71,7 @@ PRELOADED = (
     "paceline.cli.app",
     "paceline.ddp",
     "paceline.launch.command_line",
-    "paceline.plan",
+    "paceline_plan",
     "paceline.optim",
     "paceline.process_group.backend",
     "paceline.recipes",

@@ -8,10 +8,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "paceline"
-OTHERS = {"paceline_lab": ROOT / "lab/src/paceline_lab", "paceline_svm": ROOT / "svm/src/paceline_svm"}
+OTHERS = {
+    "paceline_lab": ROOT / "lab/src/paceline_lab",
+    "paceline_plan": ROOT / "plan/src/paceline_plan",
+    "paceline_svm": ROOT / "svm/src/paceline_svm",
+}
 
 # Who may call a process group's methods. The laboratory, and plan's measurement, use torch.distributed as a user would.
-CALLERS = {"comm", "process_group", "plan", "paceline_lab"}
+CALLERS = {"comm", "process_group", "paceline_plan", "paceline_lab"}
 # Names that only process groups have; and those that other things have, too, with the receivers that are no group.
 METHODS = {
     *(
@@ -251,8 +255,8 @@ def test_public_names_and_other_packages_private_ones_are_no_offence():
     )
 
 
-# What each folder of tests may import of the other two packages. The SVM's ranks can be threads of one process.
-TESTS = {"tests": (), "svm/tests": ("paceline_svm", "paceline_lab.doubles")}
+# What each folder of tests may import of the other packages. The SVM's ranks can be threads of one process.
+TESTS = {"tests": (), "plan/tests": ("paceline_plan",), "svm/tests": ("paceline_svm", "paceline_lab.doubles")}
 TESTS_OF_ALL = ("journeys", "harness")
 
 

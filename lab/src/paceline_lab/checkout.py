@@ -33,7 +33,7 @@ def in_repository(path: str, what: str) -> Path:
     if root is None or not (root / path).exists():
         raise ConfigurationError(
             f"{what} lies in the source repository ({path}), which this installation does not have. Clone the "
-            "repository and install from there: pip install -e . -e lab -e svm."
+            "repository and install from there: pip install -e . -e plan -e lab -e svm."
         )
     return root / path
 

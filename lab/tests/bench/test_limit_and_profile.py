@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigurationError
-from paceline.plan import LayerTimes, RecordedWorkload
 from paceline_lab.bench.allreduce import launches, num_per_turn
 from paceline_lab.bench.allreduce_sides import parse_sizes
 from paceline_lab.bench.commands import check_memory, needed_bytes
@@ -21,6 +20,7 @@ from paceline_lab.bench.sides import StepTimes
 from paceline_lab.bench.step import SideOutcome, StepConfig, StepOutcome
 from paceline_lab.bench.step_report import report
 from paceline_lab.bench.timed_model import gradient_bytes, planned
+from paceline_plan import LayerTimes, RecordedWorkload
 
 
 def test_a_ring_sends_what_the_papers_say() -> None:

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from paceline.errors import ConfigurationError
-from paceline.plan import Cluster, HostLink, LayerTimes, RecordedWorkload, simulate
 from paceline.planning.replay import Wire, replay
 from paceline_lab.experiments.prediction.groups_in_turn import GroupsInTurn, shared_rates
+from paceline_plan import Cluster, HostLink, LayerTimes, RecordedWorkload, simulate
 
 MIB, RATE = 2**20, 1e8
 WORKLOAD = RecordedWorkload(

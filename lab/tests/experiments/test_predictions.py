@@ -5,7 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.plan import (
+from paceline_lab.bench.layer_profile import default_profile
+from paceline_lab.bench.timed_model import gradient_bytes, planned
+from paceline_lab.experiments.papers.variants import Variant, bucket_caps_mb
+from paceline_lab.experiments.prediction.emulation_cost import EmulatedHosts, EmulationCost
+from paceline_lab.experiments.prediction.predicted_runs import Errors, Fitted, Run, fit, run_of, samples
+from paceline_plan import (
     Cluster,
     HostLink,
     LayerTimes,
@@ -14,11 +19,6 @@ from paceline.plan import (
     collective_cost,
     simulate,
 )
-from paceline_lab.bench.layer_profile import default_profile
-from paceline_lab.bench.timed_model import gradient_bytes, planned
-from paceline_lab.experiments.papers.variants import Variant, bucket_caps_mb
-from paceline_lab.experiments.prediction.emulation_cost import EmulatedHosts, EmulationCost
-from paceline_lab.experiments.prediction.predicted_runs import Errors, Fitted, Run, fit, run_of, samples
 
 TRUE = Fitted(0.95, 2e-4, EmulationCost(2, 5e-4, 5e-5, 0.0, 5e-5))
 

@@ -67,7 +67,7 @@ def test_what_only_a_checkout_has_is_asked_for_in_words(monkeypatch):
         lambda: checkout.stored_result("emulated-network"),
         lambda: checkout.in_repository("tests", "the generator"),
     ):
-        with pytest.raises(ConfigurationError, match=r"pip install -e \. -e lab -e svm"):
+        with pytest.raises(ConfigurationError, match=r"pip install -e \. -e plan -e lab -e svm"):
             call()
     monkeypatch.setattr(provenance, "repository", lambda: None)
     assert provenance.collect(1).git_hash == "unknown"

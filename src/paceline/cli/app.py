@@ -16,13 +16,14 @@ import typer
 import typer.core
 
 from paceline import __version__
-from paceline.cli import doctor, explain, plan
+from paceline.cli import doctor, explain
 from paceline.errors import ConfigurationError, PacelineError
 
 # Commands that come with another package of this repository: what brings them, and where it lies in a checkout.
 _ELSEWHERE = {
     "bench": ("paceline-lab", "lab"),
     "emulate": ("paceline-lab", "lab"),
+    "plan": ("paceline-plan", "plan"),
     "study": ("paceline-lab", "lab"),
     "svm": ("paceline-svm", "svm"),
 }
@@ -211,7 +212,6 @@ def _report(
 
 
 app.command("explain")(explain.explain)
-app.add_typer(plan.plan, name="plan")
 for _package in sorted(entry_points(group="paceline.commands"), key=lambda entry: entry.name):
     _package.load()(app)
 

@@ -11,8 +11,6 @@ from paceline import quantities
 from paceline.errors import ConfigurationError
 from paceline.files_given import check_output
 from paceline.host.memory import available_bytes
-from paceline.plan import RecordedWorkload
-from paceline.plan.script_recording import record_script
 from paceline_lab.bench import allreduce_report
 from paceline_lab.bench.allreduce import ReduceConfig, run_launches
 from paceline_lab.bench.allreduce_sides import parse_reduce_sides, parse_sizes
@@ -28,6 +26,8 @@ from paceline_lab.report import ReportFolder
 from paceline_lab.report.publication import Report, figure_path, publish
 from paceline_lab.report.terminal import progress_bar
 from paceline_lab.workloads import WORKLOADS, make_workload
+from paceline_plan import RecordedWorkload
+from paceline_plan.script_recording import record_script
 
 # What ranks need of memory, in copies of all gradients: a side that waits for its turn keeps its buckets, and what its
 # hook or its constructor wrote; the one whose turn it is has gradients besides, and something in flight. Real compute

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_map
 
 from paceline.errors import ConfigurationError
 from paceline.files_given import parse_json
-from paceline.plan import LayerTimes, RecordedWorkload
 from paceline_lab.workloads import make_workload
 from paceline_lab.workloads.workload import SizedWorkload, Workload
+from paceline_plan import LayerTimes, RecordedWorkload
 
 Shape = tuple[int, ...]
 _TOUCHED_OPERATIONS = 4.0  # operations counted for each element that a normalisation or an embedding touches

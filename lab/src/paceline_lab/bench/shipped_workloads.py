@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import paceline.plan
+import paceline_plan
 from paceline_lab.bench.layer_profile import default_profile
 from paceline_lab.bench.timed_model import planned
 from paceline_lab.workloads import WORKLOADS
 
-FOLDER = Path(paceline.plan.__file__).parent / "shipped"
+FOLDER = Path(paceline_plan.__file__).parent / "shipped"
 
 
 def write_all(folder: Path) -> None:

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ConfigurationError
-from paceline.plan import LayerTimes, RecordedWorkload
 from paceline_lab.bench.layer_profile import Profile, Shape
 from paceline_lab.workloads.workload import Workload
+from paceline_plan import LayerTimes, RecordedWorkload
 
 _STEP = 1 / 256  # between two values of a gradient
 _PRIME = 7919  # how far apart the windows of neighbouring parameters begin

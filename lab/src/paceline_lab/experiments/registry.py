@@ -139,8 +139,6 @@ _ALL = (
     # Do unequal machines work all the time?
     Experiment("unequal", "unequal.shares", "5 min", "1.05 x the ideal in 10 steps; 1.01 x fixed shares on equal ranks",
         'Do unequal machines work all the time, with `balance="auto"`?'),
-    Experiment("idle-time", "unequal.idle_time", "1 min", "",
-        "How long do the fast ranks of unequal machines wait?"),
     Experiment("time-to-loss", "unequal.time_to_loss", "30 min", "1.15 x the ideal, 1.05 x after 20 steps",
         "How long do unequal machines take to a given loss, by torch, HetSeq's rule, fixed and automatic shares?",
         needs=ROOT),
@@ -198,13 +196,12 @@ _ALL = (
         "Which shrinking heuristic is fastest, on which set?", runs=()),
     Experiment("svm-memory", "kernel_svm.memory", "5 min", "",
         "How much memory does a fit take on a rank?", runs=()),
-    Experiment("svm-ranks", "kernel_svm.over_ranks", "5 min", "",
-        "What does each of 1 to 64 ranks do in one fit (counted), and how long would it take (predicted)?"),
 )
 # fmt: on
 # Studies that are answered and no longer run, by the first words of their reports. Commit cb30c809 has their code.
 ANSWERED = (
     "guidelines",
+    "idle-time",
     "minibatch-memory",
     "network-scale",
     "predicted-papers",

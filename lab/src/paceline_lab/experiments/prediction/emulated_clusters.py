@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from paceline.plan import HostLink
 from paceline_lab.experiments.papers.cluster_study import (
     Block,
     StudyConfig,
@@ -29,6 +28,7 @@ from paceline_lab.experiments.runner import Findings, Measured
 from paceline_lab.report.figures import draw_figure
 from paceline_lab.report.look import OURS
 from paceline_lab.report.panels import Dots
+from paceline_plan import HostLink
 
 if TYPE_CHECKING:
     from paceline_lab.emulation import ClusterSpec

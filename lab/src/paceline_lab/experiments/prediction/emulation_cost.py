@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from paceline.errors import ConfigurationError
-from paceline.plan import Cluster
+from paceline_plan import Cluster
 
 
 @dataclass(frozen=True)

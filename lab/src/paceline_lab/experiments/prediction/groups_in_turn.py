@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigurationError
-from paceline.plan import ReductionPlan
 from paceline.planning.replay import Wire, in_one_lane
+from paceline_plan import ReductionPlan
 
 _EPSILON = 1e-12
 

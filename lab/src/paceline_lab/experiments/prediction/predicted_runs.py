@@ -19,13 +19,13 @@ from statistics import median
 from typing import Any
 
 from paceline.errors import ConfigurationError
-from paceline.plan import Cluster, HostLink, RecordedWorkload, ReductionPlan, simulate
 from paceline.planning.bucket_assignment import MEBIBYTE
 from paceline_lab.bench.layer_profile import Profile
 from paceline_lab.bench.timed_model import gradient_bytes, planned
 from paceline_lab.experiments.papers.variants import Variant, bucket_caps_mb
 from paceline_lab.experiments.prediction.emulation_cost import EmulatedHosts, EmulationCost
 from paceline_lab.experiments.prediction.groups_in_turn import GroupsInTurn
+from paceline_plan import Cluster, HostLink, RecordedWorkload, ReductionPlan, simulate
 
 _UNITS = (0.95, 1e-4, 1e-3, 1e-4, 1e-10, 1e-4)  # of the fitted numbers, so that all are about 1
 _LEAST, _MOST = (0.8, 0, 0, 0, 0, 0), (1.06, 50, 50, 50, 50, 50)

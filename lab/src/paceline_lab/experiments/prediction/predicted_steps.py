@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from paceline.plan import HostLink
 from paceline_lab.bench.layer_profile import Profile, default_profile
 from paceline_lab.bench.provenance import collect
 from paceline_lab.checkout import stored_result
@@ -30,6 +29,7 @@ from paceline_lab.experiments.prediction.emulated_clusters import draw_ratios
 from paceline_lab.experiments.prediction.predicted_runs import Errors, Run, fit, run_of, samples, summary
 from paceline_lab.experiments.runner import conclude
 from paceline_lab.report.publication import Report
+from paceline_plan import HostLink
 
 NAME = "predicted-steps"
 FITTED_ON = "resnet50"

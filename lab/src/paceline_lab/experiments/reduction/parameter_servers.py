@@ -252,9 +252,9 @@ def predict(config: Config, alone_s: float | None = None) -> tuple[dict[str, flo
         config: The case.
         alone_s: A step that reduces nothing, as measured; None: as it was meant to be.
     """
-    from paceline.plan import Cluster, HostLink, ReductionPlan, Servers, simulate
-    from paceline.plan.lemmas import compare_servers
     from paceline_lab.bench.timed_model import planned
+    from paceline_plan import Cluster, HostLink, ReductionPlan, Servers, simulate
+    from paceline_plan.lemmas import compare_servers
 
     profile, scale = _profile(config)
     if alone_s is not None:

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import ConfigurationError
-from paceline.plan.deployment import Cluster, ReductionPlan
-from paceline.plan.round_patterns import candidates
-from paceline.plan.simulator import Simulation, simulate
-from paceline.plan.workload import RecordedWorkload
 from paceline.planning.bucket_assignment import MEBIBYTE
+from paceline_plan.deployment import Cluster, ReductionPlan
+from paceline_plan.round_patterns import candidates
+from paceline_plan.simulator import Simulation, simulate
+from paceline_plan.workload import RecordedWorkload
 
 MODEL_ERROR = 0.06  # standard deviation of the logarithm; docs/notebook/plan.md
 KNEE = 0.5  # what the last device added must bring, of what the first one brings

@@ -25,11 +25,11 @@ import math
 from dataclasses import dataclass, replace
 
 from paceline.errors import ConfigurationError
-from paceline.plan.deployment import Cluster, ReductionPlan, Servers
-from paceline.plan.scaling import Grow, Question
-from paceline.plan.simulator import simulate
-from paceline.plan.workload import RecordedWorkload
 from paceline.quantities import ms
+from paceline_plan.deployment import Cluster, ReductionPlan, Servers
+from paceline_plan.scaling import Grow, Question
+from paceline_plan.simulator import simulate
+from paceline_plan.workload import RecordedWorkload
 
 _HIDDEN = 0.02  # of a step: exposed communication that counts as none
 _MOST_SERVERS = 4096

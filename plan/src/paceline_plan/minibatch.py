@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import LinearConstraint, milp
 
 from paceline.errors import ConfigurationError
 
@@ -67,19 +68,13 @@ class Memory:
 
 
 def choose_algorithms(layers: Sequence[Sequence[Alternative]], bound_bytes: float) -> Choice | None:
-    """The fastest algorithms whose workspaces fit together; None if none do.
+    """Return the fastest algorithms whose workspaces fit together; None if none do.
 
     Raises:
-        ConfigurationError: A layer has no alternative, or scipy is missing.
+        ConfigurationError: A layer has no alternative.
     """
     if not layers or not all(layers):
         raise ConfigurationError("every layer needs at least one measured algorithm to choose from.")
-    try:
-        from scipy.optimize import LinearConstraint, milp  # only this needs it
-    except ImportError as error:
-        raise ConfigurationError(
-            "the integer program needs scipy, which is not installed. pip install scipy"
-        ) from error
     flat = [alternative for layer in layers for alternative in layer]
     times_s = np.array([x.time_s for x in flat])
     spaces = np.array([x.workspace_bytes for x in flat])
@@ -132,10 +127,10 @@ class Minibatch:
 def choose_minibatch(
     memory: Memory, measured: Mapping[int, Sequence[Sequence[Alternative]]]
 ) -> tuple[Minibatch, tuple[Minibatch, ...]]:
-    """The minibatch with the most samples a second, and all that were asked about.
+    """Return the minibatch with the most samples per second, and every minibatch that was asked about.
 
     Args:
-        memory: Of the device.
+        memory: The device's memory.
         measured: For each size, every layer's alternatives at that size.
 
     Raises:

@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from paceline.plan import (
+from paceline_plan import (
     Cluster,
     HostLink,
     LayerTimes,
@@ -18,7 +18,7 @@ from paceline.plan import (
     collective_cost,
     simulate,
 )
-from paceline.plan.round_patterns import candidates, patterns
+from paceline_plan.round_patterns import candidates, patterns
 
 Clocks = list[float]
 

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 import paceline
+import paceline_plan
 
-PACKAGE = Path(paceline.__file__).parent
-# As if neither torch, matplotlib nor the other two packages were installed.
+PACKAGES = {
+    name: Path(module.__file__).parent for name, module in (("", paceline), ("paceline_plan/", paceline_plan))
+}
+# As if neither torch, matplotlib nor the other packages were installed.
 ALONE = """
 import importlib.metadata, sys
 
@@ -20,14 +23,17 @@ class Missing:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Missing())
-importlib.metadata.entry_points = lambda **_: ()
+installed = importlib.metadata.entry_points
+importlib.metadata.entry_points = lambda **_: [
+    found for found in installed(group="paceline.commands") if found.name == "plan"
+]
 from paceline.cli import main
 main(sys.argv[1:])
 """
 # What runs while a module is imported is no part of the way, so what takes long to import is there before.
 TRACED = """
 import sys
-import paceline.plan.forecast, paceline.plan.script_recording
+import paceline_plan.forecast, paceline_plan.script_recording
 from paceline.cli import app
 if sys.argv[1] != "plan":
     import paceline.observe.workload_recording
@@ -48,7 +54,7 @@ def note(frame, event, argument):
 seen = set()
 sys.setprofile(note)
 try:
-    (app.main if sys.argv[1] == "plan" else paceline.plan.script_recording.main)(sys.argv[1:])
+    (app.main if sys.argv[1] == "plan" else paceline_plan.script_recording.main)(sys.argv[1:])
 finally:
     sys.setprofile(None)
     with open("entered.txt", "a") as file:
@@ -93,12 +99,17 @@ def test_a_script_is_planned_by_at_most_20_files(tmp_path: Path) -> None:
     recorded = run(TRACED, tmp_path, "trace.jsonl", "2", "train.py")
     assert recorded.returncode == 0, recorded.stderr
     entered = {Path(name) for name in (tmp_path / "entered.txt").read_text().splitlines()}
-    ours = sorted(str(path.relative_to(PACKAGE)) for path in entered if path.is_relative_to(PACKAGE))
-    assert "plan/forecast.py" in ours
+    ours = sorted(
+        f"{prefix}{path.relative_to(folder)}"
+        for prefix, folder in PACKAGES.items()
+        for path in entered
+        if path.is_relative_to(folder)
+    )
+    assert "paceline_plan/forecast.py" in ours
     assert "observe/workload_recording.py" in ours
-    page = (PACKAGE.parents[1] / "docs" / "architecture.md").read_text()
+    page = (PACKAGES[""].parents[1] / "docs" / "architecture.md").read_text()
     told = re.findall(
         r"`([\w/]+\.py)`", page.partition("## How a script is planned")[2].partition("\n\n1. ")[2]
     )
-    assert ours == sorted(set(told[: told.index("plan/links_here.py")]))
+    assert ours == sorted(set(told[: told.index("paceline_plan/links_here.py")]))
     assert len(ours) <= 20

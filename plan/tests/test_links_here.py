@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from paceline.plan.links_here import LinkHere
-from paceline.plan.request import PlanRequest
+from paceline_plan.links_here import LinkHere
+from paceline_plan.request import PlanRequest
 
 HERE = LinkHere(num_hosts=4, ranks_per_host=2, bytes_per_s=6e6, latency_s=4e-4, message_s=2e-5)
 

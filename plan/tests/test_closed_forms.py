@@ -6,7 +6,10 @@ import sys
 import pytest
 
 from paceline.errors import ConfigurationError
-from paceline.plan import (
+from paceline.planning import AlphaBetaCost
+from paceline.planning.bucket_assignment import BucketCaps, GradientSpec, assign_buckets
+from paceline.schedules import SCHEDULES, Link, Links, Topology, price
+from paceline_plan import (
     Cluster,
     HostLink,
     LayerTimes,
@@ -16,11 +19,8 @@ from paceline.plan import (
     collective_cost,
     simulate,
 )
-from paceline.plan.round_patterns import ALL_REDUCES, candidates, is_possible, patterns
-from paceline.plan.simulator import _Simulator
-from paceline.planning import AlphaBetaCost
-from paceline.planning.bucket_assignment import BucketCaps, GradientSpec, assign_buckets
-from paceline.schedules import SCHEDULES, Link, Links, Topology, price
+from paceline_plan.round_patterns import ALL_REDUCES, candidates, is_possible, patterns
+from paceline_plan.simulator import _Simulator
 
 MIB = 2**20
 LATENCY, RATE = 1e-4, 1e8

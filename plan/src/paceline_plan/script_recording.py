@@ -1,6 +1,6 @@
 """Runs a training script for some steps in a process of its own, and returns the workload that it is.
 
-That process runs this module, too: `python -m paceline.plan.script_recording TRACE NUM_STEPS SCRIPT ARGUMENTS...`
+That process runs this module, too: `python -m paceline_plan.script_recording TRACE NUM_STEPS SCRIPT ARGUMENTS...`
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.errors import ConfigurationError, PacelineError
 from paceline.files_given import check_output
 from paceline.launch.watchdog import MARK, Watchdog
 from paceline.observe.trace_format import NUM_WARM_UP
-from paceline.plan.workload import RecordedWorkload
+from paceline_plan.workload import RecordedWorkload
 
 _MOST_STEPS = 1_000_000
 _MOST_SCRATCH_BYTES = 2**30
@@ -49,7 +49,7 @@ def record_script(
     launch_id = uuid.uuid4().hex
     with Watchdog(launch_id) as watchdog:
         trace = watchdog.folder / "trace.jsonl"
-        words = [sys.executable, "-m", "paceline.plan.script_recording"]
+        words = [sys.executable, "-m", "paceline_plan.script_recording"]
         place = _copied(Path.cwd(), watchdog.folder / "scratch") if scratch else Path.cwd()
         own = script
         if scratch and script.resolve().is_relative_to(Path.cwd().resolve()):

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from paceline.errors import ConfigurationError
-from paceline_lab.experiments.prediction.minibatch import (
+from paceline_plan.minibatch import (
     Alternative,
     Memory,
     choose_algorithms,

@@ -17,13 +17,13 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from paceline.errors import ConfigurationError
-from paceline.plan.deployment import Cluster
-from paceline.plan.lemmas import LemmasBeside
-from paceline.plan.links_here import measure_link
-from paceline.plan.request import PlanRequest
-from paceline.plan.scaling import BUSY_RATIO, Answer, Question, doubling_counts, predict_scaling, quantiles
-from paceline.plan.workload import RecordedWorkload
 from paceline.quantities import ms
+from paceline_plan.deployment import Cluster
+from paceline_plan.lemmas import LemmasBeside
+from paceline_plan.links_here import measure_link
+from paceline_plan.request import PlanRequest
+from paceline_plan.scaling import BUSY_RATIO, Answer, Question, doubling_counts, predict_scaling, quantiles
+from paceline_plan.workload import RecordedWorkload
 
 PREDICTIONS = "predictions.jsonl"
 _NAME = "plan"

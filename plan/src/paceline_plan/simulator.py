@@ -28,13 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigurationError
-from paceline.plan.collective_time import CollectiveCost, costs_of
-from paceline.plan.deployment import Cluster, ReductionPlan, Servers
-from paceline.plan.workload import RecordedWorkload
 from paceline.planning.bucket_assignment import BucketCaps, GradientSpec, assign_buckets
 from paceline.planning.forward_overlap import MeasuredStep, cut, predict
 from paceline.planning.forward_overlap import plan as order_of_pieces
 from paceline.planning.replay import BucketLoad, Replay, Wire, replay
+from paceline_plan.collective_time import CollectiveCost, costs_of
+from paceline_plan.deployment import Cluster, ReductionPlan, Servers
+from paceline_plan.workload import RecordedWorkload
 
 _EPSILON = 1e-12
 

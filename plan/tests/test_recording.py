@@ -11,8 +11,8 @@ from torch import nn
 import paceline
 from paceline.errors import ConfigurationError
 from paceline.observe.device_clock import HostClock
-from paceline.plan import RecordedWorkload
-from paceline.plan.scoring import measured_run
+from paceline_plan import RecordedWorkload
+from paceline_plan.scoring import measured_run
 
 
 class Slow(nn.Module):

@@ -11,12 +11,12 @@ from typing import Any
 
 from paceline import quantities
 from paceline.errors import ConfigurationError
-from paceline.plan.deployment import DEFAULT_CAPS_BYTES, Cluster, HostLink, ReductionPlan, Servers
-from paceline.plan.links_here import LinkHere
-from paceline.plan.round_patterns import ALL_REDUCES
-from paceline.plan.workload import RecordedWorkload
 from paceline.planning.bucket_assignment import MEBIBYTE
 from paceline.schedules.topology import Link
+from paceline_plan.deployment import DEFAULT_CAPS_BYTES, Cluster, HostLink, ReductionPlan, Servers
+from paceline_plan.links_here import LinkHere
+from paceline_plan.round_patterns import ALL_REDUCES
+from paceline_plan.workload import RecordedWorkload
 
 DEFAULT_STEPS = 20
 _RANKS_PER_HOST = 8
@@ -202,7 +202,7 @@ class PlanRequest:
         """Record the script (RecordingError if it fails), or read the workload (ConfigurationError if none)."""
         path = Path(self.source)
         if self._is_script():
-            from paceline.plan.script_recording import record_script  # noqa: PLC0415  the launcher imports torch
+            from paceline_plan.script_recording import record_script  # noqa: PLC0415  the launcher imports torch
 
             found = record_script(path, self.arguments, self.steps or DEFAULT_STEPS, scratch=self.scratch)
         elif path.exists() or path.suffix:

@@ -23,8 +23,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.plan.deployment import PACKET_BYTES, Cluster
-from paceline.plan.round_patterns import Pattern, Ratios, candidates, is_possible, patterns
+from paceline_plan.deployment import PACKET_BYTES, Cluster
+from paceline_plan.round_patterns import Pattern, Ratios, candidates, is_possible, patterns
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from harness.terminal import paceline
 from paceline.cli import main
-from paceline.plan import RecordedWorkload, script_recording
+from paceline_plan import RecordedWorkload, script_recording
 
 SCRIPT = """
 import sys

@@ -22,9 +22,9 @@ from rich.console import Console
 from paceline.errors import ConfigurationError
 from paceline.files_given import parse_json
 from paceline.observe.trace_format import TRACE_FORMAT, TRACE_VERSION
-from paceline.plan.deployment import Cluster, HostLink
-from paceline.plan.forecast import PREDICTIONS, KeptPrediction, keep, table
-from paceline.plan.workload import RECORD_AGAIN, check_version, parsed
+from paceline_plan.deployment import Cluster, HostLink
+from paceline_plan.forecast import PREDICTIONS, KeptPrediction, keep, table
+from paceline_plan.workload import RECORD_AGAIN, check_version, parsed
 
 _PARTS = ("forward_s", "backward_s", "optimizer_s", "other_s")
 

@@ -10,9 +10,9 @@ import pytest
 from paceline.cli import main
 from paceline.errors import ConfigurationError
 from paceline.observe import workload_recording
-from paceline.plan import Cluster, HostLink
-from paceline.plan.forecast import KeptPrediction, keep, kind_of
-from paceline.plan.scoring import MeasuredRun, measured_run, scores
+from paceline_plan import Cluster, HostLink
+from paceline_plan.forecast import KeptPrediction, keep, kind_of
+from paceline_plan.scoring import MeasuredRun, measured_run, scores
 
 
 def test_predictions_are_kept_and_scored(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigurationError
-from paceline.plan import (
+from paceline_plan import (
     Cluster,
     HostLink,
     LayerTimes,
@@ -21,8 +21,8 @@ from paceline.plan import (
     scaling,
     simulate,
 )
-from paceline.plan.forecast import forecast
-from paceline.plan.lemmas import (
+from paceline_plan.forecast import forecast
+from paceline_plan.lemmas import (
     compare_efficiency,
     compare_servers,
     efficiency,
@@ -30,8 +30,8 @@ from paceline.plan.lemmas import (
     largest_overhead,
     most_devices,
 )
-from paceline.plan.request import PlanRequest
-from paceline.plan.scaling import (
+from paceline_plan.request import PlanRequest
+from paceline_plan.scaling import (
     Question,
     Setup,
     best_algorithm,

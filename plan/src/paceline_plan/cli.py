@@ -60,6 +60,12 @@ plan = typer.Typer(
     cls=_PredictsByDefault, help="Predict how a training script scales, from a measurement on what is here."
 )
 
+
+def register(commands: typer.Typer) -> None:
+    """Add `plan` to `paceline`'s commands; the entry point `paceline.commands` names this function."""
+    commands.add_typer(plan, name="plan")
+
+
 ReportFolder = Annotated[
     Path, typer.Option("--report", help="Folder for the numbers, the figure and the predictions.")
 ]
@@ -145,8 +151,8 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """How long is a step on 2, 4, ... devices, what limits it, what would help, what does an epoch cost?"""
-    from paceline.plan.forecast import forecast
-    from paceline.plan.request import PlanRequest
+    from paceline_plan.forecast import forecast
+    from paceline_plan.request import PlanRequest
 
     forecast(PlanRequest.from_options(context.params), report, as_json=as_json)
 
@@ -160,7 +166,7 @@ def record(
     scratch: Scratch = False,
 ) -> None:
     """Record how long each layer of a script computes, and which gradients it has; for `plan predict`."""
-    from paceline.plan.script_recording import record_into
+    from paceline_plan.script_recording import record_into
 
     found = record_into(out, script, arguments or [], steps, scratch=scratch)
     accumulates = f"{found.num_micro_steps} micro-steps a step, each " if found.num_micro_steps > 1 else ""
@@ -180,6 +186,6 @@ def score(
     as_json: AsJson = False,
 ) -> None:
     """Compare predictions with real runs. Without a trace, show the score so far."""
-    from paceline.plan.scoring import show_scores
+    from paceline_plan.scoring import show_scores
 
     show_scores(report, traces or [], as_json=as_json)
