@@ -106,9 +106,13 @@ def test_a_step_that_could_not_be_repeated_is_refused_before_a_rank_is_lost():
 
 
 def test_what_a_reduction_measures_says_whether_it_outlives_ranks():
-    assert not GradientNoiseScale().why_not_elastic
-    assert "is for 2 ranks alone" in GradientNoiseScale(shares=(0.5, 0.5)).why_not_elastic
-    assert GradientNoiseScale(ParameterServers()).why_not_elastic == ParameterServers.why_not_elastic != ""
+    assert not GradientNoiseScale().why_not_over(None)
+    assert "is for 2 ranks alone" in GradientNoiseScale(shares=(0.5, 0.5)).why_not_over(None)
+    assert (
+        GradientNoiseScale(ParameterServers()).why_not_over(None)
+        == ParameterServers().why_not_over(None)
+        != ""
+    )
 
 
 def test_the_card_of_a_large_model_is_one_message():

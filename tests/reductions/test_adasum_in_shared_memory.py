@@ -123,7 +123,7 @@ def over_a_group(rank, num_ranks, dtype):
         ones = torch.ones(5)
         before = dist.all_reduce(ones, group=ours, async_op=True)
         views = list(flat.split(sizes))
-        adasum.begin_step()
+        adasum.begin_step(num_ranks)
         pending = adasum.launch(Message(0, True, flat, flat.numel(), views, views, ours))
         after = dist.all_reduce(ones, group=ours, async_op=True)
         for each in (before, pending, after):

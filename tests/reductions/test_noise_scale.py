@@ -293,7 +293,7 @@ def test_everything_that_a_reduction_is_asked_goes_to_the_inner_one():
     asked = {
         name for name, value in vars(Reduction).items() if callable(value) or isinstance(value, property)
     }
-    asked |= {"is_ours"}
+    asked |= {"carries_status"}
     assert {name for name in asked if not name.startswith("_")} <= set(vars(GradientNoiseScale))
 
 

@@ -54,15 +54,16 @@ class Recorder(Reduction):
     def prepare(self, named_parameters, process_group):
         self.told.append(("prepare", *named_parameters))
 
-    def begin_step(self):
+    def begin_step(self, num_ranks, active_ratio=1.0, share=None):
         self.told.append("begin")
+        return super().begin_step(num_ranks)
 
     def launch(self, message):
         self.told.append("launch")
         return self.mean.launch(message)
 
-    def end_step(self, timing):
-        self.told.append(("end", timing.step))
+    def end_step(self, ended):
+        self.told.append(("end", ended.timing.step))
 
 
 def backward(model, rank, step):

@@ -303,7 +303,7 @@ class Window(Generic[Batch]):
             self._rescale(before / weight)
             return
         if place:
-            factor = self._weights().factor(before, logical)
+            factor = self._weights().factor(before, logical.num_averaged)
             logical.put_aside(self._steps.managed.parameters, factor)
         shares = self._steps.setting.shares
         assert shares is not None

@@ -133,7 +133,7 @@ class Buffers:
 
         A reduction that brings no status words may be a hook that is starting collectives: then `end_step` sends them.
         """
-        if self._come_at_end and reduction.carries_words:
+        if self._come_at_end and reduction.carries_status:
             self.launch(self._source)
 
     def end_step(self) -> None:

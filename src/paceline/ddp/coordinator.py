@@ -289,7 +289,8 @@ class StepCoordinator:
             raise ConfigurationError(
                 "rebuild() within model.join(): torch's Join goes on with the ranks that it began with. Leave it first."
             )
-        self.setting.reduction.check_group(process_group)
+        if why := self.setting.reduction.why_not_over(process_group):
+            raise ConfigurationError(why)
         if self.sends_pieces:
             check_carries_pieces(process_group, self.membership.device)
 

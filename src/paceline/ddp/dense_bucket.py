@@ -320,7 +320,7 @@ class DenseBucket:
             Message(
                 index=self.index,
                 is_last=is_last,
-                flat=self.message if reduction.carries_words else self.body,
+                flat=self.message if reduction.carries_status else self.body,
                 num_gradient_elements=self.body.numel(),
                 gradients=self.views,
                 parameters=self.parameters,

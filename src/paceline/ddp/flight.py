@@ -29,6 +29,7 @@ from paceline.observe import BucketTiming, StepTimings
 from paceline.observe.device_times import DeviceTimes
 from paceline.observe.timings import profiler_range
 from paceline.reductions import Reduction
+from paceline.reductions.hook import is_users_hook
 
 # Smaller messages are looked at instead of calling back. For a callback the backend's thread needs Python's lock, and
 # has to get it before it ends the message and begins the next one.
@@ -44,6 +45,7 @@ class Terms:
     # This rank's fraction of all that counts in the step; None: the step is not weighed.
     share: float | None = None
     num_averaged: int | None = None  # by how many ranks sums are divided; None: by all
+    active_ratio: float = 1.0  # the fraction of the ranks that have samples in the step
 
 
 @dataclass(frozen=True)
@@ -174,8 +176,8 @@ class PlainFlight(Flight):
         try:
             pending = bucket.launch(self._reduction, self.group_of(bucket), bucket is self._last)
         except RuntimeError as error:
-            if not self._reduction.is_ours:
-                raise  # a user's hook said so
+            if is_users_hook(self._reduction):
+                raise
             raise self._peers.lost(error, f"launching {describe_bucket(bucket)}") from error
         launched.pending, launched.done_s = pending, 0.0
         if bucket.size_bytes < LEAST_CALLED_BACK_BYTES and self._times is None:
@@ -198,7 +200,7 @@ class PlainFlight(Flight):
     def wait_for_words(self) -> bool:
         self.wait()
         has_words = self._last is not None and self._last.words is not None
-        return self._reduction.carries_words and has_words
+        return self._reduction.carries_status and has_words
 
     def wait(self) -> None:
         for launched in self._launched[self._num_awaited :]:

@@ -47,8 +47,9 @@ from paceline.ddp.setting import Setting
 from paceline.ddp.step import Step
 from paceline.ddp.verdict import Status, Verdict
 from paceline.errors import ConfigurationError, ProtocolError, StepDroppedError
-from paceline.observe import StepTimings
+from paceline.observe import StepTiming, StepTimings
 from paceline.observe.timings import profiler_range
+from paceline.reductions import StepEnd
 
 
 class Reducer:
@@ -198,12 +199,10 @@ class Reducer:
                 expected.reached,
             )
             self._flight = self._flights.begin(beginning, self.buckets)  # the step before is over now
-            if backward.synchronizes:
-                reduction.begin_step()
-                if terms.share is not None:
-                    reduction.weigh(terms.share)
             num_averaged = terms.num_averaged or self._num_ranks
-            self._scale = terms.weight * reduction.input_scale(num_averaged)
+            if backward.synchronizes:
+                factor = reduction.begin_step(num_averaged, terms.active_ratio, terms.share)
+                self._scale = terms.weight * factor
             self._mean_scale = terms.weight / num_averaged
             self.tracker.arm(backward.synchronizes, backward.started_s, self._flight.not_expected)
 
@@ -337,16 +336,17 @@ class Reducer:
 
     def _record(self, flight: Flight, step: Step, unused_by_all: list[Parameter], waited_s: float) -> None:
         """All gradients of a step have arrived, and it has waited so long for them."""
-        if unused_by_all:
-            self.setting.reduction.withdraw(unused_by_all)
         buckets = flight.timings()
         exposed_s = min(waited_s, sum(bucket.waited_s for bucket in buckets))
         timing = step.times.record(step.number, exposed_s, buckets)
         self.timings.add(timing, flight.device_times())
-        if self.setting.reduction.times_steps:
-            self.timings.settle()
-            timing = self.timings.last or timing
-        self.setting.reduction.end_step(timing)
+        self.setting.reduction.end_step(StepEnd(timing, unused_by_all, self._settled_timing))
+
+    def _settled_timing(self) -> StepTiming:
+        """Wait until the device has done the last step; return its times."""
+        self.timings.settle()
+        assert self.timings.last is not None
+        return self.timings.last
 
     def _complete(self, status: Status) -> list[int]:
         """Launch the remaining buckets, the last with status words, and wait for these. Returns unused parameters."""

@@ -20,6 +20,7 @@ from paceline.ddp.replicas import tell_of_refusal
 from paceline.ddp.step_shares import StepShares
 from paceline.planning.bucket_assignment import BucketCaps
 from paceline.reductions import Mean, Reduction
+from paceline.reductions.hook import is_users_hook
 
 
 @dataclass
@@ -178,5 +179,5 @@ class Setting:
         """What survives pickling: a copy is trained by itself, and a hook's state need not survive, as with torch."""
         kept = copy.copy(self)
         kept.process_groups, kept.weight, kept.shares = [], None, None
-        kept.reduction = self.reduction if self.reduction.is_ours else Mean()
+        kept.reduction = Mean() if is_users_hook(self.reduction) else self.reduction
         return kept

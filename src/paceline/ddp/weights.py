@@ -32,7 +32,7 @@ from paceline.ddp.step_shares import NO_REPORT
 from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError
 from paceline.numbers_given import number
 from paceline.observe import StepTimings
-from paceline.reductions import Reduction
+from paceline.reductions.logical_mean import LogicalMean
 
 REFUSED = -1
 
@@ -76,14 +76,16 @@ class StepWeights:
                 "cause."
             )
 
-    def factor(self, weight: float, reduction: Reduction) -> float:
-        """What a rank's gradients are multiplied by before the mean over ranks, if they are to count `weight`.
+    @property
+    def active_ratio(self) -> float:
+        """Return the fraction of the ranks that have micro-batches of positive weight."""
+        return sum(count > 0 for count in self.micro_steps) / len(self.micro_steps)
+
+    def factor(self, weight: float, num_ranks: int) -> float:
+        """Return what a rank's gradients are multiplied by before the mean over `num_ranks`, if they count `weight`.
 
         That is of the last micro-batch, in whose units they are.
         """
-        num_ranks = reduction.num_averaged or len(self.micro_steps)
-        if not reduction.divides_by_all:
-            num_ranks = sum(count > 0 for count in self.micro_steps)
         return num_ranks * weight / self.total if self.total > 0 else 0.0
 
 
@@ -215,10 +217,14 @@ class Weighing:
         setting = self._setting
         if setting.shares is not None:
             setting.shares.backward_begins()
+        reduction, num_ranks = setting.reduction, len(weights.micro_steps)
+        if isinstance(reduction, LogicalMean):
+            num_ranks = num_averaged = reduction.num_averaged
         return Terms(
-            weight=weights.factor(weight, setting.reduction),
+            weight=weights.factor(weight, num_ranks),
             share=total / weights.total if weights.total > 0 else None,
-            num_averaged=setting.reduction.num_averaged or num_averaged,
+            num_averaged=num_averaged,
+            active_ratio=weights.active_ratio,
         )
 
     def forget_step(self) -> None:

@@ -87,8 +87,8 @@ def _of_group(model: DistributedDataParallel) -> Iterator[str]:
 
 def _of_model(model: DistributedDataParallel) -> Iterator[str]:
     setting, steps = model._setting, model._steps
-    if setting.reduction.why_not_elastic:
-        yield f"{type(setting.reduction).__name__} {setting.reduction.why_not_elastic}"
+    if why := setting.reduction.why_not_over(None):
+        yield why
     if steps.forward_overlap is not None or model.overlaps_forward:
         yield (
             "overlap_forward steps parameters while the next step runs, so a lost rank leaves some stepped and others "

@@ -239,5 +239,5 @@ def _launch_update(
 ) -> Work:
     """Start combining the updates that bucket `index` has taken."""
     if index == 0:
-        reduction.begin_step()
+        reduction.begin_step(process_group.size())
     return reduction.launch(flats[index].message(index, len(flats), process_group))

@@ -26,7 +26,7 @@ from paceline.errors import ConfigurationError, ProtocolError
 from paceline.observe import StepTiming
 from paceline.optim.across_ranks import AcrossRanks, digest_of
 from paceline.optim.flat_parameters import AveragedBuffers, FlatParameters
-from paceline.reductions import Auto, Lossy, Reduction, choose_reduction
+from paceline.reductions import Auto, Lossy, Reduction, StepEnd, choose_reduction
 
 
 class LocalSGD(AcrossRanks):
@@ -158,7 +158,8 @@ class LocalSGD(AcrossRanks):
             flat.apply_update()
             flat.take()
         self._num_synchronizations += 1
-        self.reduction.end_step(StepTiming(self._num_synchronizations, 0.0, 0.0, 0.0, 0.0, ()))
+        timing = StepTiming(self._num_synchronizations, 0.0, 0.0, 0.0, 0.0, ())
+        self.reduction.end_step(StepEnd(timing))
         self._count(self._sent_bytes() - sent_before)
         self._steps_since = 0
 
@@ -183,8 +184,7 @@ class LocalSGD(AcrossRanks):
     def _exchange(self) -> None:
         """Make every flat's update the mean of the ranks' changes, and buffers their means. Collective; blocks."""
         assert self._buffers is not None, "made by the constructor"
-        self.reduction.begin_step()
-        scale = self.reduction.input_scale(self._group.size())
+        scale = self.reduction.begin_step(self._group.size())
         for flat in self._flats:
             flat.take_update()
             flat.update.mul_(scale)
@@ -192,10 +192,10 @@ class LocalSGD(AcrossRanks):
             self.reduction.launch(flat.message(index, len(self._flats), self._group))
             for index, flat in enumerate(self._flats)
         ]
-        if self.reduction.carries_words:
+        if self.reduction.carries_status:
             launched += self._buffers.launch()
         self._wait_for_all(launched)
-        if not self.reduction.carries_words:
+        if not self.reduction.carries_status:
             # The reduction starts collectives on a thread of its own: ours must not come between those.
             self._wait_for_all(self._buffers.launch())
         self._buffers.finish()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from paceline.late_imports import on_first_use
 from paceline.reductions.by_name import choose_reduction
 from paceline.reductions.hook import GradBucket, HookReduction
-from paceline.reductions.reduction import Mean, Message, NarrowMean, Reduction
+from paceline.reductions.reduction import Mean, Message, NarrowMean, Reduction, StepEnd
 
 if TYPE_CHECKING:
     from paceline.reductions.adasum import Adasum
@@ -39,6 +39,7 @@ __all__ = [
     "ParameterServers",
     "PowerSGD",
     "Reduction",
+    "StepEnd",
     "choose_reduction",
 ]
 

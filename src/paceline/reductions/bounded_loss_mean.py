@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,14 +29,13 @@ from paceline.comm.device import to_device, to_host
 from paceline.comm.lane import HandedOn, Lane
 from paceline.compression import Layout
 from paceline.errors import ConfigurationError
-from paceline.observe import StepTiming
 from paceline.process_group.connections import bounded_loss, open_lossy_transport, store_of_job
 from paceline.reductions.error_feedback import RESIDUAL, Memory, Slot
 from paceline.reductions.kept_state import Keeper, check_one_model
 from paceline.reductions.loss_report import LossReport
 from paceline.reductions.parameter_servers import ParameterServers
 from paceline.reductions.parameter_servers.server_sums import over_servers
-from paceline.reductions.reduction import Message, Reduction, real_numel
+from paceline.reductions.reduction import Message, Reduction, StepEnd, real_numel
 from paceline.transports import Bound, Losses, LossyTransport, Sum
 from paceline.transports.lossy_transport import joined
 
@@ -96,9 +95,6 @@ class BoundedLoss(Reduction):
     """
 
     needs_all_buckets = True
-    why_not_elastic = (
-        "counts lost packets between ranks that know each other from the beginning. Leave out transport=."
-    )
 
     def __init__(
         self,
@@ -204,6 +200,14 @@ class BoundedLoss(Reduction):
         if self._priorities:
             self._class_of = _classes(named_parameters)
 
+    def why_not_over(self, process_group: ProcessGroup | None) -> str:
+        if process_group is not None:
+            return ""
+        return (
+            "BoundedLoss counts lost packets between ranks that know each other from the beginning. Leave out "
+            "reduction=."
+        )
+
     def follow(
         self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup, are_alike: bool
     ) -> None:
@@ -211,13 +215,14 @@ class BoundedLoss(Reduction):
         self._sums = []
         self._residuals.load(self._residuals.by_name())  # in memory that the old link does not write
 
-    def begin_step(self) -> None:
+    def begin_step(self, num_ranks: int, active_ratio: float = 1.0, share: float | None = None) -> float:
         self._sums = []
         self._residuals.begin()
         scale = float(self.loss_scale())
         if scale != self._scale_of_residuals:
             self._residuals.multiply(scale / self._scale_of_residuals)
             self._scale_of_residuals = scale
+        return 1.0 / num_ranks
 
     def launch(self, message: Message) -> Work:
         if message.process_group.size() == 1:
@@ -247,10 +252,8 @@ class BoundedLoss(Reduction):
         begin = functools.partial(reduced.begin, self._connection, bound)
         return HandedOn(self._connection.lane, begin, [message.body], "bounded_loss", reduced.finish)
 
-    def withdraw(self, parameters: Sequence[Parameter]) -> None:
-        self._residuals.restore(self._names[id(parameter)] for parameter in parameters)
-
-    def end_step(self, timing: StepTiming) -> None:
+    def end_step(self, ended: StepEnd) -> None:
+        self._residuals.restore(self._names[id(parameter)] for parameter in ended.unused)
         sums, self._sums = self._sums, []
         buckets: dict[int, list[tuple[int, Losses]]] = {}
         for each in sums:

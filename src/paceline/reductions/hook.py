@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm.collectives import FutureWork, Work
-from paceline.errors import ConfigurationError, HookError
+from paceline.errors import HookError
 from paceline.reductions.reduction import Message, Reduction
 
 Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
@@ -67,24 +67,25 @@ class HookReduction(Reduction):
             would launch their collectives in different orders.
     """
 
-    is_ours = False
-    why_not_elastic = (
-        "runs a function of the script, which may keep ranks or gradients of its own. Leave out the hook."
-    )
-
     def __init__(self, state: Any, hook: Hook, overlaps: bool) -> None:
         self.state = state
         self.hook = hook
         self._overlaps = overlaps
         self._previous: torch.futures.Future[Tensor] | None = None
 
-    def check_group(self, process_group: ProcessGroup) -> None:
+    def why_not_over(self, process_group: ProcessGroup | None) -> str:
+        if process_group is None:
+            return (
+                "HookReduction runs a function of the script, which may keep ranks or gradients of its own. Leave out "
+                "the hook."
+            )
         held = getattr(self.state, "process_group", None)
         if isinstance(held, ProcessGroup) and held is not process_group:
-            raise ConfigurationError(
+            return (
                 f"the state of the communication hook {self.name} has a process_group, over which the hook would go on "
                 "to communicate with the ranks of before. Set it to the new group first: state.process_group = group."
             )
+        return ""
 
     def follow(
         self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup, are_alike: bool
@@ -94,8 +95,8 @@ class HookReduction(Reduction):
         if isinstance(self.state, ProcessGroup):
             self.state = process_group
 
-    def input_scale(self, num_ranks: int) -> float:
-        return 1.0
+    def begin_step(self, num_ranks: int, active_ratio: float = 1.0, share: float | None = None) -> float:
+        return 1.0  # the hook divides
 
     def launch(self, message: Message) -> Work:
         if self._previous is not None and not self._overlaps and message.index > 0:
@@ -113,3 +114,8 @@ class HookReduction(Reduction):
     @property
     def name(self) -> str:
         return getattr(self.hook, "__qualname__", type(self.hook).__name__)
+
+
+def is_users_hook(reduction: Reduction) -> bool:
+    """Return whether a reduction, or the one that it measures, calls a function of the user's."""
+    return isinstance(getattr(reduction, "inner", reduction), HookReduction)

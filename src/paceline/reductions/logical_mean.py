@@ -31,14 +31,12 @@ class LogicalMean(Reduction):
         parts each rank folds, and an all-gather: the same bytes, and more with fewer ranks.
     """
 
+    carries_status = True
+
     def __init__(self, num_averaged: int) -> None:
         self.num_averaged: int = num_averaged
         self._aside: dict[int, tuple[float, dict[Parameter, Tensor]]] = {}  # by place among this rank's
         self._place = 0  # of the one whose gradients are in the buckets
-
-    @property
-    def carries_words(self) -> bool:
-        return True
 
     def of_rank(self, rank: int, num_ranks: int) -> range:
         """The logical ranks that this one of so many computes."""
@@ -52,7 +50,7 @@ class LogicalMean(Reduction):
     def put_aside(self, parameters: Iterable[Parameter], weight: float) -> None:
         """Keep the gradients that there are, to count `weight` in the mean, and take `.grad` away. Local."""
         kept = {each: each.grad.detach().clone() for each in parameters if each.grad is not None}
-        self._aside[self._place] = weight * self.input_scale(self.num_averaged), kept
+        self._aside[self._place] = weight / self.num_averaged, kept
         for each in kept:
             each.grad = None
 

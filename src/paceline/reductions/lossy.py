@@ -32,10 +32,9 @@ from paceline.comm.device import Later, keep_for_current_streams
 from paceline.comm.lane import Lane, LaneWork
 from paceline.comm.traffic import Traffic, all_reduced
 from paceline.compression import Layout
-from paceline.observe import StepTiming
 from paceline.reductions.error_feedback import Memory
 from paceline.reductions.kept_state import Keeper, check_one_model
-from paceline.reductions.reduction import Message, Reduction, launch_sparse_sum, real_numel
+from paceline.reductions.reduction import Message, Reduction, StepEnd, launch_sparse_sum, real_numel
 
 MOST_UNDER_WAY = 2  # buckets that were sent and not yet decompressed
 
@@ -116,13 +115,15 @@ class Lossy(Reduction):
 
     # ---- a step
 
-    def begin_step(self) -> None:
+    def begin_step(self, num_ranks: int, active_ratio: float = 1.0, share: float | None = None) -> float:
+        self._num_averaged = num_ranks
         self._traffic, self._finite_checks = Traffic(), []
         scale = float(self.loss_scale())
         if self._ended is None:
             self._begin(scale)
         else:
             self._begins = scale
+        return 1.0  # divided after the sum: gradients of 16 bits lose less before the division than after it
 
     def _begin(self, loss_scale: float) -> None:
         """State that a step writes beside the old is written anew, in units of this loss scale."""
@@ -176,10 +177,6 @@ class Lossy(Reduction):
         if self._ended is not None:
             self._settle()
         return self._overflowed
-
-    def input_scale(self, num_ranks: int) -> float:
-        self._num_averaged = num_ranks
-        return 1.0  # divided after the sum: gradients of 16 bits lose less before the division than after it
 
     def launch(self, message: Message) -> Work:
         assert self._pipeline is not None, "prepared before the first step"
@@ -252,11 +249,14 @@ class Lossy(Reduction):
     def _traffic_of(self, names: tuple[str, ...], layout: Layout) -> Traffic:
         return Traffic(self._sent_bytes(names, layout), all_reduced(layout.num_bytes, self._place[1]))
 
-    def withdraw(self, parameters: Sequence[Parameter]) -> None:
+    def _withdraw(self, names: Sequence[str]) -> None:
+        """Drop what this step changed in the state of these parameters: no rank has used them."""
         for memory in self._memories.values():
-            memory.restore(self._names[id(parameter)] for parameter in parameters)
+            memory.restore(names)
 
-    def end_step(self, timing: StepTiming) -> None:
+    def end_step(self, ended: StepEnd) -> None:
+        if ended.unused:
+            self._withdraw([self._names[id(parameter)] for parameter in ended.unused])
         checks = self._finite_checks
         if checks and not checks[0].is_cpu:
             self._conclude_later(checks)

@@ -27,9 +27,8 @@ from torch.nn import Parameter
 from paceline.comm.collectives import Chain, Work, all_reduce
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
-from paceline.observe import StepTiming
 from paceline.reductions.by_name import choose_reduction
-from paceline.reductions.reduction import Message, Reduction
+from paceline.reductions.reduction import Message, Reduction, StepEnd
 
 _FEW_STEPS = 10
 _ROW = 16_384  # elements whose squares are summed in single precision
@@ -111,38 +110,26 @@ class GradientNoiseScale(Reduction):
     # ---- as a reduction
 
     @property
-    def is_ours(self) -> bool:  # type: ignore[override]
-        """That of the inner reduction."""
-        return self._inner.is_ours
-
-    @property
-    def why_not_elastic(self) -> str:  # type: ignore[override]
-        """That of the inner reduction."""
-        if self._given_shares is not None:
-            return (
-                f"with shares= is for {len(self._given_shares)} ranks alone. Leave shares= out: the wrapper tells it "
-                "each step's."
-            )
-        return self._inner.why_not_elastic
-
-    @property
     def inner(self) -> Reduction:
         """The reduction that is measured."""
         return self._inner
 
-    def check_group(self, process_group: ProcessGroup) -> None:
-        self._shares_of(process_group)
-        self._inner.check_group(process_group)
-
-    def _shares_of(self, process_group: ProcessGroup) -> tuple[float, ...]:
-        num_ranks = process_group.size()
-        shares = self._given_shares or (1.0 / num_ranks,) * num_ranks
-        if len(shares) != num_ranks:
-            raise ConfigurationError(
-                f"GradientNoiseScale has the shares of {len(shares)} ranks, but the group has {num_ranks}. Give one "
-                f"a rank."
+    def why_not_over(self, process_group: ProcessGroup | None) -> str:
+        if process_group is None and self._given_shares is not None:
+            return (
+                f"GradientNoiseScale with shares= is for {len(self._given_shares)} ranks alone. Leave shares= out: the "
+                "wrapper tells it each step's."
             )
-        return shares
+        own = "" if process_group is None else self._why_not_of_size(process_group.size())
+        return own or self._inner.why_not_over(process_group)
+
+    def _why_not_of_size(self, num_ranks: int) -> str:
+        if self._given_shares is None or len(self._given_shares) == num_ranks:
+            return ""
+        return (
+            f"GradientNoiseScale has the shares of {len(self._given_shares)} ranks, but the group has {num_ranks}. "
+            "Give one a rank."
+        )
 
     def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
         self._take_shares(named_parameters, process_group)
@@ -162,7 +149,10 @@ class GradientNoiseScale(Reduction):
         self._num_begun_steps = 0
 
     def _take_shares(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
-        shares = self._shares_of(process_group)
+        num_ranks = process_group.size()
+        if why := self._why_not_of_size(num_ranks):
+            raise ConfigurationError(why)
+        shares = self._given_shares or (1.0 / num_ranks,) * num_ranks
         first = next(iter(named_parameters.values()), None)
         before = self._first_parameter()
         if before is not None and before is not first:
@@ -175,23 +165,17 @@ class GradientNoiseScale(Reduction):
         self._prepared_share = shares[process_group.rank()]
 
     @property
-    def carries_words(self) -> bool:
-        return self._inner.carries_words
+    def carries_status(self) -> bool:  # type: ignore[override]
+        """That of the inner reduction."""
+        return self._inner.carries_status
 
-    def begin_step(self) -> None:
+    def begin_step(self, num_ranks: int, active_ratio: float = 1.0, share: float | None = None) -> float:
         self._is_agreed = False
-        self._share = self._prepared_share
+        self._share = self._prepared_share if share is None else share
         self._measures = not self._is_alone and self._num_begun_steps % self._every == 0
         self._num_begun_steps += 1
         self._parts, self._whole = torch.zeros(2, dtype=torch.float64).unbind()
-        self._inner.begin_step()
-
-    def weigh(self, share: float) -> None:
-        self._share = share
-        self._inner.weigh(share)
-
-    def input_scale(self, num_ranks: int) -> float:
-        scale = self._inner.input_scale(num_ranks)
+        scale = self._inner.begin_step(num_ranks, active_ratio, share)
         self._to_mean = 1.0 / (scale * num_ranks)
         return scale
 
@@ -202,7 +186,7 @@ class GradientNoiseScale(Reduction):
         bucket = self._inner.launch(message)
         # After a plain all-reduce the sum of X may be launched at once. Other reductions may launch collectives of
         # their own later, on any thread, so the order is the same on every rank only after the last bucket is done.
-        agreement = self._agree(message) if message.is_last and self.carries_words else None
+        agreement = self._agree(message) if message.is_last and self.carries_status else None
 
         def stages() -> Iterator[Work]:
             yield bucket
@@ -222,14 +206,11 @@ class GradientNoiseScale(Reduction):
     ) -> Work:
         return self._inner.launch_sparse(gradient, process_group, keep)
 
-    def withdraw(self, parameters: Sequence[Parameter]) -> None:
-        self._inner.withdraw(parameters)
-
-    def end_step(self, timing: StepTiming) -> None:
+    def end_step(self, ended: StepEnd) -> None:
         if self._is_agreed:
             parts, concentration = self._agreed.unbind()
             self.add(parts, self._whole, concentration)
-        self._inner.end_step(timing)
+        self._inner.end_step(ended)
 
     # ---- the estimate
 

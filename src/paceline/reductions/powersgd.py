@@ -225,10 +225,10 @@ class PowerSGD(Lossy):
         for (start, stop), mean in others:
             body[start:stop].copy_(mean * factor)
 
-    def withdraw(self, parameters: Sequence[Parameter]) -> None:
-        super().withdraw(parameters)
-        for parameter in parameters:
-            self._next_factors.pop(self._names[id(parameter)], None)
+    def _withdraw(self, names: Sequence[str]) -> None:
+        super()._withdraw(names)
+        for name in names:
+            self._next_factors.pop(name, None)
 
     @property
     def keeps_state(self) -> bool:

@@ -24,8 +24,8 @@ class Message:
     Attributes:
         index: The bucket's place in launch order; the same on every rank.
         is_last: Whether it is the last one of this backward.
-        flat: Real, contiguous, shape (N,): the gradients and, if the reduction `carries_words`, a trailer of control
-            words that are summed with them.
+        flat: Real, contiguous, shape (N,): the gradients and, if the reduction `carries_status`, a trailer of
+            status numbers that are summed with them.
         num_gradient_elements: How many leading elements of `flat` are gradients.
         gradients: Views of `flat`, one for each parameter, in its shape and dtype.
         parameters: The parameters, in the order of `gradients`.
@@ -48,64 +48,72 @@ class Message:
         return self.flat[: self.num_gradient_elements]
 
 
-class Reduction(ABC):
-    """Combines the ranks' buckets. Final classes implement `launch` and override what differs.
+@dataclass(frozen=True)
+class StepEnd:
+    """What a reduction is told when a synchronized backward has ended without error on all ranks.
 
-    An object belongs to one model: it may keep state, such as the residuals of compression.
+    Attributes:
+        timing: This rank's times of the step. Where a device computes, they are taken before the device is done.
+        unused: Parameters that no rank has used in this step. What the step changed in their state has to be dropped.
+        settle: Waits for the device, then returns the step's true times. None: `timing` is true already.
     """
 
-    is_ours: bool = True
-    """Whether an exception of `launch` means that communication failed, not that a user's hook raised."""
+    timing: StepTiming
+    unused: Sequence[Parameter] = ()
+    settle: Callable[[], StepTiming] | None = None
+
+    def settled_timing(self) -> StepTiming:
+        """Return the step's true times. Waits for the device if one computes."""
+        return self.timing if self.settle is None else self.settle()
+
+
+class Reduction(ABC):
+    """Combines the ranks' buckets: `launch` is required, all else has a default. docs/guide/write-a-reduction.md.
+
+    An object belongs to one model: it may keep state, such as the residuals of compression. `repr` has to give the
+    class and its settings, equal on all ranks: ranks with different ones raise.
+    """
 
     is_linear: bool = True
     """Whether reducing two parts of a gradient one after the other gives what reducing their sum gives."""
 
-    divides_by_all: bool = True
-    """Whether a rank that has nothing in a step counts as one with a zero gradient; else as if it were not there."""
-
     needs_all_buckets: bool = False
-    """Whether every step has to launch every bucket, on every rank; else those that no rank needs may be left out."""
+    """Whether every rank has to launch every bucket in every step. False: those that no rank needs may be left out."""
 
     pieces_at_once: int = 0
-    """How many pieces of buckets it may be sending, launched in one order on every rank; 0: it takes whole ones only.
+    """How many pieces of buckets may be under way, launched in one order on every rank. 0: whole buckets only.
 
-    Threads of the network's may launch them, and all pieces of a bucket are launched in a step.
+    Threads of the network may launch pieces, and all pieces of a bucket are launched in a step.
     """
 
-    num_averaged: int | None = None
-    """By how many sums are divided, where that is not the number of ranks that take part."""
+    carries_status: bool = False
+    """Whether `launch` returns exact sums of the status behind the gradients, too. False: `ddp` sends it separately.
 
-    why_not_elastic: str = ""
-    """Why it cannot go on without lost ranks, and what to do instead, said behind its name; empty: it can."""
-
-    times_steps: bool = False
-    """Whether it needs a step's true times in `end_step`, for which the host then waits where a device computes."""
+    Constant from `begin_step` to the end of the step.
+    """
 
     def __repr__(self) -> str:
-        """Class and settings, equal on all ranks: `ddp` compares them, so that ranks with different ones raise."""
         return type(self).__name__
 
     def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:  # noqa: B027  most have nothing to do
-        """Set up for a model: before the first step, and again whenever its parameters change.
+        """Set up for a model: before the first step, and again whenever its parameters change. Local.
 
         Args:
             named_parameters: The parameters whose gradients will be reduced, in registration order; the same on every
                 rank.
             process_group: The ranks.
 
-        Contract:
-            Local.
-
         Raises:
             ConfigurationError: This reduction does not support these parameters or this group. Nothing was launched.
         """
 
-    def check_group(self, process_group: ProcessGroup) -> None:  # noqa: B027  most work over any
-        """Before anything is changed: raise if this reduction cannot go on over another group. Local.
+    def why_not_over(self, process_group: ProcessGroup | None) -> str:
+        """Return why this reduction cannot go on over another group, and what to do instead; "" if it can. Local.
 
-        Raises:
-            ConfigurationError: It cannot; the same on every rank.
+        Args:
+            process_group: The other group. None: whichever ranks are left after some were lost (`Elastic`).
         """
+        return ""
 
     def follow(
         self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup, are_alike: bool
@@ -113,8 +121,8 @@ class Reduction(ABC):
         """Reduce over other ranks from now on. What this rank keeps of its own gradients stays.
 
         Args:
-            named_parameters: As of `prepare`.
-            process_group: The ranks that there are now, which `check_group` has let pass.
+            named_parameters: As in `prepare`.
+            process_group: The ranks that there are now. `why_not_over` had nothing against them.
             are_alike: All of them have made the same steps with this model. If not, some are new or behind, so state
                 that must be equal begins again on all ranks.
 
@@ -123,25 +131,13 @@ class Reduction(ABC):
         """
         self.prepare(named_parameters, process_group)
 
-    @property
-    def carries_words(self) -> bool:
-        """Whether `launch` returns exact sums of the status words, too; otherwise `ddp` sends them separately.
-
-        Constant from `begin_step` to the end of the step.
-        """
-        return False
-
-    def begin_step(self) -> None:  # noqa: B027  most have nothing to do
-        """A synchronized backward begins. Local."""
-
-    def weigh(self, share: float) -> None:  # noqa: B027  most have nothing to do
-        """The step that has begun is weighed: this rank's part is the fraction `share` of it. Local."""
-
-    def input_scale(self, num_ranks: int) -> float:
-        """The factor that `ddp` multiplies gradients by as it copies them into the bucket; called after `begin_step`.
+    def begin_step(self, num_ranks: int, active_ratio: float = 1.0, share: float | None = None) -> float:
+        """Begin a synchronized backward, and return the factor of its gradients on their way into buckets. Local.
 
         Args:
             num_ranks: By how many ranks' gradients the sum is divided; fewer than the group has if some have no data.
+            active_ratio: The fraction of the ranks that have samples in this step.
+            share: The fraction of the step's samples that this rank has. None: the step is not weighed.
         """
         return 1.0 / num_ranks
 
@@ -159,17 +155,14 @@ class Reduction(ABC):
     def launch_sparse(
         self, gradient: Tensor, process_group: ProcessGroup, keep: Callable[[Tensor], None]
     ) -> Work:
-        """Start reducing a sparse gradient, scaled by `input_scale` already; arguments as of `launch_sparse_sum`."""
+        """Start summing a sparse gradient, scaled already; arguments as in `launch_sparse_sum`."""
         return launch_sparse_sum(gradient, process_group, keep)
 
-    def withdraw(self, parameters: Sequence[Parameter]) -> None:  # noqa: B027  most have nothing to do
-        """Drop what this step changed in the state of these parameters: no rank used them. Local; before `end_step`."""
-
-    def end_step(self, timing: StepTiming) -> None:  # noqa: B027  most have nothing to do
-        """A synchronized backward has ended without error on all ranks; `timing` is this rank's. Local."""
+    def end_step(self, ended: StepEnd) -> None:  # noqa: B027  most have nothing to do
+        """End a synchronized backward, after all its buckets are done. Not called for one that failed. Local."""
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, to be saved by every rank and loaded by the same rank. Local."""
+        """Return this rank's state, to be saved by every rank and loaded by the same rank. Local."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -199,9 +192,7 @@ class Mean(Reduction):
         2  # what Gloo performs at once; a third would wait in its queue, where nothing can overtake it
     )
 
-    @property
-    def carries_words(self) -> bool:
-        return True
+    carries_status = True
 
     def launch(self, message: Message) -> Work:
         if message.process_group.size() == 1:

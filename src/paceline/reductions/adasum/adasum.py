@@ -32,7 +32,6 @@ from paceline.comm.collectives import C10dWork, Done, Work, launch_session_name,
 from paceline.comm.lane import Lane, LaneWork
 from paceline.errors import ConfigurationError
 from paceline.host.processes import whereabouts
-from paceline.observe import StepTiming
 from paceline.process_group.connections import open_transport, open_vectors, store_of_job
 from paceline.process_group.executor import Executor
 from paceline.process_group.folds import flat_of, write_back
@@ -41,7 +40,7 @@ from paceline.process_group.shared_vectors import shared_vectors_of
 from paceline.reductions.adasum.in_shared_memory import combine_shared
 from paceline.reductions.adasum.operator import Norms, Segments
 from paceline.reductions.adasum.over_ranks import AdasumOverRanks
-from paceline.reductions.reduction import Message, Reduction, real_numel
+from paceline.reductions.reduction import Message, Reduction, StepEnd, real_numel
 from paceline.schedules import Topology, circulant
 from paceline.schedules.vector_halving import vector_halving
 
@@ -99,12 +98,14 @@ class Adasum(Reduction):
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         Adasum.__init__(self, state["hosts"])
 
-    def check_group(self, process_group: ProcessGroup) -> None:
-        if self.hosts is not None and not isinstance(self.hosts, str):
-            _topology_of(self.hosts, process_group.size())
+    def why_not_over(self, process_group: ProcessGroup | None) -> str:
+        if process_group is None or self.hosts is None or isinstance(self.hosts, str):
+            return ""
+        return _why_not_hosts(self.hosts, process_group.size())
 
     def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
-        self.check_group(process_group)
+        if why := self.why_not_over(process_group):
+            raise ConfigurationError(why)
         for name, parameter in named_parameters.items():
             if not (parameter.is_floating_point() or parameter.is_complex()) or parameter.dtype.itemsize < 2:
                 raise ConfigurationError(
@@ -115,14 +116,10 @@ class Adasum(Reduction):
             self._connection = None  # the other group may have been destroyed
         self._prepared_for = process_group
 
-    def begin_step(self) -> None:
+    def begin_step(self, num_ranks: int, active_ratio: float = 1.0, share: float | None = None) -> float:
         with self._lock:
             self._norms = []
-
-    divides_by_all = False
-
-    def input_scale(self, num_ranks: int) -> float:
-        return 1.0
+        return active_ratio  # a rank without samples counts as if it were not there
 
     def launch(self, message: Message) -> Work:
         if message.process_group.size() == 1:
@@ -139,7 +136,7 @@ class Adasum(Reduction):
             self._connection = AdasumConnection(message.process_group, message.flat.device, find_topology)
         return self._connection.launch(message.body, segments, self._keep)
 
-    def end_step(self, timing: StepTiming) -> None:
+    def end_step(self, ended: StepEnd) -> None:
         self.note_step()
 
     def note_step(self) -> None:
@@ -243,14 +240,19 @@ def _find_hosts(executor: Executor, timeout_s: float) -> Topology:
     return _number([bytes(host_id.tolist()) for host_id in host_ids])
 
 
+def _why_not_hosts(hosts: Sequence[Sequence[int]], num_ranks: int) -> str:
+    """Return why these lists of ranks are not the hosts of so many ranks; "" if they are."""
+    ranks = sorted(rank for host in hosts for rank in host)
+    if ranks == list(range(num_ranks)):
+        return ""
+    return (
+        f"hosts={[list(host) for host in hosts]} names the ranks {ranks}; the process group has "
+        f"{num_ranks}. Name each rank from 0 to {num_ranks - 1} (of this group) once."
+    )
+
+
 def _topology_of(hosts: Sequence[Sequence[int]], num_ranks: int) -> Topology:
-    """The topology of hosts given as lists of ranks; raises ConfigurationError unless every rank is on exactly one."""
-    ranks = [rank for host in hosts for rank in host]
-    if sorted(ranks) != list(range(num_ranks)):
-        raise ConfigurationError(
-            f"hosts={[list(host) for host in hosts]} names the ranks {sorted(ranks)}; the process group has "
-            f"{num_ranks}. Name each rank from 0 to {num_ranks - 1} (of this group) once."
-        )
+    """Return the topology of hosts given as lists of ranks, which `_why_not_hosts` has let pass."""
     host_of = {rank: number for number, host in enumerate(hosts) for rank in host}
     return _number([host_of[rank] for rank in range(num_ranks)])
 

@@ -16,14 +16,13 @@ from paceline.comm.collectives import Chain, Work
 from paceline.compression import Compressor
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
-from paceline.observe import StepTiming
 from paceline.observe.timings import tell
 from paceline.planning import Rules
 from paceline.reductions.auto.course import Pace, Phase, Question
 from paceline.reductions.auto.group_decision import IDLE, GroupDecision, Ledger
 from paceline.reductions.auto.measurement import Probe, payload_ratios, traffic_of
 from paceline.reductions.lossy import Lossy
-from paceline.reductions.reduction import Mean, Message, Reduction
+from paceline.reductions.reduction import Mean, Message, Reduction, StepEnd
 
 _PLAIN = "none"
 _FURTHER = ("int8", "powersgd")  # what is named if much stays exposed: they send less than bfloat16
@@ -150,10 +149,11 @@ class Auto(Reduction):
         return (self.loss_scale or given.loss_scale)()
 
     @property
-    def carries_words(self) -> bool:
-        return self._active.carries_words
+    def carries_status(self) -> bool:  # type: ignore[override]
+        """That of the reduction in use."""
+        return self._active.carries_status
 
-    def begin_step(self) -> None:
+    def begin_step(self, num_ranks: int, active_ratio: float = 1.0, share: float | None = None) -> float:
         self._decision.begin_step()
         codec = self._decision.plan.codec
         if codec is not None and codec not in self._running:
@@ -163,10 +163,8 @@ class Auto(Reduction):
         self._messages, self._predicted = [], {}
         if self._decision.plan.question is Question.COSTS:
             self._predicted = {name: self._new_codec(name) for name in self._codecs} | self._further_codecs()
-        self._active.begin_step()
-
-    def input_scale(self, num_ranks: int) -> float:
-        self._num_averaged, self._scale = num_ranks, self._active.input_scale(num_ranks)
+        self._num_averaged = num_ranks
+        self._scale = self._active.begin_step(num_ranks, active_ratio, share)
         return self._scale
 
     def launch(self, message: Message) -> Work:
@@ -188,22 +186,16 @@ class Auto(Reduction):
         reductions = {_PLAIN: Mean(), **{name: self._predicted[name] for name in self._codecs}}
         return Probe.of(message, total_bytes, reductions, self._num_averaged, self._scale)
 
-    def withdraw(self, parameters: Sequence[Parameter]) -> None:
-        self._active.withdraw(parameters)
-
-    @property
-    def times_steps(self) -> bool:  # type: ignore[override]
-        """While it measures or compares. Once it has settled, many steps' durations are the device's anyway."""
-        return self._decision.plan is not IDLE and self._decision.course.phase is not Phase.SETTLED
-
-    def end_step(self, timing: StepTiming) -> None:
-        self._active.end_step(timing)
+    def end_step(self, ended: StepEnd) -> None:
+        self._active.end_step(ended)
         self._sizes_before = self._sizes_bytes
         if self._decision.plan is not IDLE:
             traffic = traffic_of(self._active)
             self._ledger.step(self._decision.plan.codec, 0 if traffic is None else traffic.saved_bytes)
         self._decision.payload_ratios = payload_ratios(self._predicted, self._messages)
-        self._decision.end_step(timing)
+        # Once it has settled, many steps' durations are the device's anyway.
+        is_settled = self._decision.plan is IDLE or self._decision.course.phase is Phase.SETTLED
+        self._decision.end_step(ended.timing if is_settled else ended.settled_timing())
         self._messages, self._predicted = [], {}
         used = self._decision.used()
         self._running = {name: codec for name, codec in self._running.items() if name in used}

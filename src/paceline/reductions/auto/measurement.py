@@ -19,7 +19,7 @@ from paceline.comm.traffic import Traffic
 from paceline.observe import StepTiming
 from paceline.planning import AlphaBetaCost, BucketLoad, ReductionCost, StepProfile
 from paceline.reductions.lossy import Lossy
-from paceline.reductions.reduction import Message, Reduction, real_numel
+from paceline.reductions.reduction import Message, Reduction, StepEnd, real_numel
 
 NUM_TIMES = 3  # each reduction of each message is timed
 # a probe's large message is about an eighth of all gradients, within these bounds; whole gradients
@@ -242,8 +242,8 @@ class Probe:
         for _ in range(NUM_TIMES):
             for name, reduction in self._reductions.items():
                 for message, times in zip(self._messages, self._times[name], strict=True):
-                    reduction.begin_step()
-                    rescaled = _scaled_copy(message, reduction.input_scale(self._num_ranks) / self._scale)
+                    scale = reduction.begin_step(self._num_ranks)
+                    rescaled = _scaled_copy(message, scale / self._scale)
                     yield from self._time(name, reduction, rescaled, times)
 
     def _time(self, name: str, reduction: Reduction, message: Message, times: _Times) -> Wait:
@@ -261,7 +261,7 @@ class Probe:
         times.wire_s.append(arrived_s - launched_s)
         times.finish_s.append(end_s - arrived_s)
         times.cpu_s.append(time.process_time() - cpu_s)
-        reduction.end_step(StepTiming(0, 0.0, start_s, 0.0, end_s - start_s, buckets=()))
+        reduction.end_step(StepEnd(StepTiming(0, 0.0, start_s, 0.0, end_s - start_s, buckets=())))
         if message.flat.numel() == self._messages[0].flat.numel():
             self._results.setdefault(name, message.flat)
 
@@ -294,8 +294,8 @@ class Probe:
             cost = ReductionCost.of_codec(
                 name, plain, lines, payload_ratios.get(name), payload_ratio, busy_ratio, is_on_host
             )
-            carries_words = self._reductions[name].carries_words
-            codecs.append(replace(cost, closing_s=0.0 if carries_words else plain.wire.fixed_s))
+            carries_status = self._reductions[name].carries_status
+            codecs.append(replace(cost, closing_s=0.0 if carries_status else plain.wire.fixed_s))
         return plain, codecs
 
     def _lines(

@@ -20,10 +20,9 @@ from torch.nn import Parameter
 
 from paceline.comm.collectives import Work
 from paceline.errors import ConfigurationError
-from paceline.observe import StepTiming
 from paceline.reductions.parameter_servers.server_connections import ServerConnections, supported
 from paceline.reductions.parameter_servers.stepped import Stepped
-from paceline.reductions.reduction import Message, Reduction
+from paceline.reductions.reduction import Message, Reduction, StepEnd
 
 
 class ParameterServers(Reduction):
@@ -47,9 +46,6 @@ class ParameterServers(Reduction):
     """
 
     needs_all_buckets = True
-    why_not_elastic = (
-        "needs servers that outlive the ranks they have met, and nobody restarts them. Use the mean."
-    )
 
     def __init__(self, addresses: Sequence[str] | None = None) -> None:
         if isinstance(addresses, str) or (addresses is not None and not addresses):
@@ -84,13 +80,19 @@ class ParameterServers(Reduction):
         """Gradients may be added to a step afterwards; not if the servers have stepped with them."""
         return self.stepped is None
 
-    def check_group(self, process_group: ProcessGroup) -> None:
+    def why_not_over(self, process_group: ProcessGroup | None) -> str:
+        if process_group is None:
+            return (
+                "ParameterServers needs servers that outlive the ranks they have met, and no launcher restarts "
+                "servers. Use the mean."
+            )
         if self.stepped is not None:
-            raise ConfigurationError(
+            return (
                 "the servers step an optimizer, whose state they keep for the ranks that they have met, so other ranks "
                 "cannot go on with it. Save a checkpoint and start again with the new ranks, or leave out "
                 "ServerOptimizer."
             )
+        return ""
 
     def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
         for name, parameter in named_parameters.items():
@@ -141,9 +143,10 @@ class ParameterServers(Reduction):
             )
         return self._connection
 
-    def begin_step(self) -> None:
+    def begin_step(self, num_ranks: int, active_ratio: float = 1.0, share: float | None = None) -> float:
         if self.stepped is not None:
             self.stepped.begin_step()
+        return 1.0 / num_ranks
 
     def launch(self, message: Message) -> Work:
         connection = self.connect()
@@ -161,13 +164,9 @@ class ParameterServers(Reduction):
             )
         return super().launch_sparse(gradient, process_group, keep)
 
-    def withdraw(self, parameters: Sequence[Parameter]) -> None:
+    def end_step(self, ended: StepEnd) -> None:
         if self.stepped is not None:
-            self.stepped.withdraw(parameters)
-
-    def end_step(self, timing: StepTiming) -> None:
-        if self.stepped is not None:
-            self.stepped.end_step(self._named.values())
+            self.stepped.end_step(self._named.values(), ended.unused)
 
     @property
     def bytes_by_server(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

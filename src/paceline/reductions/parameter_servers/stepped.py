@@ -151,12 +151,12 @@ class Stepped:
             body = (packed, *(_bytes(value) for value in values))
             connection.link.ask(server, Frame(Kind.PARAMETERS, num_keys=len(numbers), body=body))
 
-    def withdraw(self, parameters: Sequence[Parameter]) -> None:
-        """No rank used these: they stay as they are, as a parameter without a gradient does."""
-        self._unused = list(parameters)
+    def end_step(self, parameters: Iterable[Parameter], unused: Sequence[Parameter]) -> None:
+        """End a backward without error on all ranks: all pieces are here (rule 4).
 
-    def end_step(self, parameters: Iterable[Parameter]) -> None:
-        """Backward has ended well everywhere, and all pieces are here (rule 4)."""
+        The `unused` stay as they are, as a parameter without a gradient does.
+        """
+        self._unused = list(unused)
         self._awaits = True
         for parameter in parameters:
             parameter.grad = None

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.observe import StepTiming
-from paceline.reductions import Mean, Message, Reduction
+from paceline.reductions import Message, Reduction, StepEnd
 from paceline.reductions.lossy import Lossy
 from paceline_lab.doubles.in_process import InProcessWorld
 
@@ -46,7 +46,7 @@ def backward_of_the_mean(model: nn.Module, inputs: Tensor, labels: Tensor, num_r
         loss = loss_of(model, inputs, labels)
         loss.backward()
         return loss.item()
-    weight = Mean().input_scale(num_ranks)
+    weight = 1.0 / num_ranks
     total = 0.0
     for rank, (x, y) in enumerate(slices(inputs, labels, num_ranks)):
         with statistics_of(model, rank):
@@ -127,13 +127,12 @@ class RankReductions:
         messages = [self._message(rank, tensors) for rank, tensors in enumerate(of_ranks)]
         pending = []
         for reduction, message in zip(self._reductions, messages, strict=True):
-            reduction.begin_step()
-            message.flat.mul_(reduction.input_scale(len(messages)))
+            message.flat.mul_(reduction.begin_step(len(messages)))
             pending.append(reduction.launch(message))
         for each in pending:
             each.wait()
         for reduction in self._reductions:
-            reduction.end_step(_NO_TIMING)
+            reduction.end_step(StepEnd(_NO_TIMING))
         return list(messages[0].gradients)
 
     def _message(self, rank: int, tensors: Sequence[Tensor]) -> Message:

@@ -96,7 +96,7 @@ def _seconds(reduction: Any, message: Message) -> float:
     message.flat.normal_()
     dist.barrier()
     start = time.perf_counter()
-    reduction.begin_step()
+    reduction.begin_step(message.process_group.size())
     reduction.launch(message).wait()
     return time.perf_counter() - start
 
