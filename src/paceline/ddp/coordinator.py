@@ -42,6 +42,7 @@ from paceline.errors import ConfigurationError
 from paceline.observe import StepTimings, spans
 from paceline.recording.labels import range_of
 from paceline.recording.our_steps import OurSteps
+from paceline.recording.sample_counts import BatchCounts
 from paceline.reductions.logical_mean import LogicalMean
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class StepCoordinator:
         self.timings = StepTimings()
         group = self.membership.process_group
         # What is kept of the last steps, and written to a run folder if there is one
-        self.recording = OurSteps(self.timings, setting.device.type, group.rank(), group.size())
+        self.recording = OurSteps(setting.device.type, group.rank(), group.size())
         self._frozen: list[Parameter] = []
         self.weighing = Weighing(setting, self.membership, self.buffers, self.timings, self._fail)
         # What defers the end of steps into the next forward, if anything does
@@ -206,8 +207,8 @@ class StepCoordinator:
 
     # ---- the reducer
 
-    def build_reducer(self, managed: ManagedParameters, step: Step) -> None:
-        """Reduce the gradients of these parameters from now on, in this step. Local."""
+    def build_reducer(self, managed: ManagedParameters, step: Step | None = None) -> None:
+        """Reduce the gradients of these parameters from now on, in this step; None: the first. Local."""
         wrapped, setting, members = self.wrapped, self.setting, self.membership
         setting.expect(wrapped.find_unused_parameters, wrapped.static_graph)
         flights: Flights = self.forward_overlap or self.skipping or Flights()
@@ -221,7 +222,8 @@ class StepCoordinator:
             self.buffers,
             members.number,
             self.timings,
-            step,
+            step or Step(1, self.timings.under_way, BatchCounts()),
+            self._next_step,
         )
         self._frozen = [p for p in setting.parameters if not p.requires_grad]
 
@@ -319,10 +321,10 @@ class StepCoordinator:
     def follow(self, before: Groups, met: Met, verified: Verified) -> None:
         """The membership is another one: reduce over it. Local."""
         members, setting, managed, step = self.membership, self.setting, self.managed, self.reducer.step
-        times = step.times
+        times, batch = step.times, step.batch
         if self.recovery.has_failed or self.recovery.is_interrupted:
             self.recovery.drop_gradients()
-            times = self.timings.begin_step()
+            times, batch = self.timings.begin_step(), BatchCounts()
         setting.move_to(members.groups.asked_for)
         setting.learn_devices(verified.are_on_cpu)
         setting.reduction.follow(managed.named(), members.process_group, met.are_alike)
@@ -337,7 +339,7 @@ class StepCoordinator:
             agree_over = members.groups.for_numbers or members.process_group
             self.forward_overlap.move_to(agree_over, members.groups.for_pieces, members.peers)
         self.reducer.retire()
-        self.build_reducer(managed, Step(met.told.num_steps + 1, times, step.used_before))
+        self.build_reducer(managed, Step(met.told.num_steps + 1, times, batch, step.used_before))
 
     # ---- before a step
 
@@ -348,7 +350,7 @@ class StepCoordinator:
         self._follow_changes()
         self.reducer.open_forwards.begin(counts=self.wrapped.training)
         self.recording.name_buckets(self.reducer.buckets, self._names_of_buckets)
-        self.recording.begin_forward(self._module, inputs, kwargs)
+        self.recording.begin_forward(self.reducer.step.batch, self._module, inputs, kwargs)
         is_weighed = self.weighing.is_on if self.window is None else self.window.has_weights
         if not self.reducer.cuts.has_followed:
             self.reducer.cuts.note_batch(0 if is_weighed else inputs_outputs.batch_size(inputs, kwargs))
@@ -482,6 +484,13 @@ class StepCoordinator:
         return self.forward_overlap is not None and self.forward_overlap.will_drop_gradient(parameter)
 
     # ---- a step
+
+    def _next_step(self, ended: Step, ended_well: bool) -> Step:
+        """A step has ended: record it, if it ended well, and return the next one. Local."""
+        step = Step(ended.number + ended_well, self.timings.begin_step(), BatchCounts())
+        if ended_well:
+            self.recording.end_step(ended.times, ended.batch)
+        return step
 
     def watch(self, output_nodes: Sequence[Any]) -> None:
         """A forward has returned what these nodes made: begin as soon as a backward reaches one of them."""

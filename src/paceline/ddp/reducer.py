@@ -68,12 +68,15 @@ class Reducer:
         number: int,  # of the module, among those over these groups
         timings: StepTimings,  # the last steps, also those of the reducer before this one
         step: Step,  # the one under way
+        # Called with a step that has ended, and whether it ended well: returns the next one.
+        next_step: Callable[[Step, bool], Step],
     ) -> None:
         self.managed = managed
         self.setting = setting
         self.process_groups = list(groups.for_gradients)
         self.timings = timings
         self.step = step
+        self._next_step = next_step
 
         self._terms = terms
         self._flights = flights
@@ -280,10 +283,7 @@ class Reducer:
         finally:
             self.rest()
             if backward.synchronizes and not self.recovery.has_failed:
-                ended = self.step
                 self.begin_step(ended_well)
-                if ended_well:
-                    self.timings.leave(ended.times)
 
     def _end_unsynchronized(self) -> None:
         for bucket in self.buckets:
@@ -411,7 +411,7 @@ class Reducer:
 
     def begin_step(self, ended_well: bool) -> None:
         """The step has ended, well or not: the next one begins. Local."""
-        self.step = Step(self.step.number + ended_well, self.timings.begin_step())
+        self.step = self._next_step(self.step, ended_well)
 
     # ---- besides
 

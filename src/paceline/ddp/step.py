@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.observe.timings import StepTimes
+from paceline.recording.sample_counts import BatchCounts
 
 
 class Step:
     """Everything up to and including one synchronized backward."""
 
-    def __init__(self, number: int, times: StepTimes, used_before: Iterable[int] = ()) -> None:
+    def __init__(
+        self, number: int, times: StepTimes, batch: BatchCounts, used_before: Iterable[int] = ()
+    ) -> None:
         # Its number if it ends well; counts from 1
         self.number = number
         self.times = times
+        self.batch = batch
         # Ids of parameters that its unsynchronized backwards have touched; they outlast a reducer
         self.used_before = set(used_before)

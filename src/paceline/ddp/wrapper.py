@@ -34,7 +34,6 @@ from paceline.ddp.membership import Membership
 from paceline.ddp.mixed_precision import LowPrecision, cast_buffers
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.setting import Setting
-from paceline.ddp.step import Step
 from paceline.ddp.torch_compat import state_names
 from paceline.ddp.torch_compat.dynamo import may_compile, run_uncompiled_if_compiling, skip_package
 from paceline.ddp.torch_compat.torch_surface import TorchSurface
@@ -199,7 +198,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
             self._low_precision = LowPrecision(self.module, self.mixed_precision.param_dtype)
         steps.overlap_forward(overlap_forward)
-        steps.build_reducer(managed, Step(1, steps.timings.under_way))
+        steps.build_reducer(managed)
         weakref.finalize(self, steps.let_go)
         self._initial_bucket_sizes = [bucket.size_bytes for bucket in self.reducer.buckets]
         self._register_load_state_dict_pre_hook(state_names.restore, with_module=True)  # type: ignore[no-untyped-call]

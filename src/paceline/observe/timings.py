@@ -13,7 +13,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -86,15 +86,6 @@ class StepTiming:
     def overlapped_s(self) -> float:
         """Communication that was hidden behind the backward."""
         return max(0.0, self.communication_s - self.exposed_s)
-
-
-@dataclass(frozen=True)
-class LeftBackward:
-    """A synchronized backward that was left."""
-
-    last_gradient_s: float  # when this rank's own last gradient was there
-    left_s: float  # when it was left
-    timing: StepTiming | None  # the step's; None: forward overlap completes it later
 
 
 class _Optimizers:
@@ -221,7 +212,6 @@ class StepTimings:
 
     def __init__(self) -> None:
         self.decisions: dict[str, str] = {}
-        self.on_left: Callable[[LeftBackward], None] | None = None  # told of every synchronized backward
         self._steps: deque[StepTiming] = deque(maxlen=HISTORY_STEPS)
         self._unsettled: deque[tuple[int, DeviceTimes]] = deque()  # by the step's number
         self._under_way = StepTimes()
@@ -244,13 +234,6 @@ class StepTimings:
         """Return the times of the step that begins now."""
         self._under_way = StepTimes(time.perf_counter(), _optimizers.spent_s)
         return self._under_way
-
-    def leave(self, times: StepTimes) -> None:
-        """Tell the recorder that the synchronized backward of a step is left."""
-        left_s = time.perf_counter()
-        spans.note("backward", times.started_s, left_s)
-        if self.on_left is not None:
-            self.on_left(LeftBackward(times.last_gradient_s, left_s, times.timing))
 
     def table(self, num_steps: int = HISTORY_STEPS) -> str:
         """Where the time of the last `num_steps` went, in words: of each part the median, the most and its share."""

@@ -1,4 +1,4 @@
-"""Records steps of Paceline's wrapper: its timings say when, the wrapper says what it was given. Always on.
+"""Records steps of Paceline's wrapper: a step says when, and what it was given. Always on.
 
 Without a run folder, the last steps are kept for `model.doctor()`; that costs some twenty microseconds a step.
 """
@@ -14,26 +14,22 @@ from torch.nn import Module
 
 from paceline.observe import spans
 from paceline.observe.run_records import Labels
-from paceline.observe.timings import LeftBackward, StepTimings
+from paceline.observe.timings import StepTimes
 from paceline.recording.fingerprints import fingerprint
 from paceline.recording.process_phases import watch_phases
 from paceline.recording.recorder import Recorder, Work, folder_of_this_rank, header_of_rank
-from paceline.recording.sample_counts import samples_and_tokens
+from paceline.recording.sample_counts import BatchCounts
 
 
 class OurSteps:
     """One wrapped model's records on this rank."""
 
-    def __init__(self, timings: StepTimings, device: str, rank: int, num_ranks: int) -> None:
+    def __init__(self, device: str, rank: int, num_ranks: int) -> None:
         if dist.is_initialized():  # the whole job's, whatever group the model is on
             rank, num_ranks = dist.get_rank(), dist.get_world_size()
         folder = folder_of_this_rank()
         self.recorder = Recorder(header_of_rank(folder, "paceline", device, rank, num_ranks), folder)
         self._named: object = None
-        self._samples: int | None = None
-        self._tokens: int | None = None
-        self._begins_step = True
-        timings.on_left = self._end_step
         if folder is not None:
             watch_phases()
 
@@ -48,23 +44,20 @@ class OurSteps:
             self._named = buckets
             self.recorder.name(Labels(tuple(labels())))
 
-    def begin_forward(self, module: Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Before a forward of these arguments that may be differentiated."""
-        samples, tokens = samples_and_tokens(inputs, kwargs)
-        if self._begins_step:
-            self._begins_step = False
-            self._samples, self._tokens = samples, tokens
-            if self.recorder.wants_fingerprint:
-                began_s = time.perf_counter()
-                self.recorder.note_health(*fingerprint(module))
-                spans.note("recording", began_s, time.perf_counter())
-        elif samples is not None:  # another micro-step
-            self._samples = (self._samples or 0) + samples
-            self._tokens = None if tokens is None else (self._tokens or 0) + tokens
+    def begin_forward(
+        self, batch: BatchCounts, module: Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Before a forward of these arguments that may be differentiated, in the step with these counts."""
+        begins_step = not batch.has_begun
+        batch.add(inputs, kwargs)
+        if begins_step and self.recorder.wants_fingerprint:
+            began_s = time.perf_counter()
+            self.recorder.note_health(*fingerprint(module))
+            spans.note("recording", began_s, time.perf_counter())
 
-    def _end_step(self, left: LeftBackward) -> None:
-        self._begins_step = True
-        buckets = () if left.timing is None else left.timing.buckets
-        self.recorder.end_step(
-            Work(left.last_gradient_s, left.left_s, buckets, (), self._samples, self._tokens)
-        )
+    def end_step(self, times: StepTimes, batch: BatchCounts) -> None:
+        """The synchronized backward of a step has ended well, and is left; without buckets if it was deferred."""
+        left_s = time.perf_counter()
+        spans.note("backward", times.started_s, left_s)
+        buckets = () if times.timing is None else times.timing.buckets
+        self.recorder.end_step(Work(times.last_gradient_s, left_s, buckets, (), batch.samples, batch.tokens))

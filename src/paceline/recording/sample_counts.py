@@ -15,3 +15,22 @@ def samples_and_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
             has_tokens = value.dim() > 1 and not value.is_floating_point() and not value.is_complex()
             return value.size(0), value.numel() if has_tokens else None
     return None, None
+
+
+class BatchCounts:
+    """How many samples and tokens the forwards of one step were given; None where that is not known."""
+
+    def __init__(self) -> None:
+        self.has_begun = False  # a forward was counted
+        self.samples: int | None = None
+        self.tokens: int | None = None
+
+    def add(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Count another forward, of these arguments."""
+        samples, tokens = samples_and_tokens(inputs, kwargs)
+        if not self.has_begun:
+            self.samples, self.tokens = samples, tokens
+        elif samples is not None:
+            self.samples = (self.samples or 0) + samples
+            self.tokens = None if tokens is None else (self.tokens or 0) + tokens
+        self.has_begun = True
