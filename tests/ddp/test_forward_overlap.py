@@ -86,14 +86,31 @@ class ManyReaders(nn.Module):
         return self.head(x * self.scales[0] + self.scales[1])
 
 
+class ComplexLayers(nn.Module):
+    """Complex parameters of two dtypes among real ones; the forward reads them in the ways that only they have."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(17, 16)
+        self.turn = nn.Linear(16, 33, dtype=torch.complex64)
+        self.phases = nn.Parameter(torch.randn(33, dtype=torch.complex64))
+        self.fine = nn.Parameter(torch.ones(7, dtype=torch.complex128))
+        self.back = nn.Linear(33, 5)
+
+    def forward(self, words):
+        x = self.turn(self.embedding(words).to(torch.complex64)) * self.phases.conj()
+        x = self.back((x + torch.view_as_real(self.phases).sum()).abs().tanh())
+        return x * (self.fine.real + self.fine.imag).mean()
+
+
 class Run:
     """One training: with or without overlap, otherwise the same. `saw` is everything that was read on the way."""
 
-    def __init__(self, rank, mode, make=None, **options):
+    def __init__(self, rank, mode, make=None, build=ManyReaders, **options):
         torch.manual_seed(0)
         self.rank, self.mode, self.saw, self.num_deferred = rank, mode, [], 0
         options = {"find_unused_parameters": True, "bucket_cap_mb": CAP_MB, **options}
-        self.model = DistributedDataParallel(ManyReaders(), overlap_forward=mode, **options)
+        self.model = DistributedDataParallel(build(), overlap_forward=mode, **options)
         make = make or (
             lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=1e-3)
         )
@@ -137,8 +154,8 @@ class Run:
 # ---- kinds of training; each takes (rank, mode), and returns what was seen
 
 
-def with_optimizer(make):
-    return lambda rank, mode: Run(rank, mode, make).plainly().result()
+def with_optimizer(make, build=ManyReaders):
+    return lambda rank, mode: Run(rank, mode, make, build).plainly().result()
 
 
 def scheduled(rank, mode):
@@ -396,6 +413,8 @@ CASES = {
     "nadam": with_optimizer(lambda p: torch.optim.NAdam(p, lr=0.01)),
     "lars": with_optimizer(lambda p: LARS(p, lr=0.1, momentum=0.9)),
     "lamb": with_optimizer(lambda p: LAMB(p, lr=0.01)),
+    "complex sgd": with_optimizer(None, ComplexLayers),
+    "complex adam": with_optimizer(lambda p: torch.optim.Adam(p, lr=0.01), ComplexLayers),
     "scheduled": scheduled,
     "groups and late rates": groups_and_late_rates,
     "zeroing": zeroing,
@@ -462,20 +481,39 @@ def test_three_ranks_make_the_same_put_off_or_at_once():
     assert len({found[0][0][-1] for found in per_rank}) == 1
 
 
-def past_the_hooks(rank, num_ranks):
+class Turned(nn.Module):
+    """A complex layer whose bucket no other layer completes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(17, 16)
+        self.turn = nn.Linear(16, 33, dtype=torch.complex64)
+
+    def forward(self, words):
+        return self.turn(self.embedding(words).to(torch.complex64)).abs()
+
+
+STALE = {
+    "borrowed.weight": (ManyReaders, lambda module: module.borrowed.weight.data),
+    "turn.weight": (Turned, lambda module: module.turn.weight.data.imag),
+}
+
+
+def past_the_hooks(rank, num_ranks, name):
     """A view from an earlier step is read in a forward: what torch cannot see, debug mode does."""
     warnings.simplefilter("ignore")
-    run = Run(rank, "debug")
+    build, stale_of = STALE[name]
+    run = Run(rank, "debug", build=build)
     run.plainly()
     assert run.num_deferred > 0
-    without = Run(rank, False).plainly()
+    without = Run(rank, False, build=build).plainly()
     assert digest(list(run.model.parameters())) == digest(list(without.model.parameters()))
     module = run.model.module
-    stale = module.borrowed.weight.data
+    stale = stale_of(module)
     run.optimizer.zero_grad()
     run.backward(49)
     run.step()
-    module.forward = lambda words: module.head(module.embedding(words)) + stale.sum()
+    module.forward = lambda words: module.embedding(words) + stale.sum()
     run.optimizer.zero_grad()
     try:
         run.backward(50)
@@ -484,10 +522,11 @@ def past_the_hooks(rank, num_ranks):
     return "nothing was noticed"
 
 
-def test_debug_mode_notices_a_read_past_the_hooks():
-    for said in pool(2).run(past_the_hooks):
+@pytest.mark.parametrize("name", STALE)
+def test_debug_mode_notices_a_read_past_the_hooks(name):
+    for said in pool(2).run(past_the_hooks, name):
         assert "past the hooks" in said
-        assert "borrowed.weight" in said
+        assert name in said
         assert "embedding.weight" not in said
 
 

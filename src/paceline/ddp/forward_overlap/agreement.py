@@ -25,6 +25,7 @@ from paceline.comm.collectives import broadcast
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.forward_overlap.outstanding import Needs
+from paceline.ddp.views import real_dtype
 from paceline.observe import StepTiming, StepTimings
 from paceline.planning.forward_overlap import LEAST_GAIN_RATIO, Gain, MeasuredStep, Piece, cut, plan, predict
 
@@ -115,7 +116,7 @@ class Agreement:
         needed_s = [min(needs.of(bucket.parameters, forward_s), forward_s) for bucket in buckets]
         mine = measure(buckets, timings.recent(min(LOOKS_BACK_STEPS, len(timings) - 1)), needed_s, forward_s)
         sizes = [bucket.size_bytes for bucket in buckets]
-        widths = [bucket.parameters[0].element_size() for bucket in buckets]
+        widths = [real_dtype(bucket.parameters[0].dtype).itemsize for bucket in buckets]
         pieces = cut([size // width for size, width in zip(sizes, widths, strict=True)], widths)
         agreed = agree(pieces, mine, self._group, self._peers)
         self.pieces, self._planned_sizes = agreed.pieces, sizes

@@ -134,7 +134,7 @@ class OpenStep:
                 for parameter in self.buckets[index].parameters:
                     if parameter.is_floating_point() or parameter.is_complex():
                         self.kept[id(parameter)] = parameter.detach().clone()
-                        parameter.detach().fill_(float("nan"))
+                        parameter.detach().fill_(_nan(parameter.dtype))
 
     def hide(self, cover: Cover) -> None:
         """Whoever reads a parameter in a way that torch's Python functions do not see reads NaN, not the old step."""
@@ -174,8 +174,13 @@ class Cover:
         kind = parameter.dtype, parameter.device
         nans = self._nans.get(kind)
         if nans is None or nans.numel() < extent:
-            nans = self._nans[kind] = torch.full((extent,), math.nan, dtype=kind[0], device=kind[1])
+            nans = self._nans[kind] = torch.full((extent,), _nan(kind[0]), dtype=kind[0], device=kind[1])
         return nans.as_strided(parameter.shape, parameter.stride())
+
+
+def _nan(dtype: torch.dtype) -> complex:
+    """Return what is NaN in both parts of a complex number."""
+    return complex(math.nan, math.nan) if dtype.is_complex else math.nan
 
 
 def zero_gradients(parameters: Iterable[Tensor], set_to_none: bool) -> None:
