@@ -5,14 +5,8 @@ from paceline.optim.diloco import DiLoCo
 from paceline.optim.lamb import LAMB
 from paceline.optim.lars import LARS
 from paceline.optim.learning_rate import (
-    Constant,
-    Cosine,
     Curve,
-    Decay,
-    InverseSqrt,
     MomentumCorrection,
-    Polynomial,
-    Step,
     rate_factor,
 )
 from paceline.optim.local_steps import LocalSGD
@@ -24,17 +18,11 @@ __all__ = [
     "LAMB",
     "LARS",
     "AdasumOptimizer",
-    "Constant",
-    "Cosine",
     "Curve",
-    "Decay",
     "DiLoCo",
-    "InverseSqrt",
     "LocalSGD",
     "MomentumCorrection",
-    "Polynomial",
     "ServerOptimizer",
-    "Step",
     "overlap",
     "parameter_groups",
     "rate_factor",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -63,136 +62,27 @@ def rate_factor(scaling: str, batch: int, reference_batch: int) -> float:
     return SCALING_RULES[scaling](batch / reference_batch)
 
 
-class Decay(ABC):
-    """A factor of the peak rate over time. Final classes are frozen and check themselves."""
-
-    @abstractmethod
-    def factor(self, time: float, warmup: float, total: float) -> float:
-        """The factor at `time`, for warmup <= time <= total; 1 when the warm-up ends, if it has one."""
-
-    def check(self, warmup: float, total: float) -> None:  # noqa: B027  most need nothing
-        """Raise a ConfigurationError if it cannot work with these lengths."""
+# A factor of the peak rate at `time`, for warmup <= time <= total: `decay(time, warmup, total)`.
+Decay = Callable[[float, float, float], float]
+_MILESTONES = (30 / 90, 60 / 90, 80 / 90)  # of Goyal et al.'s 90 epochs, section 5.1
 
 
-def _check_end(end: float) -> None:
-    _require(0 <= end <= 1, f"end={end} is not a fraction of the peak rate. Give a number between 0 and 1.")
+def _left(time: float, warmup: float, total: float) -> float:
+    """Return which part of the time after the warm-up is left."""
+    return (total - time) / (total - warmup) if total > warmup else 1.0
 
 
-def _fraction(time: float, warmup: float, total: float) -> float:
-    """How much of the time after the warm-up has passed."""
-    return (time - warmup) / (total - warmup) if total > warmup else 0.0
-
-
-@dataclass(frozen=True)
-class Constant(Decay):
-    """No decay."""
-
-    def factor(self, time: float, warmup: float, total: float) -> float:
-        return 1.0
-
-
-@dataclass(frozen=True)
-class Polynomial(Decay):
-    """Falls to `end` as (1 - x)^power. x is the part that has passed of the time after the warm-up."""
-
-    power: float = 2.0
-    end: float = 0.0
-
-    def __post_init__(self) -> None:
-        _require(self.power > 0, f"power={self.power} does not decay. Give a positive one; 1 is linear.")
-        _check_end(self.end)
-
-    def factor(self, time: float, warmup: float, total: float) -> float:
-        left = (1.0 - _fraction(time, warmup, total)) ** self.power
-        return float(self.end + (1.0 - self.end) * left)
-
-
-@dataclass(frozen=True)
-class Cosine(Decay):
-    """Falls to `end` along half a cosine, without restarts (Loshchilov and Hutter 2017, equation 5)."""
-
-    end: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_end(self.end)
-
-    def factor(self, time: float, warmup: float, total: float) -> float:
-        half_wave = (1.0 + math.cos(math.pi * _fraction(time, warmup, total))) / 2.0
-        return self.end + (1.0 - self.end) * half_wave
-
-
-@dataclass(frozen=True)
-class InverseSqrt(Decay):
-    """As 1 / √time: 1 up to `timescale` (None: the length of the warm-up), then √(timescale / time).
-
-    Source:
-        Vaswani et al. 2017, equation 3.
-    """
-
-    timescale: float | None = None
-
-    def __post_init__(self) -> None:
-        _require(
-            self.timescale is None or self.timescale > 0,
-            f"timescale={self.timescale} is not a positive time. Leave it out for the warm-up's length.",
-        )
-
-    def check(self, warmup: float, total: float) -> None:
-        _require(
-            self.timescale is not None or warmup != 0,
-            "the sqrt decay falls as √(warmup / time), but warmup=0. Give the curve a warm-up, or "
-            "decay=InverseSqrt(timescale=...), the time at which the rate begins to fall.",
-        )
-
-    def factor(self, time: float, warmup: float, total: float) -> float:
-        timescale = warmup if self.timescale is None else self.timescale
-        return math.sqrt(timescale / time) if time > timescale else 1.0
-
-
-@dataclass(frozen=True)
-class Step(Decay):
-    """Divided by `divisor` at each milestone (Goyal et al. 2017, section 5.1).
-
-    Attributes:
-        milestones: Times, counted from the start of training (not from the end of the warm-up), ascending. None: a
-            third, two thirds and eight ninths of the total, as for ImageNet.
-        divisor: By how much.
-    """
-
-    milestones: tuple[float, ...] | None = None
-    divisor: float = 10.0
-
-    def __post_init__(self) -> None:
-        times = self.milestones
-        _require(
-            times is None or (list(times) == sorted(set(times)) and all(time > 0 for time in times)),
-            f"milestones={times} are not positive and ascending. Give each time once, in order.",
-        )
-        _require(self.divisor > 0, f"divisor={self.divisor} is not positive. The usual one is 10.")
-
-    def check(self, warmup: float, total: float) -> None:
-        times = self._times(total)
-        _require(
-            not times or warmup <= times[0] <= times[-1] < total,
-            f"the milestones {', '.join(f'{time:g}' for time in times)} do not all lie between the end of the warm-up "
-            f"({warmup:g}) and the end of training ({total:g}). They have the unit of the curve's total and count from "
-            "the start; give Step(milestones=...) others, or shorten the warm-up.",
-        )
-
-    def factor(self, time: float, warmup: float, total: float) -> float:
-        return 1.0 / self.divisor ** bisect.bisect_right(self._times(total), time)
-
-    def _times(self, total: float) -> tuple[float, ...]:
-        return tuple(total * n / 90 for n in (30, 60, 80)) if self.milestones is None else self.milestones
+def _steps(time: float, _warmup: float, total: float) -> float:
+    return 1.0 / 10.0 ** bisect.bisect_right([part * total for part in _MILESTONES], time)
 
 
 DECAYS: dict[str, Decay] = {
-    "none": Constant(),
-    "linear": Polynomial(power=1.0),
-    "sqrt": InverseSqrt(),
-    "step": Step(),
-    "cosine": Cosine(),
-    "polynomial": Polynomial(),
+    "none": lambda _time, _warmup, _total: 1.0,
+    "linear": _left,
+    "sqrt": lambda time, warmup, _total: math.sqrt(warmup / time) if time > warmup else 1.0,
+    "step": _steps,
+    "cosine": lambda *times: (1.0 + math.cos(math.pi * (1.0 - _left(*times)))) / 2.0,
+    "polynomial": lambda *times: _left(*times) ** 2,
 }
 
 
@@ -205,13 +95,16 @@ class Curve:
         warmup: How long the warm-up takes, from the start of training.
         warmup_kind: "gradual": in a straight line from the reference rate to the peak. "constant": the reference
             rate, then the peak at once. "none": the peak from the start, whatever `warmup` says.
-        decay: What follows: "none", "linear", "sqrt", "step", "cosine", "polynomial", or a `Decay` with its settings.
+        decay: Factor of the peak after the warm-up. "linear" and "polynomial" (a square) fall to 0, "cosine" along half
+            a wave, "sqrt" as √(warmup / time). "step" divides by ten after a third, two thirds and eight ninths of the
+            total. A function is called with the time, the length of the warm-up and the total.
 
     Raises:
         ConfigurationError: A length is not possible, or a name is unknown.
 
     Source:
-        Goyal et al. 2017, section 2.2.
+        Goyal et al. 2017, sections 2.2 and 5.1; Loshchilov and Hutter 2017, equation 5 (cosine, without restarts);
+        Vaswani et al. 2017, equation 3 (sqrt).
     """
 
     total: float
@@ -236,14 +129,30 @@ class Curve:
             self.warmup_kind in WARMUPS,
             f"warmup_kind={self.warmup_kind!r} is not a warm-up. Give one of {kinds}.",
         )
-        if isinstance(self.decay, str) and self.decay in DECAYS:
-            object.__setattr__(self, "decay", DECAYS[self.decay])
-        if not isinstance(self.decay, Decay):
-            raise ConfigurationError(
-                f"decay={self.decay!r} is not a curve. Give one of {', '.join(map(repr, DECAYS))} or a "
-                "paceline.optim.Decay, such as Step(milestones=(30, 60))."
-            )
-        self.decay.check(self.warmup, self.total)
+        _require(
+            callable(self.decay) or self.decay in DECAYS,
+            f"decay={self.decay!r} is not a curve. Give one of {', '.join(map(repr, DECAYS))} or a function of the "
+            "time, the length of the warm-up and the total.",
+        )
+        _require(
+            self.decay != "sqrt" or self.warmup > 0,
+            "the sqrt decay falls as √(warmup / time), but warmup=0. Give the curve a warm-up.",
+        )
+        _require(
+            self.decay != "step" or self.warmup <= _MILESTONES[0] * self.total,
+            f"the warm-up ({self.warmup:g}) ends after the first step down, at a third of training ({self.total:g}). "
+            "Shorten the warm-up.",
+        )
+
+    @property
+    def decay_name(self) -> str:
+        """Name of the decay; of a function its own."""
+        return (
+            self.decay if isinstance(self.decay, str) else getattr(self.decay, "__qualname__", "a function")
+        )
+
+    def __str__(self) -> str:
+        return f"Curve({self.total:g}, warmup={self.warmup:g}, {self.warmup_kind}, decay={self.decay_name})"
 
     def rate(self, time: float, reference: float, peak: float) -> float:
         """The rate at `time` since the start of training; after the end, the last one.
@@ -258,8 +167,8 @@ class Curve:
             return start + (peak - start) * (time / self.warmup)
         if time < self.warmup:
             return start if self.warmup_kind == "constant" else peak
-        assert isinstance(self.decay, Decay)  # since __post_init__
-        return peak * self.decay.factor(min(time, self.total), self.warmup, self.total)
+        decay = DECAYS[self.decay] if isinstance(self.decay, str) else self.decay
+        return peak * decay(min(time, self.total), self.warmup, self.total)
 
 
 class MomentumCorrection:

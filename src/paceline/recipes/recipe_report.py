@@ -31,7 +31,7 @@ def facts_of(recipe: LargeMinibatch) -> dict[str, Any]:
             "time": recipe.curve.warmup,
             "steps": recipe.curve.warmup * steps_per_unit,
         },
-        "decay": repr(recipe.curve.decay),
+        "decay": recipe.curve.decay_name,
         "total": {"time": recipe.curve.total, "steps": recipe.curve.total * steps_per_unit},
         "done": {"samples": recipe.samples, "steps": recipe.last_epoch, "time": recipe.time},
         "changes": [asdict(change) for change in recipe.changes],
