@@ -57,7 +57,7 @@ def make_network() -> nn.Module:
         nn.Flatten(),
         nn.Linear(16 * 4 * 4, 10),
     )
-    zero_init_residual(network)
+    zero_init_residual(network, "*.body.4.weight")
     init_output_layer(network)
     return convert_ghost_batchnorm(network, GHOST_BATCH)
 

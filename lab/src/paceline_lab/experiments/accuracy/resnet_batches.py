@@ -141,7 +141,7 @@ def network(num_classes: int = 10, width: int = 8) -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(4 * width, num_classes),
     )
-    zero_init_residual(model)
+    zero_init_residual(model, "*.last_norm.weight")
     return model
 
 

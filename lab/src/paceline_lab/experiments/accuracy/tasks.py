@@ -64,7 +64,7 @@ def residual_cnn(num_classes: int, width: int = 8) -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(2 * width, num_classes),
     )
-    zero_init_residual(model)
+    zero_init_residual(model, "*.last_norm.weight")
     return model
 
 
