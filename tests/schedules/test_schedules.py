@@ -16,9 +16,9 @@ from paceline.schedules import (
     Topology,
     Transfer,
     cut,
+    flat,
     halving_doubling,
     price,
-    tree,
     vector_halving,
 )
 from paceline.schedules.part import part_of
@@ -147,8 +147,8 @@ def test_vector_halving_completes_within_teams(num_ranks):
 @pytest.mark.parametrize("num_ranks", range(1, 18))
 def test_trees_start_and_end_at_any_root(num_ranks):
     for root in range(num_ranks):
-        assert all(block == root for blocks in follow(tree.broadcast(num_ranks, root)) for block in blocks)
-        assert contributions(follow(tree.reduce(num_ranks, root))[root][0]) == list(range(num_ranks))
+        assert all(block == root for blocks in follow(flat.broadcast(num_ranks, root)) for block in blocks)
+        assert contributions(follow(flat.reduce(num_ranks, root))[root][0]) == list(range(num_ranks))
 
 
 def is_power_of_two(number):
@@ -180,7 +180,7 @@ def test_rounds_and_bytes_are_the_closed_formulas(num_ranks):
     for name, (rounds, num_bytes) in even.items():
         priced = price(SCHEDULES[name].build(topology), n, topology, FREE)
         assert (priced.rounds, set(priced.bytes_sent)) == (rounds, {num_bytes}), name
-    tree_price = price(tree.broadcast(num_ranks), n, topology, FREE)
+    tree_price = price(flat.broadcast(num_ranks), n, topology, FREE)
     assert tree_price.rounds == ceil_log2
     assert sum(tree_price.bytes_sent) == (num_ranks - 1) * n
     assert tree_price.bytes_sent[0] == ceil_log2 * n

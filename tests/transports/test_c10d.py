@@ -13,7 +13,8 @@ import torch.distributed as dist
 from harness.ranks import Ranks, pool
 from paceline.errors import CollectiveMismatchError, PeerLostError, ProtocolError
 from paceline.process_group.executor import Executor
-from paceline.schedules import SCHEDULES, Link, Links, Topology, price, ring
+from paceline.schedules import SCHEDULES, Link, Links, Topology, price
+from paceline.schedules.flat import ring
 from paceline.transports.c10d import C10dTransport
 
 pytestmark = pytest.mark.processes

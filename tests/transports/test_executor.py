@@ -19,12 +19,10 @@ from paceline.schedules import (
     Links,
     Topology,
     cut,
-    direct,
     halving_doubling,
     price,
-    recursive_doubling,
-    ring,
 )
+from paceline.schedules.flat import direct, recursive_doubling, ring
 
 FREE = Links(Link(0.0, 1e9), Link(0.0, 1e9))
 ALL_REDUCES = [name for name, algorithm in SCHEDULES.items() if algorithm.operation == "all_reduce"]
@@ -269,7 +267,7 @@ SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
         ),
         (
             (ring.all_reduce(2), torch.zeros(0), SUM, "all_reduce"),
-            (recursive_doubling.all_reduce(2), torch.zeros(1 << 16), SUM, "all_reduce"),
+            (recursive_doubling(2), torch.zeros(1 << 16), SUM, "all_reduce"),
             ("SUM of 0", "SUM of 65,536"),
         ),
     ],

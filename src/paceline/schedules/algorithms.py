@@ -12,16 +12,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from paceline.errors import ConfigurationError
-from paceline.schedules import (
-    circulant,
-    direct,
-    halving_doubling,
-    hierarchical,
-    recursive_doubling,
-    ring,
-    tree,
-    vector_halving,
-)
+from paceline.schedules import flat, halving_doubling, hierarchical, vector_halving
+from paceline.schedules.flat import circulant, direct, ring
 from paceline.schedules.price import Price, price
 from paceline.schedules.schedule import Schedule
 from paceline.schedules.topology import Links, Topology
@@ -54,7 +46,7 @@ def _hierarchical(name: str, across: Callable[[int], Schedule]) -> Algorithm:
 
 
 _FLAT: dict[str, Callable[[int], Schedule]] = {
-    "recursive_doubling": recursive_doubling.all_reduce,
+    "recursive_doubling": flat.recursive_doubling,
     "direct": direct.all_reduce,
     "halving_doubling": halving_doubling.all_reduce,
     "circulant": circulant.all_reduce,
@@ -63,7 +55,7 @@ _FLAT: dict[str, Callable[[int], Schedule]] = {
 
 SCHEDULES: dict[str, Algorithm] = {
     **{name: _flat("all_reduce", build) for name, build in _FLAT.items()},
-    **{(name := f"hierarchical_{flat}"): _hierarchical(name, build) for flat, build in _FLAT.items()},
+    **{(name := f"hierarchical_{one}"): _hierarchical(name, build) for one, build in _FLAT.items()},
     "vector_halving": Algorithm("adasum", vector_halving.all_reduce),
     "reduce_scatter_direct": _flat("reduce_scatter", direct.reduce_scatter),
     "reduce_scatter_circulant": _flat("reduce_scatter", circulant.reduce_scatter),
@@ -71,8 +63,8 @@ SCHEDULES: dict[str, Algorithm] = {
     "all_gather_direct": _flat("all_gather", direct.all_gather),
     "all_gather_circulant": _flat("all_gather", circulant.all_gather),
     "all_gather_ring": _flat("all_gather", ring.all_gather),
-    "broadcast_tree": _flat("broadcast", tree.broadcast),
-    "reduce_tree": _flat("reduce", tree.reduce),
+    "broadcast_tree": _flat("broadcast", flat.broadcast),
+    "reduce_tree": _flat("reduce", flat.reduce),
 }
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import zip_longest
+from typing import NamedTuple
 
 from paceline.errors import ConfigurationError
 
@@ -186,10 +187,16 @@ def mirror(rounds: Iterable[Round]) -> Rounds:
     )
 
 
-def from_gather(
-    name: str, gather: Callable[[int], Rounds]
-) -> tuple[Callable[[int], Schedule], Callable[[int], Schedule], Callable[[int], Schedule]]:
-    """The collectives of an all-gather's rounds, for a number of ranks: all-gather, reduce-scatter, all-reduce.
+class Collectives(NamedTuple):
+    """The three collectives that follow from an all-gather, each for a number of ranks."""
+
+    all_gather: Callable[[int], Schedule]
+    reduce_scatter: Callable[[int], Schedule]
+    all_reduce: Callable[[int], Schedule]
+
+
+def from_gather(name: str, gather: Callable[[int], Rounds]) -> Collectives:
+    """Derive a reduce-scatter and an all-reduce from the rounds of an all-gather.
 
     Rank r's block r reaches every rank; the mirror image leaves block r of the reduction on rank r, and its other
     blocks undefined; an all-reduce is both.
@@ -208,7 +215,7 @@ def from_gather(
         rounds = gather(num_ranks)
         return Schedule(name, num_ranks, num_ranks, mirror(rounds) + rounds)
 
-    return all_gather, reduce_scatter, all_reduce
+    return Collectives(all_gather, reduce_scatter, all_reduce)
 
 
 def place(rounds: Iterable[Round], ranks: Sequence[int], first_block: int) -> Rounds:

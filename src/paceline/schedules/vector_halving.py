@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from paceline.schedules import recursive_doubling
+from paceline.schedules.flat import recursive_doubling
 from paceline.schedules.halving_doubling import kept
 from paceline.schedules.hierarchical import hand_out, num_shards
 from paceline.schedules.schedule import Round, Rounds, Schedule, Transfer, mirror, place, side_by_side
@@ -140,7 +140,7 @@ class _Tree:
     def _level(self, halving: Round, teams: list[Team]) -> Level:
         num_ranks = sum(map(len, self.hosts))
         rounds = side_by_side(
-            place(recursive_doubling.all_reduce(len(team.ranks)).rounds, team.ranks, 0) for team in teams
+            place(recursive_doubling(len(team.ranks)).rounds, team.ranks, 0) for team in teams
         )
         return Level(halving, tuple(teams), Schedule("completion", num_ranks, 1, rounds))
 

@@ -41,7 +41,8 @@ from paceline.reductions.adasum.in_shared_memory import combine_shared
 from paceline.reductions.adasum.operator import Norms, Segments
 from paceline.reductions.adasum.over_ranks import AdasumOverRanks
 from paceline.reductions.reduction import Message, Reduction, StepEnd, real_numel
-from paceline.schedules import Topology, circulant
+from paceline.schedules import Topology
+from paceline.schedules.flat import circulant
 from paceline.schedules.vector_halving import vector_halving
 
 Hosts = Sequence[Sequence[int]] | Literal["auto"] | None

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.schedules import halving_doubling, ring
+from paceline.schedules import halving_doubling
+from paceline.schedules.flat import ring
 from paceline.schedules.price import price
 from paceline.schedules.schedule import Schedule
 from paceline.schedules.topology import Link, Links, Topology
