@@ -43,7 +43,7 @@ class _TakesAScript(TyperCommand):
         return found
 
     def _place_of_script(self, args: list[str]) -> int | None:
-        """Where the first word stands that is neither an option nor its value, if that word is a script."""
+        """Return where the first word stands that is neither an option nor its value, if that word is a script."""
         takes_value = {
             name: not getattr(param, "is_flag", False) for param in self.params for name in param.opts
         }

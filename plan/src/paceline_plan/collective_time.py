@@ -72,14 +72,14 @@ class CollectiveCost:
         return self.fixed_s + self.s_per_byte * num_bytes
 
     def stalls(self) -> float:
-        """How many rounds are expected to stall."""
+        """Return how many rounds are expected to stall."""
         return sum(
             repeat * (1 - (1 - loss_ratio) ** messages)
             for repeat, messages, _, loss_ratio in self.lossy_rounds
         )
 
     def is_probed(self, num_bytes: float) -> bool:
-        """Whether messages are longer than one packet, so that a probe finds a stall."""
+        """Return whether messages are longer than one packet, so that a probe finds a stall."""
         return all(num_bytes * ratio > PACKET_BYTES for _, _, ratio, _ in self.lossy_rounds)
 
 

@@ -135,7 +135,7 @@ class Cluster:
 
     @cached_property
     def topology(self) -> Topology:
-        """Which host each rank is on."""
+        """Return which host each rank is on."""
         return Topology(tuple(chain.from_iterable((host,) * n for host, n in enumerate(self.ranks_of_host))))
 
     def overhead_s(self, messages: int, bytes_ratio: float) -> tuple[float, float]:
@@ -297,7 +297,7 @@ class ReductionPlan:
             )
 
     def arrivals_s(self, starts_s: Sequence[float], wires: Sequence[Wire]) -> list[float]:
-        """When collectives end that start at these times: one process group performs them in turn."""
+        """Return when collectives end that start at these times: one process group performs them in turn."""
         return in_one_lane(starts_s, wires)
 
     def describe(self) -> str:

@@ -50,13 +50,13 @@ def largest_overhead(a: float, G: int) -> float:
 
 
 def most_devices(a: float, R: float) -> float:
-    """How many devices reach an efficiency of a with an overhead of R; infinity without overhead (lemma 3.1)."""
+    """Return how many devices reach an efficiency of a with an overhead of R; infinity without overhead (lemma 3.1)."""
     largest_overhead(a, 1)  # refuses what cannot be
     return math.inf if R <= 0 else math.floor((1 + R - a) / (a * R) + 1e-9)
 
 
 def fewest_servers(S: float, N_w: int, B: float, T_C: float) -> int:
-    """How many parameter servers hide the traffic (lemma 3.2)."""
+    """Return how many parameter servers hide the traffic (lemma 3.2)."""
     if not (S > 0 and N_w >= 1 and B > 0 and T_C > 0):
         raise ConfigurationError(
             f"lemma 3.2 needs bytes, workers, a rate and a time above 0, not {S}, {N_w}, {B} and {T_C}."

@@ -118,7 +118,7 @@ class PlanRequest:
         return dataclasses.replace(made, collective_s=_COLLECTIVE_S)
 
     def plan(self, recorded_micro_steps: int = 1) -> ReductionPlan:
-        """How gradients are reduced; of a workload that was recorded with so many micro-steps a step."""
+        """Return how gradients are reduced; of a workload that was recorded with so many micro-steps a step."""
         cap = self.bucket_cap_mb
         caps: tuple[float, ...] = DEFAULT_CAPS_BYTES if cap is None else (cap * MEBIBYTE,)
         servers = None
@@ -166,7 +166,7 @@ class PlanRequest:
         return ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in missing.items())
 
     def origin(self, name: str) -> str:
-        """Where a figure of `ASSUMED` comes from: "given", "measured" or "assumed"."""
+        """Return where a figure of `ASSUMED` comes from: "given", "measured" or "assumed"."""
         if getattr(self, name) is not None:
             return "given"
         return "assumed" if self.link_here is None or name == "within" else "measured"

@@ -54,7 +54,7 @@ def patterns(algorithm: str, topology: Topology) -> tuple[Pattern, ...]:
 
 
 def is_possible(algorithm: str, topology: Topology) -> bool:
-    """Whether `patterns` can build it."""
+    """Return whether `patterns` can build it."""
     if algorithm not in ALL_REDUCES:
         return False
     if not SCHEDULES[algorithm].fits(topology):

@@ -181,7 +181,7 @@ def scored_pairs(path: Path) -> list[tuple[KeptPrediction, MeasuredRun]]:
 
 
 def _is_for(said: KeptPrediction, run: MeasuredRun) -> bool:
-    """Whether that run is one of what was predicted, as far as its trace says."""
+    """Return whether that run is one of what was predicted, as far as its trace says."""
     predicted = (said.workload, said.num_ranks, said.num_micro_steps)
     if predicted != (run.workload, run.num_ranks, run.num_micro_steps):
         return False

@@ -199,7 +199,7 @@ class _Simulator:
         return Replay(computed_s, tuple(pulled_s), max([computed_s, *pulled_s]))
 
     def _streamed(self, servers: Servers, ready_s: Sequence[float], wires: Sequence[Wire]) -> list[float]:
-        """When each bucket is pulled."""
+        """Return when each bucket is pulled."""
         loads = [
             _Load(ready, wire.alone_s / 2, servers.num_pieces(bucket.size_bytes * self.plan.payload_ratio))
             for ready, bucket, wire in zip(ready_s, self.buckets, wires, strict=True)
@@ -258,7 +258,7 @@ class _Simulator:
 def _cut_into_buckets(
     sizes_bytes: tuple[int, ...], caps_bytes: tuple[float, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """Which gradients share a bucket: their places in the order in which they are ready."""
+    """Return which gradients share a bucket: their places in the order in which they are ready."""
     specs = [GradientSpec(size, key=None) for size in sizes_bytes]
     return tuple(map(tuple, assign_buckets(specs, range(len(specs)), BucketCaps(caps_bytes))))
 
@@ -309,7 +309,7 @@ class _Stream:
         return self.index < len(self._pieces) and self.starts_s[self.index] <= now_s + _EPSILON
 
     def next_s(self, now_s: float, rate: float) -> float:
-        """When something changes here."""
+        """Return when something changes here."""
         if self.index == len(self._pieces):
             return math.inf
         return now_s + self._left_s / rate if self.flows(now_s) else self.starts_s[self.index]

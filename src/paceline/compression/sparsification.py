@@ -39,7 +39,7 @@ class Sparse(Compressor):
         return f"{type(self).__name__}(ratio={self.ratio})"
 
     def num_sent(self, layout: Layout) -> tuple[int, ...]:
-        """How many elements of each gradient are sent."""
+        """Return how many elements of each gradient are sent."""
         return tuple(min(size, math.ceil(self.ratio * size)) for size in layout.sizes)
 
 

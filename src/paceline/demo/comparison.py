@@ -186,7 +186,7 @@ def _train(job: Job, ranks: int, console: Console) -> dict[str, Any]:
 
 
 def difference(one: Path, other: Path, dtype: str) -> dict[str, Any]:
-    """How far two files of parameters are apart, where, and whether the order of sums explains it."""
+    """Return how far two files of parameters are apart, where, and whether the order of sums explains it."""
     with np.load(one) as ours, np.load(other) as theirs:
         apart = {name: float(np.abs(ours[name] - theirs[name]).max()) for name in ours.files}
         scale = max(float(np.abs(theirs[name]).max()) for name in theirs.files)

@@ -52,7 +52,7 @@ def late_rank(run: Run, table: StepTable) -> tuple[Culprit, Cause] | None:
 
 
 def _is_chance(run: Run, table: StepTable, culprit: Culprit) -> bool:
-    """Whether it is late because it waits for a core, and nothing sets it apart from others that do (rule 0)."""
+    """Return whether it is late because it waits for a core, and nothing sets it apart from others that do (rule 0)."""
     if _median_excess_s(table, culprit, _queued_s) <= 0.5 * culprit.delay_s:
         return False
     if culprit.rank is None:

@@ -50,7 +50,7 @@ class _Link:
         return AlphaBetaCost.through(small, large)
 
     def end_s(self, ready_s: Sequence[float], lasts_s: Sequence[float]) -> float:
-        """When the last of these buckets is there."""
+        """Return when the last of these buckets is there."""
         return replay(ready_s, [Wire(0.0, x, x) for x in lasts_s], self.backward_s).end_s
 
 

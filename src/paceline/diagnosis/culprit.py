@@ -203,14 +203,14 @@ def _largest(by_phase: dict[str, float]) -> str:
 
 
 def _layer(excess_s: dict[Part, float], phase: str) -> str:
-    """Where at least half of a phase's delay is; "": nowhere."""
+    """Return where at least half of a phase's delay is; "": nowhere."""
     layers = {layer: seconds for (name, layer), seconds in excess_s.items() if name == phase}
     layer = max(layers, key=layers.__getitem__)
     return layer if layers[layer] >= 0.5 * sum(layers.values()) else ""
 
 
 def _chance(num_own: int, num_all: int, num_ranks: int) -> float:
-    """How likely some rank has at least so many of all steps that stand out if each is any rank's."""
+    """Return how likely some rank has at least so many of all steps that stand out if each is any rank's."""
     of_one = 1 / num_ranks
     tail = sum(
         math.comb(num_all, k) * of_one**k * (1 - of_one) ** (num_all - k) for k in range(num_own, num_all + 1)

@@ -126,14 +126,14 @@ def _slow(edges: tuple[Edge, ...], ranks: set[int]) -> SlowLink | None:
 
 
 def _is_lower(edges: tuple[Edge, ...], rank: int, direction: str, others: float) -> bool:
-    """Whether what goes the slow way is slower than the others in the mean as well."""
+    """Return whether what goes the slow way is slower than the others in the mean as well."""
     ends = {"towards": [x for x in edges if x.target == rank], "from": [x for x in edges if x.source == rank]}
     slow = ends.get(direction, [*ends["towards"], *ends["from"]] if direction else [])
     return bool(slow) and max(x.bytes_per_s for x in slow) < _LOWER * others
 
 
 def _direction(edges: tuple[Edge, ...], rank: int) -> str:
-    """Which way data arrive more slowly than elsewhere, without breaks; "": neither, or it is not known."""
+    """Return which way data arrive more slowly than elsewhere, without breaks; "": neither, or it is not known."""
     elsewhere = max((x.arrival_bytes_per_s for x in edges if rank not in {x.source, x.target}), default=0.0)
     ways = {"towards": [x for x in edges if x.target == rank], "from": [x for x in edges if x.source == rank]}
     slow = []

@@ -152,7 +152,7 @@ def _length(x: Interval, record: StepRecord) -> float:
 
 
 def _parts(record: StepRecord, labels: Sequence[str]) -> dict[Part, float]:
-    """Where a rank's work went; what lies within another phase is taken out of that one."""
+    """Return where a rank's work went; what lies within another phase is taken out of that one."""
     began_s, ended_s = record.began_s, record.work_ended_s
     inner = [x for x in record.intervals if x.phase in _INNER]
     found: dict[Part, float] = {}

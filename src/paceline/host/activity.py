@@ -28,7 +28,7 @@ class Activity:
     on_disk: bool  # whether the process waits for a disk right now
 
     def has_done_something(self, before: Activity, elapsed_s: float) -> bool:
-        """Whether it has computed, read or written since `before`, so many seconds ago."""
+        """Return whether it has computed, read or written since `before`, so many seconds ago."""
         on_core_s = self.on_core_s - before.on_core_s
         return (
             self.on_disk

@@ -11,7 +11,7 @@ _DISCARD_PORT = 9
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address, in brackets or not, is reached from this host alone. Looks nothing up."""
+    """Return whether a name or an address, in brackets or not, is reached from this host alone. Looks nothing up."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -85,12 +85,12 @@ def stolen_s() -> float:
 
 
 def disk_s() -> float:
-    """How long this thread has waited for a disk; 0 where the kernel does not account for delays."""
+    """Return how long this thread has waited for a disk; 0 where the kernel does not account for delays."""
     return _disk_s("thread-self")
 
 
 def children_disk_s() -> float:
-    """How long this process's children, its loader workers among them, have waited for a disk."""
+    """Return how long this process's children, its loader workers among them, have waited for a disk."""
     return sum(map(_disk_s, children_of("self")))
 
 

@@ -22,7 +22,7 @@ def state_of(pid: int) -> str:
 
 
 def is_stopped(state: str) -> bool:
-    """Whether a state, as of `state_of`, is that of a process stopped by a signal or a debugger."""
+    """Return whether a state, as of `state_of`, is that of a process stopped by a signal or a debugger."""
     return state in {"T", "t"}
 
 
@@ -131,7 +131,7 @@ def children_of(pid: int | str) -> list[int]:
 
 
 def threads_queued(pid: int | str = "self") -> tuple[int, float]:
-    """How many threads a process has, and how long they were ready and had no core, all together."""
+    """Return how many threads a process has, and how long they were ready and had no core, all together."""
     queued_ns = []
     for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         with contextlib.suppress(OSError, IndexError, ValueError):  # it has just ended

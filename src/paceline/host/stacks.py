@@ -56,7 +56,7 @@ class Frame:
 
     @property
     def is_of_user(self) -> bool:
-        """Whether it belongs to no installed package, nor to Python or to us."""
+        """Return whether it belongs to no installed package, nor to Python or to us."""
         installed = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
         return "-packages/" not in self.file and not self.file.startswith(installed)
 
@@ -165,7 +165,7 @@ def _answer_file(folder: Path, pid: int) -> Path:
 
 
 def _handles(pid: int, number: int) -> bool:
-    """Whether a process catches a signal."""
+    """Return whether a process catches a signal."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):

@@ -17,7 +17,7 @@ class HostClock:
         return time.perf_counter()
 
     def is_past(self, mark: Any) -> bool:
-        """Whether the device has come there."""
+        """Return whether the device has come there."""
         return True
 
     def between_s(self, start: Any, end: Any) -> float:
@@ -38,7 +38,7 @@ class DeviceClock:
         return event
 
     def is_past(self, mark: Any) -> bool:
-        """Whether the device has come there. Does not wait."""
+        """Return whether the device has come there. Does not wait."""
         return bool(mark.query())
 
     def between_s(self, start: Any, end: Any) -> float:

@@ -66,7 +66,7 @@ class DeviceTimes:
             self.ended = self.finished = self.clock.mark()
 
     def is_past(self) -> bool:
-        """Whether the device has come past all of it. Does not wait."""
+        """Return whether the device has come past all of it. Does not wait."""
         ends = [self.finished, *(marks.done for marks in self.buckets.values())]
         return all(self.clock.is_past(mark) for mark in ends if mark is not None)
 

@@ -125,7 +125,7 @@ def begin_again() -> None:
 
 
 def num_begun() -> int:
-    """How often this rank has begun again: counters from before are not to be kept."""
+    """Return how often this rank has begun again: counters from before are not to be kept."""
     return _num_begun
 
 

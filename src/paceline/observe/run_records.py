@@ -121,7 +121,7 @@ class StepRecord:
         )
 
     def phases_s(self) -> dict[str, float]:
-        """Where the step went: every phase, with all waiting in `waiting`, and `other`; they add up to it."""
+        """Return where the step went: every phase, with all waiting in `waiting`, and `other`; they add up to it."""
         found = dict.fromkeys(PHASES, 0.0)
         for x in self.intervals:
             start_s, end_s = max(x.start_s, self.began_s), min(x.end_s, self.work_ended_s)
@@ -134,7 +134,7 @@ class StepRecord:
 
 
 def _covered_s(intervals: Sequence[Interval], start_s: float, end_s: float) -> float:
-    """How much of a span lies in any of these intervals, which may overlap."""
+    """Return how much of a span lies in any of these intervals, which may overlap."""
     covered_s, at_s = 0.0, start_s
     for each in sorted(intervals, key=lambda x: x.start_s):
         from_s, until_s = max(each.start_s, at_s), min(each.end_s, end_s)

@@ -63,7 +63,7 @@ class StepTiming:
 
     @property
     def parts_s(self) -> dict[str, float]:
-        """Where its time went; the parts add up to it."""
+        """Return where its time went; the parts add up to it."""
         return {
             "forward": self.forward_s,
             "backward": self.earlier_backward_s + self.backward_s,
@@ -128,7 +128,7 @@ def watch_optimizers() -> None:
 
 
 def watches_optimizers(hook: object) -> bool:
-    """Whether one of torch's hooks for all optimizers is the clock here, which needs no whole step."""
+    """Return whether one of torch's hooks for all optimizers is the clock here, which needs no whole step."""
     return getattr(hook, "__self__", None) is _optimizers
 
 

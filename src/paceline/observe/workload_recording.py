@@ -244,7 +244,7 @@ class _Model:
 
 
 def _ranks_of_host(num_ranks: int) -> list[int] | None:
-    """How many ranks each host has, by the launcher's variables; None where they do not say."""
+    """Return how many ranks each host has, by the launcher's variables; None where they do not say."""
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
     if num_ranks == 1 or here == str(num_ranks):
         return [num_ranks]

@@ -126,7 +126,7 @@ class Gain:
 
     @property
     def pays(self) -> bool:
-        """Whether it is large enough to be believed."""
+        """Return whether it is large enough to be believed."""
         return self.with_s < self.without_s * (1 - LEAST_GAIN_RATIO)
 
     @property

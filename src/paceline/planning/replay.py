@@ -96,7 +96,7 @@ Arrive = Callable[[Sequence[float], Sequence[Wire]], Sequence[float]]
 
 
 def in_one_lane(starts_s: Sequence[float], wires: Sequence[Wire]) -> list[float]:
-    """When each collective ends, one after another."""
+    """Return when each collective ends, one after another."""
     free_s, arrivals_s = 0.0, []
     for start_s, wire in zip(starts_s, wires, strict=True):
         free_s = max(free_s, start_s) + wire.total_s

@@ -255,7 +255,7 @@ class Proposal:
     error_ratio: float
 
     def pays(self, gain_ratio: float) -> bool:
-        """Whether they save that fraction of the step, beyond what may be error."""
+        """Return whether they save that fraction of the step, beyond what may be error."""
         return 1 - self.then_s / self.now_s > gain_ratio + self.error_ratio
 
 

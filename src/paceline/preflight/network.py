@@ -16,7 +16,7 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def name() -> CheckResult:
-    """Whether other hosts could find this one by its name."""
+    """Return whether other hosts could find this one by its name."""
     own = socket.gethostname()
     try:
         found = sorted({str(each[4][0]) for each in socket.getaddrinfo(own, None, type=socket.SOCK_STREAM)})
@@ -83,7 +83,7 @@ def tcp(root: Path = _ROOT) -> CheckResult:
 
 
 def loopback() -> CheckResult:
-    """Whether processes of this host can reach each other."""
+    """Return whether processes of this host can reach each other."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname(), timeout=2) as client,

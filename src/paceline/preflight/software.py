@@ -45,7 +45,7 @@ def extras() -> CheckResult:
 
 
 def stacks() -> CheckResult:
-    """Whether the stack of a rank that hangs can be read."""
+    """Return whether the stack of a rank that hangs can be read."""
     path = py_spy()
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     allowed = scope.read_text().strip() if scope.exists() else "0"
@@ -93,7 +93,7 @@ def devices() -> CheckResult:
 
 
 def backends() -> CheckResult:
-    """Which process groups this torch can open."""
+    """Return which process groups this torch can open."""
     if _torch() is None:
         return CheckResult("torch is not there to ask", "note")
     import torch.distributed as dist  # noqa: PLC0415

@@ -22,7 +22,7 @@ _ROOT = Path("/")
 
 
 def threads() -> CheckResult:
-    """How many threads a rank would compute with."""
+    """Return how many threads a rank would compute with."""
     cores = len(os.sched_getaffinity(0))
     given = os.environ.get("OMP_NUM_THREADS")
     if given is None:
@@ -38,7 +38,7 @@ def threads() -> CheckResult:
 
 
 def quota(root: Path = _ROOT) -> CheckResult:
-    """Whether a cgroup gives less time than the cores that are seen, as containers do."""
+    """Return whether a cgroup gives less time than the cores that are seen, as containers do."""
     cores = len(os.sched_getaffinity(0))
     allowed = _allowed_cores(root)
     if allowed is None or allowed >= cores:
@@ -89,7 +89,7 @@ def locked_memory() -> CheckResult:
 
 
 def clocks(root: Path = _ROOT) -> CheckResult:
-    """How dear it is to read the time, and whether this host's agrees with others'."""
+    """Return how dear it is to read the time, and whether this host's agrees with others'."""
     source = (root / "sys/devices/system/clocksource/clocksource0/current_clocksource").read_text().strip()
     buffer = ctypes.create_string_buffer(512)  # struct timex; mode 0 only reads
     state = ctypes.CDLL(None).adjtimex(buffer)
@@ -107,7 +107,7 @@ def clocks(root: Path = _ROOT) -> CheckResult:
 
 
 def frequency(root: Path = _ROOT) -> CheckResult:
-    """Whether cores may run as fast as they can."""
+    """Return whether cores may run as fast as they can."""
     files = sorted((root / "sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor"))
     governors = {file.read_text().strip() for file in files}
     if not governors:
@@ -134,7 +134,7 @@ def memory(root: Path = _ROOT) -> CheckResult:
 
 
 def temporary_files() -> CheckResult:
-    """Where a launch writes its own, and torch its compiled code."""
+    """Return where a launch writes its own, and torch its compiled code."""
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     said = f"{folder} has {free / _GIB:.1f} GiB free"

@@ -156,7 +156,7 @@ class LargeMinibatch(LRScheduler):
 
     @property
     def time(self) -> float:
-        """How far training is, in the curve's unit."""
+        """Return how far training is, in the curve's unit."""
         return self.samples / self.unit_samples
 
     @property

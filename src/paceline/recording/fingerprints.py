@@ -23,7 +23,7 @@ def fingerprint(module: Module) -> tuple[str, str]:
 
 @torch.no_grad()
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are. Waits for a device."""
+    """Return whether all elements are. Waits for a device."""
     return bool((tensor._values() if tensor.is_sparse else tensor).isfinite().all())
 
 

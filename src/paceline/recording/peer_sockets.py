@@ -74,7 +74,7 @@ class PeerSockets:
 
     @property
     def knows_arrivals(self) -> bool:
-        """Whether it has looked often enough to look more seldom."""
+        """Return whether it has looked often enough to look more seldom."""
         return any(len(kept) == _KEPT for kept in self._arrivals.values())
 
     def find(self) -> None:

@@ -156,7 +156,7 @@ class RecordedTorchDDP:
 
 
 def _is_not_finite(loss: object) -> bool:
-    """Whether it is a number that is not finite; an accelerator would have to be waited for."""
+    """Return whether it is a number that is not finite; an accelerator would have to be waited for."""
     return type(loss) is Tensor and loss.is_cpu and loss.numel() == 1 and not math.isfinite(loss.item())
 
 

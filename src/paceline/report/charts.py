@@ -124,7 +124,7 @@ def longest(run: Run) -> str:
 
 
 def _who_was_last(row: Sequence[StepRecord], ends_s: Sequence[float], ranks: Sequence[int]) -> str:
-    """How much of the waiting is one rank's doing, and how much communication's."""
+    """Return how much of the waiting is one rank's doing, and how much communication's."""
     exposed = f"Then every rank waited at least {ms(max(0.0, min(step.waited_s for step in row)))} for communication."
     if len(row) < 2:
         return exposed
@@ -138,7 +138,7 @@ def _axis(*labels: str) -> str:
 
 
 def _off(clocks: Iterable[ClockOffset]) -> str:
-    """How well the ranks' clocks are aligned, where they are several."""
+    """Return how well the ranks' clocks are aligned, where they are several."""
     error_s = max((clock.error_s for clock in clocks), default=0.0)
     if not math.isfinite(error_s):
         return " The hosts' clocks could not be aligned."

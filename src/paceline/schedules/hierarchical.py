@@ -39,7 +39,7 @@ def hand_out(members: tuple[int, ...], num_shards: int, shard_blocks: int) -> Ro
 
 
 def num_shards(topology: Topology) -> int:
-    """How many ranks of each host own a shard."""
+    """Return how many ranks of each host own a shard."""
     return min(map(len, topology.ranks_of_host))
 
 

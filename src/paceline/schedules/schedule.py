@@ -92,7 +92,7 @@ class Schedule:
 
     @cached_property
     def folds(self) -> bool:
-        """Whether anything is folded."""
+        """Return whether anything is folded."""
         return any(transfer.fold for transfers in self.rounds for transfer in transfers)
 
     def __str__(self) -> str:
@@ -158,7 +158,7 @@ def _blocks(transfer: Transfer) -> range:
 
 
 def cut(num_elements: int, num_blocks: int) -> tuple[int, ...]:
-    """Where blocks begin and end: block b is elements [cut[b], cut[b + 1]); sizes differ by at most 1.
+    """Return where blocks begin and end: block b is elements [cut[b], cut[b + 1]); sizes differ by at most 1.
 
     Args:
         num_elements: Length of the message; 0 is allowed.

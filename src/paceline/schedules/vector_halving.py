@@ -82,7 +82,7 @@ class VectorHalving:
 
 
 def bounds(num_leaves: int, num_nodes: int) -> tuple[int, ...]:
-    """Where the nodes of one depth of the tree begin and end: node k has leaves [bounds[k], bounds[k + 1]).
+    """Return where the nodes of one depth of the tree begin and end: node k has leaves [bounds[k], bounds[k + 1]).
 
     `num_nodes` is a power of two, at most `num_leaves`.
     """
