@@ -86,7 +86,6 @@ def two_forwards(rank, _num_ranks):
     return digest(list(model.module.buffers()))
 
 
-@pytest.mark.xfail(strict=True, reason="the last forward decides for the step")
 def test_buffers_are_equal_behind_a_step_whose_last_forward_ran_under_no_sync():
     first, second = pool(2).run(two_forwards)
     assert first == second

@@ -4,15 +4,14 @@ Rules
 1. They are broadcast before the first forward of a step that will be synchronized, and again with the end of its
    backward, so that evaluation finds the same buffers on all ranks and needs no collective: one rank may run it alone.
    The end brings those of the first rank that has trained in this step: rank 0's share may be nothing, and its
-   statistics would stand still for ever.
+   statistics would stand still for ever. A backward without a forward of its own sends none: they are equal still.
 2. Once a step, not before each of its forwards: a rank whose forward or loss raised begins another forward while the
    others are in backward. It then meets them there, where status words tell all of them that it is ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,12 +92,7 @@ class Buffers:
         self._homes = [(f"{name}." if name else "", child._buffers) for name, child in module.named_modules()]
         self._ignored = ignored
         self._membership = membership
-        self._under_way: Broadcast | None = None
         self.hook: BufferHook | None = None  # synchronizes them instead, if the user registered one
-        self._are_in_line = False  # they were broadcast since the last synchronized backward (rule 2)
-        self._come_at_end = False  # the end of the next synchronized backward brings those of `_source`
-        self._source = 0  # the first rank with a micro-batch in the step under way; the same on all ranks
-        self._futures: list[torch.futures.Future[Any]] = []  # of the hook; awaited when backward ends
 
     def named(self) -> dict[str, Tensor]:
         """The synchronized buffers, each once."""
@@ -111,82 +105,67 @@ class Buffers:
                     found[prefix + name] = buffer
         return found
 
-    def launch(self, source: int = 0) -> None:
-        """Start sending rank `source`'s buffers. Collective; does not wait."""
-        if self._membership.size > 1:
-            self._under_way = Broadcast(self.named().values(), self._membership.process_group, source)
-
-    def finish(self) -> None:
-        """Wait for what `launch` started and take it over."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.finish(self._membership.peers, "waiting for the buffers of one rank")
-
-    # ---- the end of a backward
-
-    def note_backward(self) -> None:
-        """A synchronized backward has ended: before the next forward they are brought in line again. Local."""
-        self._are_in_line = False
-
-    def launch_at_end(self, reduction: Reduction) -> None:
-        """All buckets have been launched: send the buffers behind them, if they come now. Collective; does not wait.
-
-        A reduction that brings no status words may be a hook that is starting collectives: then `end_step` sends them.
-        """
-        if self._come_at_end and reduction.carries_status:
-            self.launch(self._source)
-
-    def end_step(self) -> None:
-        """All buckets have arrived: bring the buffers, launched already or not. Collective; blocks."""
-        if self._come_at_end or self._futures:
-            self._bring()
-
-    def _bring(self) -> None:
-        if self._come_at_end and self._under_way is None:
-            self.launch(self._source)
-        self.finish()
-        torch.futures.wait_all(self._futures)
-        self._futures = []
-
-    def come_at_end(self, wanted: bool) -> None:
-        """Whether the end of the next synchronized backward brings them. Local; the same on every rank."""
-        self._come_at_end = wanted
-
-    def come_from(self, source: int) -> None:
-        """Whose they are then: the first rank's that has trained in this step. Local; the same on every rank."""
-        self._source = source
-
-    @contextmanager
-    def staying(self) -> Iterator[None]:
-        """What ends within brings none: the backward of a forward that is still open will."""
-        come_at_end, self._come_at_end = self._come_at_end, False
-        yield
-        self._come_at_end = come_at_end
-
-    def forget_step(self) -> None:
-        """The step under way is given up, with what was sent of it. Local; the same on every rank."""
-        self._under_way, self._futures = None, []
-        self._are_in_line = self._come_at_end = False
-        self._source = 0
-
-    # ---- before a forward
-
     def take_hook(self, hook: BufferHook) -> None:
         """Let it synchronize them from now on. Local."""
         self.hook = hook
 
-    def bring_in_line(self, source_of: Callable[[], int], again: bool) -> None:
-        """Take over a rank's buffers (rule 2); `again`: also if all had the same before. Collective; blocks."""
-        if again or not self._are_in_line:
-            self.synchronize(source_of())
-            self._are_in_line = True
+    def launch(self, source: int) -> Broadcast | None:
+        """Start sending rank `source`'s buffers; None: there is one rank. Collective; does not wait."""
+        members = self._membership
+        return Broadcast(self.named().values(), members.process_group, source) if members.size > 1 else None
 
-    def run_hook(self) -> None:
-        """Let the user's hook synchronize the buffers; the end of backward waits for what it returns."""
-        if self.hook is not None:
-            self._futures += self.hook.run(self.named())
+    def finish(self, under_way: Broadcast | None) -> None:
+        """Wait for what `launch` started and take it over."""
+        if under_way is not None:
+            under_way.finish(self._membership.peers, "waiting for the buffers of one rank")
 
     def synchronize(self, source: int = 0) -> None:
         """Take over rank `source`'s buffers now. Collective; blocks."""
-        self.launch(source)
-        self.finish()
+        self.finish(self.launch(source))
+
+
+class BufferSync:
+    """How the buffers are synchronized in one step."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self._are_in_line = (
+            False  # they were broadcast in this step, outside of `join`; the same on every rank
+        )
+        self._source = 0  # the first rank with a micro-batch; the same on all ranks
+        self._under_way: Broadcast | None = None  # what the end of the step sends
+        self._futures: list[torch.futures.Future[Any]] = []  # of the hook; awaited when backward ends
+
+    def bring_in_line(self, source_of: Callable[[], int], is_joined: bool) -> None:
+        """Take over a rank's buffers before a forward (rule 2); within `join` before each. Collective; blocks."""
+        if is_joined or not self._are_in_line:
+            self._buffers.synchronize(source_of())
+        self._are_in_line = not is_joined
+
+    def run_hook(self) -> None:
+        """Let the user's hook synchronize the buffers; the end of backward waits for what it returns."""
+        if self._buffers.hook is not None:
+            self._futures += self._buffers.hook.run(self._buffers.named())
+
+    def come_from(self, source: int) -> None:
+        """Let the end of the step bring this rank's. Local; the same on every rank."""
+        self._source = source
+
+    @property
+    def _come_at_end(self) -> bool:
+        return self._are_in_line and self._buffers.hook is None
+
+    def launch_at_end(self, reduction: Reduction) -> None:
+        """All buckets have been launched: send the buffers behind them, if they come now. Collective; does not wait.
+
+        A reduction that brings no status words may be a hook that is starting collectives: then `finish` sends them.
+        """
+        if self._come_at_end and reduction.carries_status:
+            self._under_way = self._buffers.launch(self._source)
+
+    def finish(self) -> None:
+        """All buckets have arrived: bring the buffers, launched already or not. Collective; blocks."""
+        if self._come_at_end:
+            self._buffers.finish(self._under_way or self._buffers.launch(self._source))
+        if self._futures:
+            torch.futures.wait_all(self._futures)

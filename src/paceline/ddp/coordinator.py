@@ -24,7 +24,7 @@ from paceline.comm.gradient_group import check_carries_pieces, group_for_pieces,
 from paceline.comm.peers import Peers
 from paceline.data import GlobalBatch
 from paceline.ddp import conflicts, inputs_outputs, sync_batch_norm
-from paceline.ddp.buffers import Broadcast, Buffers
+from paceline.ddp.buffers import Broadcast, Buffers, BufferSync
 from paceline.ddp.flight import Flights, Terms
 from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.joining import Joining, NextStep
@@ -113,7 +113,7 @@ class StepCoordinator:
         # What is kept of the last steps, and written to a run folder if there is one
         self.recording = OurSteps(setting.device.type, group.rank(), group.size())
         self._frozen: list[Parameter] = []
-        self.weighing = Weighing(setting, self.membership, self.buffers, self.timings, self._fail)
+        self.weighing = Weighing(setting, self.membership, self.timings, self._fail)
         # What defers the end of steps into the next forward, if anything does
         self.forward_overlap: ForwardOverlap | None = None
         skips = bool(setting.droppable) or setting.skips_unused
@@ -219,10 +219,9 @@ class StepCoordinator:
             self._terms,
             members.groups,
             members.peers,
-            self.buffers,
             members.number,
             self.timings,
-            step or Step(1, self.timings.under_way, BatchCounts()),
+            step or Step(1, self.timings.under_way, BatchCounts(), BufferSync(self.buffers)),
             self._next_step,
         )
         self._frozen = [p for p in setting.parameters if not p.requires_grad]
@@ -328,7 +327,6 @@ class StepCoordinator:
         setting.move_to(members.groups.asked_for)
         setting.learn_devices(verified.are_on_cpu)
         setting.reduction.follow(managed.named(), members.process_group, met.are_alike)
-        self.buffers.forget_step()
         self.weighing.forget_step()
         self.joining.begin_again()
         self._separates_batch_norm = False
@@ -339,7 +337,9 @@ class StepCoordinator:
             agree_over = members.groups.for_numbers or members.process_group
             self.forward_overlap.move_to(agree_over, members.groups.for_pieces, members.peers)
         self.reducer.retire()
-        self.build_reducer(managed, Step(met.told.num_steps + 1, times, batch, step.used_before))
+        self.build_reducer(
+            managed, Step(met.told.num_steps + 1, times, batch, BufferSync(self.buffers), step.used_before)
+        )
 
     # ---- before a step
 
@@ -411,12 +411,10 @@ class StepCoordinator:
         if synchronizes and hook is None:
             source_of = functools.partial(self.joining.agree_on_source, is_candidate=True) if joins else int
             began_s = time.perf_counter()
-            self.buffers.bring_in_line(source_of, again=joins)
+            self.reducer.step.buffers.bring_in_line(source_of, joins)
             spans.note("waiting", began_s, time.perf_counter())
         elif synchronizes and hook is not None and hook.runs_before_forward:
-            self.buffers.run_hook()
-        if is_training:  # an evaluation on one rank must not change what this rank's backward does
-            self.buffers.come_at_end(synchronizes and hook is None and not joins)
+            self.reducer.step.buffers.run_hook()
 
     # ---- lost ranks
 
@@ -450,8 +448,9 @@ class StepCoordinator:
         self._follow_changes()
         with self.weighing.wait():
             self.joining.notify(self.wrapped, NextStep(synchronizes=False, opens_window=True))
-            exchange = self.weighing.exchange(weight, num_micro_steps, begins_step=True)
-            self.buffers.note_backward()  # all ranks begin it together
+            self.reducer.step.exchange_buffers(BufferSync(self.buffers))  # all ranks begin it together
+            buffers = self.reducer.step.buffers
+            exchange = self.weighing.exchange(weight, num_micro_steps, begins_step=True, buffers=buffers)
             self._synchronize_buffers(will_synchronize=True)
         return exchange
 
@@ -471,7 +470,7 @@ class StepCoordinator:
         if self.logical is not None:
             self.logical.forget_parts()
         self.let_synchronize(True)
-        self.buffers.come_from(0)
+        self.reducer.step.buffers.come_from(0)
 
     def match_window(self, weights: StepWeights) -> None:
         """Match the other ranks' last backward, contributing nothing; none if nothing counts. Collective."""
@@ -487,7 +486,9 @@ class StepCoordinator:
 
     def _next_step(self, ended: Step, ended_well: bool) -> Step:
         """A step has ended: record it, if it ended well, and return the next one. Local."""
-        step = Step(ended.number + ended_well, self.timings.begin_step(), BatchCounts())
+        step = Step(
+            ended.number + ended_well, self.timings.begin_step(), BatchCounts(), BufferSync(self.buffers)
+        )
         if ended_well:
             self.recording.end_step(ended.times, ended.batch)
         return step
@@ -497,7 +498,7 @@ class StepCoordinator:
         self.reducer.watch(output_nodes)
         hook = self.buffers.hook
         if hook is not None and not hook.runs_before_forward and self.has_synchronized_buffers():
-            self.buffers.run_hook()
+            self.reducer.step.buffers.run_hook()
 
     def _fail(self, error: Exception) -> None:
         self.recovery.fail(error)
@@ -510,14 +511,15 @@ class StepCoordinator:
             return Terms(synchronizes=False)
         num_averaged = self.joining.num_averaged
         if self.weighing.plain is not None:
-            return self.weighing.plain_terms(num_averaged)
+            return self.weighing.plain_terms(num_averaged, self.reducer.step.buffers)
         return Terms(num_averaged=num_averaged)
 
     def synchronize_gradients(self) -> None:
         """Reduce what earlier backwards have left in `.grad`. Collective; blocks."""
         self.reducer.prepare()
-        with self.buffers.staying():
-            self.run_without_autograd()
+        kept = self.reducer.step.exchange_buffers(BufferSync(self.buffers))  # of a forward that is still open
+        self.run_without_autograd()
+        self.reducer.step.exchange_buffers(kept)
 
     def run_without_autograd(self, share: float | None = None) -> None:
         """A synchronized backward of what is in `.grad` already. Collective; blocks."""

@@ -36,7 +36,6 @@ from paceline.comm.collectives import device_for_metadata
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.bucket_cuts import BucketCuts
-from paceline.ddp.buffers import Buffers
 from paceline.ddp.flight import BeginningBackward, Flight, Flights, Terms
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Groups
@@ -64,7 +63,6 @@ class Reducer:
         terms: Callable[[], Terms],
         groups: Groups,  # over whom
         peers: Peers,
-        buffers: Buffers,  # brought along at the end of a backward
         number: int,  # of the module, among those over these groups
         timings: StepTimings,  # the last steps, also those of the reducer before this one
         step: Step,  # the one under way
@@ -81,7 +79,6 @@ class Reducer:
         self._terms = terms
         self._flights = flights
         self._peers = peers
-        self._buffers = buffers
         self._group_for_numbers = group = groups.numbers
         self._num_ranks = group.size()
         apart_on = device_for_metadata(group, setting.device) if setting.any_on_accelerator else None
@@ -123,7 +120,7 @@ class Reducer:
         self.process_groups.clear()
         self.buckets.clear()
         self.__dict__.pop("_flight", None)  # there is none before the first backward
-        del self.cuts, self.verdict, self._flights, self._buffers, self._peers, self._group_for_numbers
+        del self.cuts, self.verdict, self._flights, self._peers, self._group_for_numbers
 
     @property
     def num_steps(self) -> int:
@@ -300,7 +297,6 @@ class Reducer:
         hangs.
         """
         ended_s = time.perf_counter()
-        self._buffers.note_backward()
         flight = self._flight
         if (error := flight.close()) is not None:
             self._complete(Status.ABORTED)
@@ -373,10 +369,10 @@ class Reducer:
         self.verdict.status.write(unused, status, num_open, not_finite)
         for bucket in remaining:
             self._launch(bucket)
-        self._buffers.launch_at_end(self.setting.reduction)
+        self.step.buffers.launch_at_end(self.setting.reduction)
         if not self._flight.wait_for_words():
             self.verdict.exchange(self._group_for_numbers, self._peers)
-        self._buffers.end_step()
+        self.step.buffers.finish()
         return unused
 
     def _reduce_late(self) -> None:
@@ -424,7 +420,6 @@ class Reducer:
     def complete_aborted(self, status: Status) -> tuple[int, ...]:
         """As `Interruptible.complete_aborted`."""
         self.tracker.expect_nothing()
-        self._buffers.note_backward()
         with suppress(StepDroppedError):  # the other ranks raise it; nothing was launched
             self._flight.close()
             self._complete(status)

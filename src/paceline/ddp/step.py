@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from paceline.ddp.buffers import BufferSync
 from paceline.observe.timings import StepTimes
 from paceline.recording.sample_counts import BatchCounts
 
@@ -16,11 +17,22 @@ class Step:
     """Everything up to and including one synchronized backward."""
 
     def __init__(
-        self, number: int, times: StepTimes, batch: BatchCounts, used_before: Iterable[int] = ()
+        self,
+        number: int,
+        times: StepTimes,
+        batch: BatchCounts,
+        buffers: BufferSync,
+        used_before: Iterable[int] = (),
     ) -> None:
         # Its number if it ends well; counts from 1
         self.number = number
         self.times = times
         self.batch = batch
+        self.buffers = buffers
         # Ids of parameters that its unsynchronized backwards have touched; they outlast a reducer
         self.used_before = set(used_before)
+
+    def exchange_buffers(self, buffers: BufferSync) -> BufferSync:
+        """Put another one in the place of its `buffers`, which are returned."""
+        before, self.buffers = self.buffers, buffers
+        return before

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import Done, Work, all_reduce, device_for_metadata
 from paceline.comm.peers import Peers
-from paceline.ddp.buffers import Buffers
+from paceline.ddp.buffers import BufferSync
 from paceline.ddp.flight import Terms
 from paceline.ddp.membership import Membership
 from paceline.ddp.setting import Setting
@@ -102,9 +102,10 @@ class WeightExchange:
         report: Sequence[float] = (),  # this rank's words on its share; equally many on every rank, or none
         # Called once, with the words of all ranks, if none of them refused
         on_reports: Callable[[Sequence[Sequence[float]]], None] | None = None,
+        buffers: BufferSync | None = None,  # of the step: the first rank that has micro-batches gives its own
     ) -> None:
         self._peers = peers
-        self._num_ranks, self._on_reports = process_group.size(), on_reports
+        self._num_ranks, self._on_reports, self._buffers = process_group.size(), on_reports, buffers
         rank, width = process_group.rank(), len(report)
         words = [0.0] * (1 + (1 + width) * self._num_ranks)
         words[0], words[1 + rank] = weight, float(num_micro_steps)
@@ -133,6 +134,8 @@ class WeightExchange:
             width = len(words) // self._num_ranks
             reports = tuple(tuple(words[at : at + width]) for at in range(0, len(words), width or 1))
             self._found = StepWeights(total, tuple(round(count) for count in counts), reports)
+            if self._buffers is not None:
+                self._buffers.come_from(self._found.first_rank)
             if self._on_reports is not None and not self._found.refusing_ranks:
                 self._on_reports(reports)
         return self._found
@@ -145,12 +148,11 @@ class Weighing:
         self,
         setting: Setting,  # which says what counts
         membership: Membership,
-        buffers: Buffers,  # told whose are to be taken at the end of a step
         timings: StepTimings,  # of the last steps
         fail: Callable[[Exception], None],  # called with what has ended communication for good
     ) -> None:
         self._setting, self._membership = setting, membership
-        self._buffers, self._timings, self._fail = buffers, timings, fail
+        self._timings, self._fail = timings, fail
         # What the batch of the last weighed forward outside of windows counts, until its backward begins.
         self.plain: float | None = None
 
@@ -180,16 +182,20 @@ class Weighing:
             return
         self.plain = checked_weight(setting.weight(*inputs, **kwargs), "this batch, by weight=,")
 
-    def plain_terms(self, num_averaged: int | None) -> Terms:
+    def plain_terms(self, num_averaged: int | None, buffers: BufferSync) -> Terms:
         """The backward of a weighed forward outside of windows begins: what it counts. Collective; blocks (rule 1)."""
         assert self.plain is not None, "not weighed"
         weight, self.plain = self.plain, None
-        weights = self.finish(self.exchange(weight, 1, begins_step=True))
+        weights = self.finish(self.exchange(weight, 1, begins_step=True, buffers=buffers))
         weights.raise_if_refused(self._membership.rank)
         return self.terms(weights, weight, weight, num_averaged)
 
     def exchange(
-        self, weight: float = 0.0, num_micro_steps: int = 0, begins_step: bool = False
+        self,
+        weight: float = 0.0,
+        num_micro_steps: int = 0,
+        begins_step: bool = False,
+        buffers: BufferSync | None = None,
     ) -> WeightExchange:
         """Tell the other ranks what this rank's micro-batches of a step count; by default nothing. Collective."""
         members, shares = self._membership, self._setting.shares
@@ -199,18 +205,18 @@ class Weighing:
         take = None if shares is None else shares.take
         # Where gradients go a small message costs less, too; none of theirs is under way when a step begins.
         group = members.groups.numbers
-        return WeightExchange(weight, num_micro_steps, group, members.peers, members.device, report, take)
+        return WeightExchange(
+            weight, num_micro_steps, group, members.peers, members.device, report, take, buffers
+        )
 
     def finish(self, exchange: WeightExchange) -> StepWeights:
         """Wait for what the micro-batches count. Raises PeerLostError, and ProtocolError if steps differ."""
         try:
             with self.wait():
-                weights = exchange.finish()
+                return exchange.finish()
         except PeerLostError as error:
             self._fail(error)
             raise
-        self._buffers.come_from(weights.first_rank)
-        return weights
 
     def terms(self, weights: StepWeights, weight: float, total: float, num_averaged: int | None) -> Terms:
         """What the backward that begins counts: `weight` of its last micro-batch, `total` of all of them. Local."""

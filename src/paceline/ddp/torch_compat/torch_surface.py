@@ -6,6 +6,7 @@ reducer (`scatter`, `gather`, `to_kwargs`, `train`).
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
@@ -369,15 +370,15 @@ class Shadow(JoinHook):
     def main_hook(self) -> None:
         """Match one forward and, if the others will synchronize, one backward, contributing zeros. Collective."""
         steps = self._steps
+        steps.reducer.prepare()
         others = steps.joining.announce(is_active=False)
         if not (others.synchronizes or others.opens_window):
             return
         is_window = others.opens_window and not others.synchronizes
         exchange = steps.weighing.exchange() if is_window else None  # before the first forward
         if steps.wrapped.training and steps.has_synchronized_buffers():
-            steps.buffers.synchronize(steps.joining.agree_on_source(is_candidate=False))
-        steps.reducer.prepare()
-        steps.buffers.come_at_end(False)
+            source_of = functools.partial(steps.joining.agree_on_source, is_candidate=False)
+            steps.reducer.step.buffers.bring_in_line(source_of, is_joined=True)
         steps.recovery.drop_gradients()
         if exchange is not None:
             steps.match_window(exchange.finish())
