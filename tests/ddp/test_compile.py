@@ -7,15 +7,20 @@ from torch import nn
 from harness.models import Mlp, digest, generator, squares
 from harness.ranks import Ranks, pool
 from paceline import DistributedDataParallel, SyncBatchNorm
+from paceline.errors import ConfigurationError
 from paceline.optim import overlap
 
 pytestmark = pytest.mark.processes
 
 
-def gradients(model, rank, seed, num_steps=3):
+def forward_and_backward(model, x):
+    squares(model(x)).backward()
+
+
+def gradients(model, rank, seed, num_steps=3, train=forward_and_backward):
     for step in range(num_steps):
         model.zero_grad()
-        squares(model(torch.randn(6, 8, generator=generator(seed, step, rank)))).backward()
+        train(model, torch.randn(6, 8, generator=generator(seed, step, rank)))
     return [p.grad.clone() for p in model.parameters()]
 
 
@@ -25,8 +30,11 @@ def compiled(rank, _num_ranks, seed, where, backend, options, make=Mlp):
     torch.manual_seed(seed)
     expected = gradients(DistributedDataParallel(make(), **options), rank, seed)
     torch.manual_seed(seed)
-    module = make()
-    if where == "outside":
+    module, train = make(), forward_and_backward
+    if where == "whole step":
+        model = DistributedDataParallel(module, **options)
+        train = torch.compile(train, backend=backend)
+    elif where == "outside":
         model = torch.compile(DistributedDataParallel(module, **options), backend=backend)
     elif where == "inside":
         model = DistributedDataParallel(torch.compile(module, backend=backend), **options)
@@ -36,7 +44,7 @@ def compiled(rank, _num_ranks, seed, where, backend, options, make=Mlp):
     else:
         model = DistributedDataParallel(module, **options)
         model.compile(backend=backend)
-    pairs = zip(gradients(model, rank, seed), expected, strict=True)
+    pairs = zip(gradients(model, rank, seed, train=train), expected, strict=True)
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
@@ -45,12 +53,38 @@ def compiled(rank, _num_ranks, seed, where, backend, options, make=Mlp):
     ("where", "backend"),
     [
         ("outside", "eager"),
+        ("whole step", "eager"),
         *((where, "aot_eager") for where in ("outside", "inside", "in place", "wrapper in place")),
     ],
 )
 def test_compiled_gradients_are_the_same(where, backend):
     """Wherever torch.compile goes, the reduced gradients are those of the plain module."""
     assert max(pool(2).run(compiled, 1, where, backend, {})) < 1e-6
+
+
+def with_compiled_autograd(rank, _num_ranks):
+    """Compile backward, and use torch's context: both are refused, and then the model trains."""
+    torch._dynamo.reset()
+    model = DistributedDataParallel(Mlp())
+
+    def backward_in_a_context(x):
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            forward_and_backward(model, x)
+
+    with torch._dynamo.config.patch(compiled_autograd=True, optimize_ddp="python_reducer"):
+        backward = torch.compile(torch.Tensor.backward, backend="eager")
+        for train in (lambda x: backward(squares(model(x))), backward_in_a_context):
+            with pytest.raises(ConfigurationError, match="compiled autograd runs this backward"):
+                train(torch.ones(6, 8))
+    assert all(p.grad is None for p in model.parameters())
+    return digest(gradients(model, rank, 3))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_autograd_is_refused():
+    """It would leave every parameter without a gradient, and say nothing."""
+    first, second = pool(2).run(with_compiled_autograd)
+    assert first == second
 
 
 class CountsGraphs:

@@ -35,7 +35,12 @@ from paceline.ddp.mixed_precision import LowPrecision, cast_buffers
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.setting import Setting
 from paceline.ddp.torch_compat import state_names
-from paceline.ddp.torch_compat.dynamo import may_compile, run_uncompiled_if_compiling, skip_package
+from paceline.ddp.torch_compat.dynamo import (
+    may_compile,
+    run_uncompiled_if_compiling,
+    runs_module,
+    skip_package,
+)
 from paceline.ddp.torch_compat.torch_surface import TorchSurface
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTimings
@@ -244,6 +249,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     # ---- forward
 
+    @runs_module
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module. Its backward, unless under `no_sync`, will reduce gradients."""
         with record_function("DistributedDataParallel.forward") if _profiler_enabled() else nullcontext():
@@ -274,6 +280,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         """Whether a backward may follow. `torch.func` transforms differentiate by themselves, without `.grad`."""
         return torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
+    @runs_module
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._check_not_within(TorchDDP._active_ddp_module)
         if self._steps.forward_overlap is not None:
@@ -466,5 +473,6 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
 
 # Dynamo compiles the wrapped module and leaves alone what runs around it; all of that has been imported by now.
+runs_module(LowPrecision.forward)
 for _package in ("paceline.ddp", "paceline.reductions", "paceline.observe"):
     skip_package(_package)

@@ -121,7 +121,7 @@ def _count_backwards(module: Any) -> None:
 def _watch_backward(module: Any, model: Any, output: Any) -> None:
     """Count the wait that ends this forward's backward, if it synchronizes."""
     count = _count_of_model(module, model) if model.require_backward_grad_sync else None
-    if count is None:
+    if count is None or model._use_python_reducer:  # compiled autograd cannot compile a hook of ours
         return
     engine = module.torch.autograd.Variable._execution_engine
     has_begun = False

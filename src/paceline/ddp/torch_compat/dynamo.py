@@ -10,15 +10,22 @@ from typing import Any, TypeVar
 
 import torch
 
+from paceline.errors import ConfigurationError
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _eval_frame = torch._C._dynamo.eval_frame
 _NO_FUNCTIONS = {str, int, float, bool, tuple, dict, type(None), MemberDescriptorType, GetSetDescriptorType}
-_SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
+_Strategy, _Action = _eval_frame._FrameExecStrategy, _eval_frame._FrameAction
+_SKIP_ALL = _Strategy(_Action.SKIP, _Action.SKIP)
+_SKIP_ITSELF = _Strategy(_Action.SKIP, _Action.DEFAULT)
 
 
 def skip_package(prefix: str) -> None:
-    """Have the imported modules of a package run as they are; what they call may still be compiled."""
+    """Have the imported modules of a package run as they are, with all that they call.
+
+    Autograd calls them within a compiled step, too. Dynamo would then compile their collectives, and fail.
+    """
     for name, module in list(sys.modules.items()):
         if name == prefix or name.startswith(f"{prefix}."):
             for value in vars(module).values():
@@ -52,9 +59,26 @@ def run_uncompiled_if_compiling(function: Callable[[], None]) -> None:
         _eval_frame.set_eval_frame(before)
 
 
+def refuse_compiled_autograd() -> None:
+    """Raise ConfigurationError if compiled autograd runs this backward."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region:
+        raise ConfigurationError(
+            "compiled autograd runs this backward. It is a function of its own, in which autograd's engine does not "
+            "say which gradients are finished, so they would not be averaged. Set "
+            "torch._dynamo.config.compiled_autograd = False; forward may still be compiled."
+        )
+
+
 def may_compile(function: Function) -> Function:
     """Mark a function of a skipped package as one that dynamo may look into."""
     function._may_compile = True  # type: ignore[attr-defined]
+    return function
+
+
+def runs_module(function: Function) -> Function:
+    """Mark a function of a skipped package that runs the wrapped module, which dynamo may compile."""
+    function._runs_module = True  # type: ignore[attr-defined]
     return function
 
 
@@ -64,11 +88,11 @@ def _skip_function(function: object) -> None:
     wraps = hasattr(function, "__wrapped__")
     code = getattr(inspect.unwrap(function) if wraps else function, "__code__", None)
     if code is not None:
-        _skip_code(code)
+        _skip_code(code, _SKIP_ITSELF if getattr(function, "_runs_module", False) else _SKIP_ALL)
 
 
-def _skip_code(code: CodeType) -> None:
-    _eval_frame.set_code_exec_strategy(code, _SKIP)
+def _skip_code(code: CodeType, strategy: Any) -> None:
+    _eval_frame.set_code_exec_strategy(code, strategy)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            _skip_code(constant)
+            _skip_code(constant, strategy)

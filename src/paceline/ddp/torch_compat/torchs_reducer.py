@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from paceline.comm.backward import Backward
+from paceline.ddp.open_forwards import Owner
 from paceline.ddp.reducer import Reducer
+from paceline.ddp.torch_compat.dynamo import refuse_compiled_autograd
 
 
 class TorchsReducer(Reducer):
@@ -18,6 +21,11 @@ class TorchsReducer(Reducer):
 
     _unused: list[int] | None = None  # by the last synchronized backward
     _is_static = True  # whether that was the same in each
+
+    def begin(self, owner: Owner | None = None) -> Backward:
+        """Begin as every reducer does, unless compiled autograd runs the backward: raise ConfigurationError then."""
+        refuse_compiled_autograd()
+        return super().begin(owner)
 
     def set_static_graph(self) -> None:
         """As the option `static_graph`, before the first step."""
