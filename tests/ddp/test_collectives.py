@@ -221,7 +221,7 @@ def weighed(rank):
     loss = squares(model(x(rank, 0, 2 + rank)))
     loss.backward(retain_graph=True)
     yield
-    model.zero_grad()
+    loss.backward()
 
 
 def shares(rank):

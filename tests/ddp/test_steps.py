@@ -68,7 +68,6 @@ def differentiated_twice(rank, _num_ranks):
     return [max((p - q).abs().max().item() for p, q in zip(each, wanted, strict=True)) for each in found]
 
 
-@pytest.mark.xfail(strict=True, reason="the first backward takes the weight away")
 def test_the_second_backward_of_a_weighed_forward_weighs_as_much():
     """With batches of 1 and 3 samples both backwards give the mean over all four."""
     for first, second in pool(2).run(differentiated_twice):

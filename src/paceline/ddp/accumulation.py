@@ -353,7 +353,7 @@ class Window(Generic[Batch]):
         weights.raise_if_refused(self._steps.membership.rank)
         self._has_synchronized = True
         own = math.fsum(weight for _, weight in self._counted)
-        num_averaged = self._steps.joining.num_averaged
+        num_averaged = self._steps.reducer.step.divisor
         return self._steps.weighing.terms(weights, self._counted[self._place][1], own, num_averaged)
 
 

@@ -30,6 +30,7 @@ from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.joining import Joining, NextStep
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Groups, Membership, Met
+from paceline.ddp.open_forwards import Owner
 from paceline.ddp.recovery import Recovery
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.replicas import Description, Verified, verify
@@ -327,7 +328,6 @@ class StepCoordinator:
         setting.move_to(members.groups.asked_for)
         setting.learn_devices(verified.are_on_cpu)
         setting.reduction.follow(managed.named(), members.process_group, met.are_alike)
-        self.weighing.forget_step()
         self.joining.begin_again()
         self._separates_batch_norm = False
         if self.has_sync_batch_norm:
@@ -364,11 +364,15 @@ class StepCoordinator:
                     "a step of paceline.Elastic outside of a window: if a rank is lost, only a window can be left, and "
                     "its step repeated. Train each step within `with model.accumulate(batches) as micro_batches:`."
                 )
-            self.weighing.weigh_plain(inputs, kwargs, will_synchronize)
+            weight = self.weighing.weigh_plain(inputs, kwargs, will_synchronize)
+            self.reducer.open_forwards.weigh_last(weight)
         with self.weighing.wait():
-            opens_window = self.weighing.plain is not None
-            self.joining.notify(self.wrapped, NextStep(will_synchronize, opens_window))
+            self._notify(NextStep(will_synchronize, opens_window=is_weighed and self.wrapped.training))
             self._synchronize_buffers(will_synchronize)
+
+    def _notify(self, next_step: NextStep) -> None:
+        """As `Joining.notify`; the step under way is divided by what the ranks agree on."""
+        self.reducer.step.divide_by(self.joining.notify(self.wrapped, next_step).divisor)
 
     def doctor(self) -> Diagnosis:
         """As the wrapper's. Collective; blocks."""
@@ -447,7 +451,7 @@ class StepCoordinator:
             self.recording.recorder.note_health(not_finite=not_finite)
         self._follow_changes()
         with self.weighing.wait():
-            self.joining.notify(self.wrapped, NextStep(synchronizes=False, opens_window=True))
+            self._notify(NextStep(synchronizes=False, opens_window=True))
             self.reducer.step.exchange_buffers(BufferSync(self.buffers))  # all ranks begin it together
             buffers = self.reducer.step.buffers
             exchange = self.weighing.exchange(weight, num_micro_steps, begins_step=True, buffers=buffers)
@@ -503,16 +507,16 @@ class StepCoordinator:
     def _fail(self, error: Exception) -> None:
         self.recovery.fail(error)
 
-    def _terms(self) -> Terms:
+    def _terms(self, owner: Owner | None) -> Terms:
         """Whether the backward that begins now synchronizes, and what it counts."""
         if self.window is not None:
             return self.window.note_backward()
         if not self.will_synchronize:
             return Terms(synchronizes=False)
-        num_averaged = self.joining.num_averaged
-        if self.weighing.plain is not None:
-            return self.weighing.plain_terms(num_averaged, self.reducer.step.buffers)
-        return Terms(num_averaged=num_averaged)
+        step, forward = self.reducer.step, None if owner is None else owner.forward
+        if forward is None or forward.weight is None:
+            return Terms(num_averaged=step.divisor)
+        return self.weighing.plain_terms(forward.weight, forward.begin_step(), step.divisor, step.buffers)
 
     def synchronize_gradients(self) -> None:
         """Reduce what earlier backwards have left in `.grad`. Collective; blocks."""
@@ -523,7 +527,7 @@ class StepCoordinator:
 
     def run_without_autograd(self, share: float | None = None) -> None:
         """A synchronized backward of what is in `.grad` already. Collective; blocks."""
-        self.reducer.run_without_autograd(Terms(share=share, num_averaged=self.joining.num_averaged))
+        self.reducer.run_without_autograd(Terms(share=share, num_averaged=self.reducer.step.divisor))
 
     # ---- ranks without batches
 

@@ -20,6 +20,7 @@ class NextStep:
     # Whether they exchange weights: now, for a window of micro-batches, of which one backward synchronizes; or, if
     # `synchronizes` too, when the backward of a step's one batch begins.
     opens_window: bool
+    divisor: int | None = None  # by how many ranks its sums are divided; None: by all
 
 
 class Joining:
@@ -30,8 +31,6 @@ class Joining:
         self.divides_by_all = True  # the mean is over all ranks, also those without batches
         self.was_used = False  # whether the module was ever within `join`
         self.authoritative_rank = 0  # whose model was the final one
-        # By how many ranks the next step's sums are divided; None: by all.
-        self.num_averaged: int | None = None
 
     @staticmethod
     def is_enabled(wrapped: Any) -> bool:
@@ -44,16 +43,17 @@ class Joining:
 
     def begin_again(self) -> None:
         """Other ranks take part from now on; nothing is known of them. Local."""
-        self.divides_by_all, self.authoritative_rank, self.num_averaged = True, 0, None
+        self.divides_by_all, self.authoritative_rank = True, 0
 
-    def notify(self, wrapped: Any, next_step: NextStep) -> None:
+    def notify(self, wrapped: Any, next_step: NextStep) -> NextStep:
         """Within `join`: tell joined ranks what follows. Collective with their shadows; blocks for a message."""
-        self.num_averaged = None
-        if self.is_enabled(wrapped):
-            told = Join.notify_join_context(wrapped)
-            self.announce(is_active=True, mine=next_step)
-            if told is not None:
-                told.wait()  # what it sums may be dropped only then; the sum after it has come already
+        if not self.is_enabled(wrapped):
+            return next_step
+        told = Join.notify_join_context(wrapped)
+        announced = self.announce(is_active=True, mine=next_step)
+        if told is not None:
+            told.wait()  # what it sums may be dropped only then; the sum after it has come already
+        return announced
 
     def announce(self, is_active: bool, mine: NextStep = NextStep(False, False)) -> NextStep:
         """What any rank is about to do. Collective."""
@@ -65,8 +65,8 @@ class Joining:
         members.peers.wait(all_reduce(flags, members.process_group), "telling joined ranks about this step")
         num_synchronizing, num_windows, num_active = flags.tolist()
         divides_by_all = self.divides_by_all or num_windows > 0
-        self.num_averaged = None if divides_by_all else max(1, round(num_active))
-        return NextStep(num_synchronizing > 0, num_windows > 0)
+        divisor = None if divides_by_all else max(1, round(num_active))
+        return NextStep(num_synchronizing > 0, num_windows > 0, divisor)
 
     def agree_on_source(self, is_candidate: bool) -> int:
         """The highest rank that is a candidate; -1 where none is. Collective."""
@@ -81,5 +81,4 @@ class Joining:
     def end(self, is_last_joiner: bool) -> int:
         """No rank has batches any more: agree on whose model is the final one. Collective."""
         self.authoritative_rank = self.agree_on_source(is_last_joiner)
-        self.num_averaged = None
         return self.authoritative_rank

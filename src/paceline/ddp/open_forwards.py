@@ -40,6 +40,7 @@ class Owner:
 
     # It ran within a backward (the whole module is checkpointed), so its own is a nested one.
     is_recomputed: bool = False
+    forward: Forward | None = None  # None: it is not known which
 
 
 @dataclass(eq=False)
@@ -56,8 +57,15 @@ class Forward:
     has_outputs: bool = False  # tensors were found that its backward will pass
     is_passed: bool = False  # a backward has passed it, or stood for it
     is_followed: bool = False  # a backward of any forward has come since, and no forward has
+    weight: float | None = None  # what its batch counts; None: it is not weighed
+    was_weighed: bool = False  # a backward of it has told the other ranks of its step
     # First nodes of graphs that passed no output and were attributed to it (rule 3).
     stood_by: set[int] = field(default_factory=set)
+
+    def begin_step(self) -> bool:
+        """Return whether this is its first weighed backward: a second one is of no step of the data. Local."""
+        is_first, self.was_weighed = not self.was_weighed, True
+        return is_first
 
     def is_open(self, epoch: int) -> bool:
         """Whether it counts, and has had no backward."""
@@ -88,6 +96,10 @@ class OpenForwards:
             self._forwards[-1].end = min(self._forwards[-1].end, forward.begin)  # it has raised, if not ended
         self._forwards.append(forward)
         self.count += counts
+
+    def weigh_last(self, weight: float) -> None:
+        """The batch of the last forward, which begins, counts so much."""
+        self._forwards[-1].weight = weight
 
     def end(self, has_outputs: bool) -> Forward:
         """The last forward has returned: what to close when a backward reaches its outputs."""
@@ -130,7 +142,8 @@ class OpenForwards:
             self.close(forward)
         is_announced, self._backward_is_announced = self._backward_is_announced, False
         if passed or is_announced or (self._forwards and not is_known):
-            return Owner(is_recomputed=any(forward.is_recomputed for forward in passed))
+            newest = [*self._forwards, *passed][-1:]
+            return Owner(any(forward.is_recomputed for forward in passed), *newest)
         return None
 
     def _passed_by(self, numbers: list[int]) -> list[Forward]:

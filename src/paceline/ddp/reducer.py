@@ -60,7 +60,7 @@ class Reducer:
         setting: Setting,
         flights: Flights,  # how the buckets of each backward travel
         # Asked when a backward begins: whether it reduces gradients, and what it counts.
-        terms: Callable[[], Terms],
+        terms: Callable[[Owner | None], Terms],
         groups: Groups,  # over whom
         peers: Peers,
         number: int,  # of the module, among those over these groups
@@ -150,7 +150,7 @@ class Reducer:
         """Begin as soon as a backward reaches one of these, the `grad_fn`s of the outputs of the last forward."""
         open_forwards = self.open_forwards
         forward = open_forwards.end(has_outputs=bool(output_nodes))
-        owner = Owner(is_recomputed=forward.is_recomputed)
+        owner = Owner(forward.is_recomputed, forward)
 
         def on_output(_: tuple[Tensor, ...]) -> None:
             open_forwards.close(forward)
@@ -168,7 +168,7 @@ class Reducer:
         """Backward has reached the module: does it synchronize? Without an `owner`, its forward, it is local."""
         if self.recovery.is_interrupted:
             self.recovery.recover()
-        terms = self._terms()
+        terms = self._terms(owner)
         synchronizes = terms.synchronizes
         if owner is not None:
             self.open_forwards.note_backward()
@@ -428,7 +428,7 @@ class Reducer:
         return ()
 
 
-def _refuse_backward() -> Terms:
+def _refuse_backward(_: Owner | None) -> Terms:
     raise ConfigurationError(
         "the wrapper of this backward's forward is gone, so nobody would reduce its gradients: keep the wrapped model "
         "in a variable until backward has returned."

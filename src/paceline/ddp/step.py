@@ -29,8 +29,13 @@ class Step:
         self.times = times
         self.batch = batch
         self.buffers = buffers
+        self.divisor: int | None = None  # by how many ranks its sums are divided, in `join`; None: by all
         # Ids of parameters that its unsynchronized backwards have touched; they outlast a reducer
         self.used_before = set(used_before)
+
+    def divide_by(self, divisor: int | None) -> None:
+        """Divide its sums by so many ranks. Local; the same on every rank."""
+        self.divisor = divisor
 
     def exchange_buffers(self, buffers: BufferSync) -> BufferSync:
         """Put another one in the place of its `buffers`, which are returned."""

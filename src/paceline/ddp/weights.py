@@ -153,16 +153,14 @@ class Weighing:
     ) -> None:
         self._setting, self._membership = setting, membership
         self._timings, self._fail = timings, fail
-        # What the batch of the last weighed forward outside of windows counts, until its backward begins.
-        self.plain: float | None = None
 
     @property
     def is_on(self) -> bool:
         """Whether steps outside of windows count their batches by weights."""
         return self._setting.weight is not None or self._setting.shares is not None
 
-    def weigh_plain(self, inputs: Sequence[Any], kwargs: Mapping[str, Any], will_synchronize: bool) -> None:
-        """Ask what a forward outside of windows counts; exchanged as backward begins, which some may never run."""
+    def weigh_plain(self, inputs: Sequence[Any], kwargs: Mapping[str, Any], will_synchronize: bool) -> float:
+        """Return what a forward outside of windows counts; exchanged as backward begins, which some may never run."""
         setting = self._setting
         if not will_synchronize:
             raise ConfigurationError(
@@ -178,15 +176,14 @@ class Weighing:
                     f"this rank has {len(sizes)} micro-batches in this step. Train them within "
                     "`with model.accumulate(batches) as micro_batches:`, which takes any number."
                 )
-            self.plain = float(sizes[0])
-            return
-        self.plain = checked_weight(setting.weight(*inputs, **kwargs), "this batch, by weight=,")
+            return float(sizes[0])
+        return checked_weight(setting.weight(*inputs, **kwargs), "this batch, by weight=,")
 
-    def plain_terms(self, num_averaged: int | None, buffers: BufferSync) -> Terms:
-        """The backward of a weighed forward outside of windows begins: what it counts. Collective; blocks (rule 1)."""
-        assert self.plain is not None, "not weighed"
-        weight, self.plain = self.plain, None
-        weights = self.finish(self.exchange(weight, 1, begins_step=True, buffers=buffers))
+    def plain_terms(
+        self, weight: float, begins_step: bool, num_averaged: int | None, buffers: BufferSync
+    ) -> Terms:
+        """Return what the backward of a weighed forward outside of windows counts. Collective; blocks (rule 1)."""
+        weights = self.finish(self.exchange(weight, 1, begins_step, buffers))
         weights.raise_if_refused(self._membership.rank)
         return self.terms(weights, weight, weight, num_averaged)
 
@@ -232,10 +229,6 @@ class Weighing:
             num_averaged=num_averaged,
             active_ratio=weights.active_ratio,
         )
-
-    def forget_step(self) -> None:
-        """No backward of the last weighed forward follows. Local."""
-        self.plain = None
 
     @contextlib.contextmanager
     def wait(self) -> Iterator[None]:

@@ -372,6 +372,7 @@ class Shadow(JoinHook):
         steps = self._steps
         steps.reducer.prepare()
         others = steps.joining.announce(is_active=False)
+        steps.reducer.step.divide_by(others.divisor)
         if not (others.synchronizes or others.opens_window):
             return
         is_window = others.opens_window and not others.synchronizes
