@@ -27,7 +27,6 @@ _LOW = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 # The constructor's arguments, made anew for each model. Without any: a property of the model or of the loop.
 OPTIONS = {
     "overlap_forward": lambda: {"overlap_forward": "always"},
-    'bucket_cap_mb="auto"': lambda: {"bucket_cap_mb": "auto"},
     "bucket_cap_mb_list": lambda: {"bucket_cap_mb_list": [1]},
     "droppable": lambda: {"droppable": ["0"]},
     "skip_all_reduce_unused_params": lambda: {"skip_all_reduce_unused_params": True},

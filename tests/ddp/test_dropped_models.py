@@ -30,7 +30,6 @@ OPTIONS = {
     "overlap_forward": lambda: {"overlap_forward": "always"},
     "overlap_forward, debug": lambda: {"overlap_forward": "debug"},
     "several groups": lambda: {"process_group": groups()},
-    "searched caps": lambda: {"bucket_cap_mb": "auto"},
     "unused": lambda: {"find_unused_parameters": True},
     "static graph": lambda: {"static_graph": True},
     "skips unused": lambda: {"skip_all_reduce_unused_params": True},

@@ -78,7 +78,6 @@ def reduced(rank, _num_ranks, options):
         {"compression": "auto"},
         {"skip_all_reduce_unused_params": True},
         {"find_unused_parameters": True},
-        {"bucket_cap_mb": "auto"},
         {"forward_sync_buffers": False, "static_graph": True},
     ],
     ids=str,

@@ -787,7 +787,6 @@ def alone(tmp_path):
     [
         ({"compression": "auto"}, "gradients combined by Auto"),
         ({"overlap_forward": True}, "overlap_forward=True"),
-        ({"bucket_cap_mb": "auto"}, "bucket_cap_mb='auto'"),
         ({"static_graph": True}, "static_graph=True"),
         ({"reduction": "parameter_servers"}, "ParameterServers"),
     ],

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,8 +19,6 @@ from harness.models import generator
 from harness.random_programs import Program
 from paceline import DistributedDataParallel
 from paceline.compression import Int8, OneBit, RandomK, TopK
-from paceline.ddp import cap_search
-from paceline.observe import StepTimings
 from paceline.reductions import Auto, PowerSGD
 from paceline.reductions.auto.course import Pace
 
@@ -81,24 +77,6 @@ def _reduce_into_another(bucket: Any) -> torch.futures.Future[Tensor]:
     bucket.buffer().fill_(torch.nan)
     future = dist.all_reduce(sent, async_op=True).get_future()
     return future.then(lambda done: done.value()[0].clone())  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def short_turns(rank: int) -> Iterator[None]:
-    """`bucket_cap_mb="auto"` tries another cap after each step; by clocks on which each rank wants other buckets."""
-
-    def step_s(timings: StepTimings) -> float:
-        assert timings.last is not None
-        return (1 + rank) * (1.0 + abs(len(timings.last.buckets) - 2 - 2 * rank))
-
-    faster: dict[str, Any] = {
-        "WARM_UP_STEPS": 0,
-        "STEPS_EACH": 1,
-        "LEAST_CAP_BYTES": 64,
-        "DEFAULT_FIRST_BUCKET_BYTES": 64,
-    }
-    with mock.patch.multiple(cap_search, _median_step_s=step_s, **faster):
-        yield
 
 
 class StumbleError(Exception):

@@ -16,7 +16,7 @@ from harness.program_comparison import Comparison
 from harness.program_dropped import dropped
 from harness.program_free import free
 from harness.program_kinds import gan, local_steps, with_torch
-from harness.program_model import LEFT, short_turns
+from harness.program_model import LEFT
 from harness.program_overlapped import forward_overlap, overlapped_pair
 from harness.program_resumed import resumed
 from harness.random_programs import Program, shrink
@@ -46,8 +46,7 @@ def perform(rank: int, num_ranks: int, programs: Sequence[str]) -> list[list[str
         program = Program.from_json(text)
         compare = Comparison(program)
         try:
-            with short_turns(rank):
-                KINDS[program.kind](program, rank, num_ranks, compare)
+            KINDS[program.kind](program, rank, num_ranks, compare)
             results.append(compare.across_ranks())
         except Exception as error:
             raise AssertionError(

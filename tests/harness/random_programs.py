@@ -215,8 +215,6 @@ def _options(kind: str, source: random.Random) -> Iterator[tuple[str, Any]]:
     )
     if extra == "compression":
         yield extra, source.choice(SHORTER)
-    elif extra == "none":
-        yield "bucket_cap_mb", "auto"
     elif extra == "hook":
         yield extra, source.choice(HOOKS if kind == "torch" else HOOKS[:-1])
     elif (extra == "static_graph" and kind in ("torch", "gan")) or (extra == "weight" and kind == "torch"):

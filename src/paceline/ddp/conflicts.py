@@ -35,16 +35,6 @@ def check_linear(managed: ManagedParameters, reduction: Reduction) -> None:
         )
 
 
-def check_cap_search(bucket_cap_mb_list: Any, reduction: Reduction, overlap_forward: Any) -> None:
-    """Refuse to search caps beside something else that keeps to buckets, or looks at the time of steps itself."""
-    not_here = {
-        f"bucket_cap_mb_list={bucket_cap_mb_list!r}": bucket_cap_mb_list is not None,
-        f"gradients combined by {reduction!r} (only the mean)": type(reduction) is not Mean,
-        "overlap_forward (its pieces do not depend on buckets)": overlap_forward,
-    }
-    _refuse('bucket_cap_mb="auto"', not_here, ". Use one of them.")
-
-
 def check_skipping(units: Sequence[Unit], reduction: Reduction, **given: object) -> None:
     """Refuse to leave buckets out beside what needs every bucket, such as these arguments, by name."""
     not_here = {f"{name}={value!r}": value for name, value in given.items()}
@@ -108,10 +98,6 @@ def check_join(model: Any, throws_early: bool) -> None:
             "without batches runs none. Pass throw_on_early_termination=True, use BatchNorm, or give all ranks equally "
             "many batches."
         )
-    if model.cap_search is not None:
-        raise ConfigurationError(
-            'join() and bucket_cap_mb="auto": a rank without batches has no steps to be timed. Give a number.'
-        )
     if model.forward_overlap is not None:
         raise ConfigurationError(
             "join() and overlap_forward: a rank without batches has no forward to overlap with, and would keep the "
@@ -119,17 +105,12 @@ def check_join(model: Any, throws_early: bool) -> None:
         )
 
 
-def check_comm_hook(reduction: Reduction, searches_caps: bool, overlaps_forward: bool) -> None:
+def check_comm_hook(reduction: Reduction, overlaps_forward: bool) -> None:
     """Refuse a communication hook beside what it would replace or disturb. Raises torch's RuntimeError."""
     if not isinstance(reduction, Mean | NarrowMean):
         raise RuntimeError(  # noqa: TRY004  torch's class
             f"register_comm_hook: gradients are combined by reduction={reduction!r}, which the hook would "
             "replace. Leave out one of them."
-        )
-    if searches_caps:
-        raise RuntimeError(
-            'register_comm_hook and bucket_cap_mb="auto": a hook may keep something of each bucket. Give '
-            "bucket_cap_mb a number."
         )
     if overlaps_forward:
         raise RuntimeError(

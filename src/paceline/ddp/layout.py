@@ -1,4 +1,4 @@
-"""Where gradients lie in memory: one buffer a (dtype, device), cut into buckets, cut again when the order is known."""
+"""The layout of gradients: a buffer per dtype and device, cut into buckets, and cut again once the order is known."""
 
 from __future__ import annotations
 
@@ -100,10 +100,6 @@ class GradientMemory:
                 elements[key] = elements.get(key, 0) + real_numel(parameter)
         return elements
 
-    def cap(self, caps: BucketCaps) -> None:
-        """How large a bucket may become, from the next cut on."""
-        self._caps = caps
-
     def cut(self, order: Sequence[int]) -> list[Bucket]:
         """Lay the gradients out for this ready order; the status words lie behind the last bucket where that is dense.
 
@@ -155,7 +151,3 @@ class GradientMemory:
         stop = start + sum(real_numel(parameter) for parameter in parameters)
         used[key] = stop
         return DenseBucket(place, members, parameters, self._flat[key][start : stop + num_words], num_words)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(flat.numel() * flat.element_size() for flat in self._flat.values())

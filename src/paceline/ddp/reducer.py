@@ -266,7 +266,7 @@ class Reducer:
             if backward.synchronizes:
                 self._finish(backward)
                 ended_well = True
-                if self.cuts.may_change and self.cuts.is_due(self.timings):
+                if not self.cuts.has_followed and self.cuts.follow():
                     self.buckets = self.cuts.cut()
             else:
                 self._end_unsynchronized()

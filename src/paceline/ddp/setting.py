@@ -38,7 +38,6 @@ class Setting:
     static_graph: bool
     reduction: Reduction  # what combining means
     given_caps: BucketCaps | None  # when a bucket is full, as the caller said; None: a default
-    searches_caps: bool  # whether `caps` are where to begin, and others are tried
     overlaps_forward: bool  # the next forward waits for what is reduced
     # What this rank's batch counts, by the forward's inputs, in steps outside of windows.
     weight: Callable[..., float] | None
@@ -95,15 +94,11 @@ class Setting:
         managed = ManagedParameters.of(module, ignored, delayed, units)
         reduction = arguments.choose_reduction(given.reduction, given.compression, given.mixed_precision)
         conflicts.check_linear(managed, reduction)
-        searches_caps = isinstance(given.bucket_cap_mb, str)  # "auto": read already
-        if searches_caps:
-            conflicts.check_cap_search(given.bucket_cap_mb_list, reduction, given.overlap_forward)
         if units or given.skip_all_reduce_unused_params:
             conflicts.check_skipping(
                 units,
                 reduction,
                 overlap_forward=given.overlap_forward,
-                bucket_cap_mb=given.bucket_cap_mb if searches_caps else None,
                 static_graph=given.static_graph and bool(units),
             )
         if given.overlap_forward:
@@ -126,7 +121,6 @@ class Setting:
             static_graph=given.static_graph,
             reduction=reduction,
             given_caps=given_caps,
-            searches_caps=searches_caps,
             overlaps_forward=bool(given.overlap_forward),
             weight=given.weight,
             shares=shares,
@@ -170,10 +164,8 @@ class Setting:
 
     def described_caps(self) -> str:
         """What was asked for, equal on all ranks also where defaults depend on the rank."""
-        how = "searched" if self.searches_caps else "default"
-        return str(
-            self.given_caps or f"{how} on {'one host' if on_one_host(unknown=True) else 'several hosts'}"
-        )
+        place = "one host" if on_one_host(unknown=True) else "several hosts"
+        return str(self.given_caps or f"default on {place}")
 
     def for_a_copy(self) -> Setting:
         """What survives pickling: a copy is trained by itself, and a hook's state need not survive, as with torch."""

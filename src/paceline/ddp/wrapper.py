@@ -27,7 +27,6 @@ from paceline.compression import Compressor
 from paceline.data import Balance, GlobalBatches
 from paceline.ddp import arguments, inputs_outputs, sync_batch_norm
 from paceline.ddp.accumulation import Batch, Window
-from paceline.ddp.cap_search import CapSearch
 from paceline.ddp.coordinator import StepCoordinator
 from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.membership import Membership
@@ -213,11 +212,6 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     def membership(self) -> Membership:
         """Who trains the module together: ranks, groups, and `rebuild`, by which others take their places."""
         return self._steps.membership
-
-    @property
-    def cap_search(self) -> CapSearch | None:
-        """What `bucket_cap_mb="auto"` has tried and found: `tried`, `best_mb`. None without it, and for one rank."""
-        return self.reducer.cuts.search
 
     @property
     def forward_overlap(self) -> ForwardOverlap | None:

@@ -109,4 +109,11 @@ def _small_buckets(run: Run, table: StepTable) -> Everybody | None:
         f"Gradients travel in {len(buckets)} buckets of {size_bytes / 1024:.0f} KiB, and every step of "
         f"{ms(table.step_s)} waits {ms(waited_s)} for them."
     )
-    return Everybody("buckets too small", "", "communication", waited_s, words, 'Pass bucket_cap_mb="auto"')
+    return Everybody(
+        "buckets too small",
+        "",
+        "communication",
+        waited_s,
+        words,
+        "Pass a larger bucket_cap_mb",
+    )

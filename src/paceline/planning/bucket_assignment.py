@@ -28,7 +28,6 @@ from paceline.numbers_given import number
 
 MEBIBYTE = 1024 * 1024
 DEFAULT_BUCKET_CAP_MB = 25
-AUTO = "auto"
 DEFAULT_FIRST_BUCKET_BYTES = MEBIBYTE
 LAST_BUCKET_BYTES = MEBIBYTE // 2  # between hosts
 MANY_HOSTS_BUCKETS = 12
@@ -59,12 +58,8 @@ class BucketCaps:
     least_bytes: float = math.inf
 
     @classmethod
-    def from_arguments(
-        cls, cap_mb: float | str | None, cap_mb_list: Sequence[float] | None
-    ) -> BucketCaps | None:
+    def from_arguments(cls, cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> BucketCaps | None:
         """Read torch's two arguments: a list wins; one cap holds for the first bucket too. None: use a default."""
-        if cap_mb == AUTO and cap_mb_list is None:
-            return None
         if cap_mb_list is not None:
             if not isinstance(cap_mb_list, list | tuple) or not cap_mb_list:
                 raise ConfigurationError(
@@ -116,11 +111,10 @@ class BucketCaps:
         return self.caps_bytes[min(bucket_number, len(self.caps_bytes) - 1)]
 
 
-def _cap_bytes(cap_mb: float | str, argument: str) -> int:
+def _cap_bytes(cap_mb: float, argument: str) -> int:
     if not 0 <= number(cap_mb) < math.inf:
         raise ConfigurationError(
-            f"{argument}: {cap_mb!r} is not a cap. Give the MiB that make a bucket full, 0 or more; the default is 25. "
-            'bucket_cap_mb also takes "auto", which finds the shortest steps.'
+            f"{argument}: {cap_mb!r} is not a cap. Give the MiB that make a bucket full, 0 or more; the default is 25."
         )
     return int(float(cap_mb) * MEBIBYTE)
 

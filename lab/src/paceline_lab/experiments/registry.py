@@ -86,8 +86,6 @@ _ALL = (
         "What does a rank compute, and what is on its link meanwhile?", needs=ROOT),
     Experiment("forward-overlap-loss", "step.forward_overlap_loss", "5 min", "0.9 of torch's time",
         "How much sooner does a training with forward overlap come down to a loss?", needs=ROOT),
-    Experiment("bucket-caps", "step.bucket_caps", "5 min", "1.03 x the best of a grid, 1.01 x the default",
-        'Does `bucket_cap_mb="auto"` find the caps with the shortest steps?', needs=ROOT),
     Experiment("bucket-order", "step.bucket_order", "3 min", "",
         "What is gained by buckets in the order in which gradients become ready?", needs=ROOT),
     Experiment("skipped-layers", "step.skipped_layers", "5 min a run", "no longer than torch's",

@@ -178,7 +178,7 @@ class TorchSurface:
             )
         try:
             overlaps_forward = self._steps.forward_overlap is not None
-            check_comm_hook(self._setting.reduction, self._setting.searches_caps, overlaps_forward)
+            check_comm_hook(self._setting.reduction, overlaps_forward)
         except RuntimeError as error:
             self._log_and_throw(RuntimeError, str(error))
         self._comm_hook = (hook, state)

@@ -104,7 +104,7 @@ class Trainee:
         else:
             self.model = ours = DistributedDataParallel(network)
             if side == REGISTERED:  # there is no option for this
-                ours.reducer.cuts.has_followed, ours.reducer.cuts.may_change = True, False
+                ours.reducer.cuts.has_followed = True
         self.lasted_s: list[float] = []
         self.x = torch.ones((), requires_grad=True)
 
