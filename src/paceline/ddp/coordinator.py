@@ -30,6 +30,7 @@ from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.joining import Joining, NextStep
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Groups, Membership, Met
+from paceline.ddp.module_contents import ModuleContents
 from paceline.ddp.open_forwards import Owner
 from paceline.ddp.recovery import Recovery
 from paceline.ddp.reducer import Reducer
@@ -98,8 +99,6 @@ class StepCoordinator:
         self._wrapped = weakref.ref(wrapped)
         self._module, self._ignored = wrapped.module, setting.ignored
         self.setting = setting
-        # Where the first parameter is found; on some devices `module.to` puts another one in its place.
-        self._home, self._first = _place_of(self._module, setting.parameters[0])
         # Who reduces together
         self.membership = Membership(setting.process_groups, name, setting.device, self)
         self.buffers = Buffers(self._module, self._ignored, self.membership)
@@ -121,6 +120,7 @@ class StepCoordinator:
         # What steps leave out, if they may
         self.skipping = Skipping(self._module, setting.droppable, setting.skips_unused) if skips else None
         self.reducer: Reducer
+        self.contents: ModuleContents
 
     @property
     def wrapped(self) -> Wrapped:
@@ -225,6 +225,7 @@ class StepCoordinator:
             step or Step(1, self.timings.under_way, BatchCounts(), BufferSync(self.buffers)),
             self._next_step,
         )
+        self.contents = ModuleContents(self._module, managed, setting.parameters, self._ignored)
         self._frozen = [p for p in setting.parameters if not p.requires_grad]
 
     def overlap_forward(self, wanted: bool | str) -> None:
@@ -388,13 +389,8 @@ class StepCoordinator:
         return [range_of(names[member] for member in bucket.members) for bucket in self.reducer.buckets]
 
     def _follow_changes(self) -> None:
-        """Take in unfrozen parameters (collective), and make a copy's groups; ConfigurationError if some were moved."""
-        first = self._home.get(self._first)
-        if first is not None and (now := first.device) != self.membership.device:
-            raise ConfigurationError(
-                f"the module was moved to {now} after it had been wrapped on {self.membership.device}, where its "
-                "gradients' memory and its process group's backend are. Move the module first, then wrap it."
-            )
+        """Take in unfrozen parameters and make a copy's groups (collective); raises as `ModuleContents.check`."""
+        self.contents.check()
         if any(parameter.requires_grad for parameter in self._frozen):
             managed = self.setting.managed(self._module)
             self.verify(managed)
@@ -499,6 +495,7 @@ class StepCoordinator:
 
     def watch(self, output_nodes: Sequence[Any]) -> None:
         """A forward has returned what these nodes made: begin as soon as a backward reaches one of them."""
+        self.contents.watch(output_nodes)
         self.reducer.watch(output_nodes)
         hook = self.buffers.hook
         if hook is not None and not hook.runs_before_forward and self.has_synchronized_buffers():
@@ -535,11 +532,3 @@ class StepCoordinator:
         """After `join`: all ranks take the model of a rank that trained to the end. Collective; blocks."""
         source = self.joining.end(is_last_joiner)
         self.broadcast_model(source, with_buffers=self.wrapped.forward_sync_buffers)
-
-
-def _place_of(module: Module, parameter: Tensor) -> tuple[Mapping[str, Tensor | None], str]:
-    """The parameters among which a module has this one, and its name there."""
-    found = (
-        (m._parameters, name) for m in module.modules() for name, p in m._parameters.items() if p is parameter
-    )
-    return next(found, ({}, ""))

@@ -132,8 +132,10 @@ class Setting:
         return self.parameters[0].device
 
     def managed(self, module: Module) -> ManagedParameters:
-        """The parameters of the module that are to be synchronized now."""
-        return ManagedParameters.of(module, self.ignored, self.delayed, self.droppable)
+        """The parameters of the module that are to be synchronized now; none that were added since it was wrapped."""
+        known = set(map(id, self.parameters))
+        added = {name for name, parameter in module.named_parameters() if id(parameter) not in known}
+        return ManagedParameters.of(module, self.ignored | added, self.delayed, self.droppable)
 
     def choose_caps(self) -> None:
         """Take the caps that were given; else the default for these groups, hosts and devices. Local."""
