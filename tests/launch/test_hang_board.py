@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from harness.hanging_script import TRAINS_AND_HANGS
 from harness.terminal import DEADLINE_S, started
+from paceline.host.activity import Activity
+from paceline.host.stacks import Stack
 from paceline.launch import hang_watch
 from paceline.launch.hang_board import Board, Correspondent
 from paceline.launch.standstill import standstill
@@ -135,6 +137,40 @@ def test_ranks_elsewhere_may_have_gone_on_since_they_were_asked(tmp_path, monkey
         watch._look(float(now_s))
     assert bool(told) == (until_s > 106.0)
     assert all("different collectives" in words or "Nothing has been ended" in words for words in told)
+
+
+@pytest.mark.parametrize("waiting", [{0: 41}, {}])
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_rank_that_the_agent_waits_for_is_reported(tmp_path, monkeypatch, waiting, is_busy):
+    """Outside of collectives: after a loss a rank computes for ever, or does nothing, and does not stop."""
+    now_s, told = 100.0, []
+    monkeypatch.setattr(hang_watch.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(
+        hang_watch, "activity_of", lambda _: Activity(now_s * is_busy, 0.0, 0, 0, on_disk=False)
+    )
+    monkeypatch.setattr(hang_watch, "stack_of", lambda *_: Stack((), "py-spy", "computes"))
+    monkeypatch.setattr(hang_watch, "write_to_stderr_of", lambda *_: None)
+    watch = hang_watch.HangWatch(tmp_path, "a launch", 3, hang_watch.QUIET_S, told.append)
+    until_s = None
+    for _ in range(700):
+        watch.note_waits(waiting, {1: 42}, "waiting for all ranks to stop")
+        watch._look(now_s)
+        until_s = until_s or (now_s if told else None)
+        now_s += 0.5
+    who = "rank 0" if waiting else "the launcher"
+    if is_busy:
+        assert until_s > 400
+        assert told[0].startswith(
+            "rank 1 has been busy for 301 s without entering a collective, while " + who
+        )
+        assert "py-spy dump --pid 42" in told[0]
+    else:
+        assert 130 < until_s < 140  # it has entered nothing yet
+        assert told[0].startswith(
+            f"hang: rank 1 is missing. {who.capitalize()} has been waiting for all ranks"
+        )
+    watch.note_waits(waiting, {}, "waiting for all ranks to stop")
+    assert watch._waits == ()
 
 
 @pytest.mark.lab

@@ -23,7 +23,9 @@ from paceline.comm.opened_groups import abort_ours
 from paceline.elastic.line import Ended, Give, Line, Pause, Receive, Refused, Seat, Stop
 from paceline.errors import PeerLostError, ReplicaMismatchError
 
-_AGAIN_S = 0.005  # between two times that connections are shut
+# between two times that connections are shut: of the time since the agent's word, so that a rank that does not notice
+# for long is not kept busy by it; and at least
+_AGAIN_RATIO, _AGAIN_S = 0.05, 0.005
 _STORE_S = 0.2  # from the agent's word until the store's is
 NO_EPOCH = -1
 
@@ -141,7 +143,8 @@ class Watcher:
     def _watch(self) -> None:
         while True:
             is_breaking = self.is_over and not self._acknowledged
-            if select.select([self._line], [], [], _AGAIN_S if is_breaking else None)[0]:
+            again_s = max(_AGAIN_S, _AGAIN_RATIO * (time.monotonic() - self.since_s))
+            if select.select([self._line], [], [], again_s if is_breaking else None)[0]:
                 message = self._line.hear()
                 self._take(message)
                 if message is None:

@@ -79,6 +79,8 @@ class HangWatch:
         self._quiet_s = quiet_s
         self._note = note
         self._board: Correspondent | None = None
+        self._waits: tuple[Entered, ...] = ()  # as `note_waits` was told
+        self._awaited: Mapping[int, int] = {}
         self._suspicion: _Suspicion | None = None
         self._steps = StepLengths()
         self._last_words = ""
@@ -101,6 +103,25 @@ class HangWatch:
         if before is not None:
             before.close()
 
+    def note_waits(self, waiting: Mapping[int, int], missing: Mapping[int, int], what: str) -> None:
+        """Take note of ranks here that others wait for outside of collectives.
+
+        Args:
+            waiting: Process ids of the ranks that wait, by rank; empty if only the launcher waits.
+            missing: Process ids of the ranks that they wait for; empty if no rank waits.
+            what: What `waiting` does, in words.
+        """
+        ranks = tuple(sorted(missing))
+        waits = (waiting or {hang_words.LAUNCHER: 0}) if missing else {}
+        known = {each.rank: each.ranks for each in self._waits}
+        if known != dict.fromkeys(waits, ranks):
+            now_s, group = time.monotonic(), what.encode()
+            self._awaited = missing
+            self._waits = tuple(
+                Entered(rank, pid, group, ranks, 1, now_s, -1, what, waits=True)
+                for rank, pid in waits.items()
+            )
+
     @property
     def last_words(self) -> str:
         """For the launcher's last message: the hang that it ended in, or nothing."""
@@ -112,7 +133,7 @@ class HangWatch:
                 self._look(time.monotonic())
 
     def _look(self, now_s: float) -> None:
-        own = [each for each in progress.read(self._folder) if state_of(each.pid) != GONE]
+        own = [each for each in progress.read(self._folder) if state_of(each.pid) != GONE] + [*self._waits]
         self._steps.note(own, now_s)
         entered = own if self._board is None else [*own, *self._of_others(self._board, own, now_s)]
         found = standstill(entered, self._num_known)
@@ -123,7 +144,7 @@ class HangWatch:
             known = self._suspicion = None
         if found is not None and known is None and now_s - found.since_s > _LOOK_S:
             counts = {(each.rank, each.group): each.count for each in entered}
-            pids = _processes(self._launch_id) | {each.rank: each.pid for each in own}
+            pids = {**_processes(self._launch_id), **{each.rank: each.pid for each in own}, **self._awaited}
             self._suspicion = _Suspicion(found, counts, pids, now_s, _activities(found, pids))
         elif (
             found is not None

@@ -8,6 +8,7 @@ from paceline.host.stacks import Stack
 from paceline.launch.standstill import Standstill
 from paceline.observe.progress import Entered
 
+LAUNCHER = -1  # the launcher waits, and no rank of its machine does
 MOST_SHOWN = 4
 _MOST_FRAMES = 12
 NEXT = (
@@ -51,7 +52,9 @@ def _act(entered: Entered) -> str:
 
 
 def names_of(ranks: Sequence[int]) -> str:
-    """`rank 1`, `ranks 0 and 2`."""
+    """`rank 1`, `ranks 0 and 2`, `the launcher`."""
+    if list(ranks) == [LAUNCHER]:
+        return "the launcher"
     shown = [str(rank) for rank in ranks[:MOST_SHOWN]]
     more = f" and {len(ranks) - MOST_SHOWN} more" if len(ranks) > MOST_SHOWN else ""
     words = ", ".join(shown) + more if more or len(shown) < 2 else f"{', '.join(shown[:-1])} and {shown[-1]}"

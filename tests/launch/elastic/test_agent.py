@@ -173,6 +173,26 @@ while not isinstance(line.hear(), Stop):
     pass
 """
 
+# Local rank 1 comes late, and computes for ever as local rank 2 dies in its loop.
+BUSY = """
+import os, pathlib
+from paceline.elastic.line import Following, InLoop, Line, Ready, Seat, Stop, Stopped
+line = Line.of_this_process()
+if os.environ["LOCAL_RANK"] == "1":
+    pathlib.Path(__file__).with_name("pipe").read_text()  # until the test closes it
+line.tell(Ready("a card"))
+while said := line.hear():
+    if isinstance(said, Seat):
+        for word in (InLoop(True), Following(said.epoch)):
+            line.tell(word)
+        if os.environ["LOCAL_RANK"] == "2":
+            os._exit(1)
+        while os.environ["LOCAL_RANK"] == "1":
+            pass
+    elif isinstance(said, Stop):
+        line.tell(Stopped(said.epoch, 3))
+"""
+
 # Without paceline.Elastic: local rank 1 is killed as it trains. The other raises because of that, a moment earlier.
 PLAIN = """
 import os, signal, sys
@@ -408,6 +428,34 @@ def test_a_rank_that_fails_behind_its_loop_fails_the_launch(
         agent.end(signal.SIGTERM)
     assert not agent.is_over
     assert len(notes) == 1
+
+
+@pytest.mark.processes
+def test_a_rank_that_computes_for_ever_is_waited_for_aloud(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not lost. The hang watch, which sees no collective then, is told for whom the others wait."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    agent, _ = made(tmp_path, monkeypatch, BUSY, OneHost(), 3)
+    told: list[tuple[set[int], set[int], str]] = []
+    agent._waits = lambda waiting, missing, what: told.append(({*waiting}, {*missing}, what))
+
+    def look_until(expected: tuple[set[int], set[int], str]) -> None:
+        for _ in range(MOST_LOOKS):
+            agent.look()
+            if told[-1] == expected:
+                return
+        raise AssertionError(told[-1])
+
+    try:
+        look_until(({0, 2}, {1}, "waiting in paceline.Elastic for all ranks"))
+        pipe.write_text("")
+        look_until(({0}, {1}, "waiting for all ranks to stop"))
+        agent._seats.kill(agent._seats.training[1])
+        look_until((set(), set(), "waiting for all ranks to stop"))
+    finally:
+        agent.end(signal.SIGKILL)
 
 
 @pytest.mark.processes

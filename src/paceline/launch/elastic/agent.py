@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 
 import torch.distributed as dist
@@ -75,7 +75,7 @@ def run(arguments: LaunchArguments, hangs: HangWatch, note: Callable[[str], None
             elif arguments.hang_after_s:
                 threading.Thread(target=_meet_to_watch, args=(hangs, plan), daemon=True).start()
 
-        agent = Agent(arguments, decider, starter, start, note, followed)
+        agent = Agent(arguments, decider, starter, start, note, followed, hangs.note_waits)
         try:
             try:
                 while not agent.is_over:
@@ -119,7 +119,7 @@ def _signals(arguments: LaunchArguments) -> Iterator[list[signal.Signals]]:
 class Agent:
     """One host's; `start` says how its ranks begin, None: the job has begun without this host.
 
-    `followed` is called with each plan.
+    `followed` is called with each plan, `waits` as `HangWatch.note_waits`.
     """
 
     def __init__(
@@ -130,9 +130,10 @@ class Agent:
         start: Start | None,
         note: Callable[[str], None],
         followed: Callable[[Plan], None] = lambda _: None,
+        waits: Callable[[Mapping[int, int], Mapping[int, int], str], None] = lambda *_: None,
     ) -> None:
         self._arguments, self._decider, self._note = arguments, decider, note
-        self._followed = followed
+        self._followed, self._waits = followed, waits
         self._stores = EpochStores(starter.host)
         self._card: str | None = None
         # The membership
@@ -182,10 +183,26 @@ class Agent:
         self._give_to_others()
         self._let_in()
         self._decide()
+        self._tell_who_waits()
         is_done = not seats.in_phase(Phase.TRAINING, Phase.LOST) and not seats.dying
         if is_done and seats.finished and (self._epoch != NOT_STARTED or not list(seats)):
             self._raise_if_some_failed()
             self.is_over = True  # what still starts, or waits to come in, is ended
+
+    def _tell_who_waits(self) -> None:
+        """Tell which ranks of this host the others wait for: a rank may compute for ever, which is no loss."""
+        if self._epoch == NOT_STARTED:
+            waiting, missing = self._seats.in_phase(Phase.WAITING), self._seats.in_phase(Phase.STARTING)
+            what = "waiting in paceline.Elastic for all ranks"
+        else:
+            training = self._seats.training if self._is_stopping else []
+            waiting = [rank for rank in training if rank.step is not None]
+            missing = [rank for rank in training if rank.step is None]
+            what = "waiting for all ranks to stop"
+        if not waiting and (self._epoch == NOT_STARTED or self._is_pausing):
+            missing = []  # no rank waits yet
+        pids = [{r.rank: r.process.pid for r in ranks if r.rank >= 0} for ranks in (waiting, missing)]
+        self._waits(pids[0], pids[1], what)
 
     @property
     def _is_recovering(self) -> bool:

@@ -51,7 +51,7 @@ class Rank:
     member: Member  # its name in plans
     local_rank: int  # its seat on this host, which a replacement takes
     phase: Phase = Phase.STARTING  # what it is doing
-    rank: int = NOT_STARTED  # its number in the membership that it is, or was, in
+    rank: int = NOT_STARTED  # its number in the membership that it is, or was, in; or at the job's beginning
     step: int | None = None  # steps it has completed, if it has said so since the membership ended
     is_inside: bool = False  # whether it is in its loop over steps
     follows: bool = False  # whether it has said that it goes on in the membership that it was given a seat in
@@ -88,7 +88,7 @@ class Seats:
         take: Callable[[Rank, Message], None],
         lose: Callable[[str], None],
     ) -> None:
-        self._arguments, self._starter, self._start = arguments, starter, start
+        self._arguments, self._starter = arguments, starter
         self._name, self._note, self._take, self._lose_because = name, note, take, lose
         self._ranks: dict[int, Rank] = {}
         self._num_started = 0
@@ -104,7 +104,7 @@ class Seats:
         self.has_begun = False
         """Whether there was a membership."""
         for local_rank, process in enumerate(starter.start_all(start)):
-            self._add(process, local_rank)
+            self._add(process, local_rank, NOT_STARTED if start is None else start.first_rank + local_rank)
 
     # ---- who there is
 
@@ -121,8 +121,9 @@ class Seats:
 
     # ---- they begin and end
 
-    def _add(self, process: RankProcess, local_rank: int) -> None:
-        self._ranks[self._num_started] = Rank(process, Member(self._name, self._num_started), local_rank)
+    def _add(self, process: RankProcess, local_rank: int, rank: int = NOT_STARTED) -> None:
+        member = Member(self._name, self._num_started)
+        self._ranks[self._num_started] = Rank(process, member, local_rank, rank=rank)
         self._num_started += 1
 
     def _remove(self, rank: Rank) -> None:
@@ -226,10 +227,9 @@ class Seats:
         """A process has ended otherwise than well, that was not in its loop."""
         why = f"{rank.name} {how_it_ended(code)}"
         if not self.has_begun:
-            first_rank = 0 if self._start is None else self._start.first_rank
             self._early_s = self._early_s or time.monotonic()
             failure = ProcessFailure(rank.local_rank, rank.process.pid, code, error_file="")
-            self._early_ends[first_rank + rank.local_rank] = failure
+            self._early_ends[rank.rank if rank.rank >= 0 else rank.local_rank] = failure
             return
         if rank.phase is Phase.TRAINING:
             self._note(why)
