@@ -15,6 +15,7 @@ OTHERS = {
     ("sync_batch_norm.py", "process_group"),  # of torch's layer
     ("torch_compat/state_names.py", "_lent_versions"),  # of torch's module, between two of its hooks
     ("torch_compat/dynamo.py", "_may_compile"),  # of a function
+    ("torch_compat/dynamo.py", "_runs_module"),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.models import generator, random_batch
+from harness.models import digest, generator, random_batch, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
@@ -197,3 +197,91 @@ def local_used_map(rank, _num_ranks, seed):
 def test_local_used_map():
     """`reducer._get_local_used_map()`: one int32 a parameter, zero for those that nobody used."""
     assert pool(2).run(local_used_map, 8) == [("torch.int32", [True, True], [False, False])] * 2
+
+
+class Routed(nn.Module):
+    """One expert, to which not every batch is given; returns its input, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.expert = nn.Linear(4, 4)
+
+    def forward(self, x, is_given):
+        return (self.expert(x) if is_given else 2 * x), x
+
+
+def routed_batch(seed, step, rank):
+    return batch(seed, step, rank).requires_grad_(), (step + rank) % 3 != 0
+
+
+def routed_mean(model, seed, steps, num_ranks):
+    """The gradients of one process for the mean over all ranks of these steps' losses, summed over the steps."""
+    alone = Routed()
+    alone.load_state_dict(model.module.state_dict())
+    for step in steps:
+        for rank in range(num_ranks):
+            x, is_given = routed_batch(seed, step, rank)
+            if is_given:
+                (squares(alone(x, is_given)[0]) / num_ranks).backward()
+    return [p.grad for p in alone.parameters()]
+
+
+def routed(rank, num_ranks, seed, options):
+    """The largest error of a gradient over several steps, of one backward, of two, and of windows."""
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(Routed(), **options)
+    errors = []
+
+    def compare(steps, factor=1.0):
+        pairs = zip(model.parameters(), routed_mean(model, seed, steps, num_ranks), strict=True)
+        errors.append(max((factor * p.grad - expected).abs().max().item() for p, expected in pairs))
+        model.zero_grad()
+
+    for step in range(5):
+        squares(model(*routed_batch(seed, step, rank))[0]).backward()
+        compare([step])
+    for step in range(3):
+        with model.no_sync():
+            squares(model(*routed_batch(seed, step, rank))[0]).backward()
+        squares(model(*routed_batch(seed, step + 1, rank))[0]).backward()
+        compare([step, step + 1])
+        with model.accumulate([routed_batch(seed, each, rank) for each in (step, step + 1)]) as window:
+            for x, is_given in window:
+                squares(model(x, is_given)[0]).backward()
+        compare([step, step + 1], factor=2.0)
+    return max(errors), digest(list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "options", [*OPTIONS, {"skip_all_reduce_unused_params": True}, {"overlap_forward": "always"}], ids=str
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_rank_whose_batch_reaches_no_parameter_counts_as_zero(options):
+    """In that step, also without an unused parameter on any other rank, under `no_sync` and in windows."""
+    first, second = pool(2).run(routed, 5, options)
+    assert max(first[0], second[0]) < 1e-6
+    assert first[1] == second[1]
+
+
+def no_backwards(rank, _num_ranks, seed):
+    """Rank 0 alone runs what is no backward of the module: if any of these synchronized, it would wait for rank 1."""
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(Routed())
+    if rank == 0:
+        model.eval()  # a forward in training mode would count as one without a backward
+        x, _ = routed_batch(seed, 0, 0)
+        torch.autograd.grad(model(x, False)[0].sum(), x)
+        model(x, False)[0].sum().backward(inputs=[x])
+        model(2 * x, True)[1].sum().backward()
+        model.requires_grad_(False)
+        model(x, True)[0].sum().backward()
+        model.requires_grad_(True)
+        model.train()
+    squares(model(*routed_batch(seed, 1, rank))[0]).backward()
+    return digest([p.grad for p in model.parameters()])
+
+
+def test_what_is_no_backward_of_the_module_does_not_synchronize():
+    """Gradients of an input, a graph that an input brought along, and a frozen module, as while a generator trains."""
+    first, second = pool(2).run(no_backwards, 6)
+    assert first == second

@@ -4,9 +4,11 @@ Rules
 1. A backward belongs to the forwards whose nodes it passes. Mostly it passes an output, whose hook says so.
 2. Where it passes none that was found (a loss in a global, say), its graph is searched from the tensors it began with.
    A thread numbers the nodes it makes, so a forward's are those between its beginning and its end.
-3. A loss that touches no output (zero times all parameters) is attributed to the newest forward before it without a
+3. A graph that passes an output and no parameter (a batch that no expert was given) is a backward, too: the rank counts
+   as zero. Not so if the forward could train nothing, and for `torch.autograd.grad`, which asks for other tensors.
+4. A loss that touches no output (zero times all parameters) is attributed to the newest forward before it without a
    backward. If there is none, the graph was made around the wrapper, as by `model.module(...)`: it stays local.
-4. Ranks that have left different numbers of forwards in training mode without a backward are not in the same step.
+5. Ranks that have left different numbers of forwards in training mode without a backward are not in the same step.
    A rank may pass one forward in a backward, and another rank several.
 """
 
@@ -15,9 +17,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -25,7 +27,7 @@ from torch.autograd.graph import GradientEdge
 NOT_COUNTED = 15  # small enough for a status word to be exact in every float type
 _NUM_REMEMBERED = 256
 _LEAF = 2**63  # nodes that accumulate into a leaf are numbered from here on
-_BACKWARD = torch.autograd.backward.__code__
+_BACKWARD, _GRAD = torch.autograd.backward.__code__, torch.autograd.grad.__code__
 
 
 def sequence_number() -> int:
@@ -59,7 +61,7 @@ class Forward:
     is_followed: bool = False  # a backward of any forward has come since, and no forward has
     weight: float | None = None  # what its batch counts; None: it is not weighed
     was_weighed: bool = False  # a backward of it has told the other ranks of its step
-    # First nodes of graphs that passed no output and were attributed to it (rule 3).
+    # First nodes of graphs that passed no output and were attributed to it (rule 4).
     stood_by: set[int] = field(default_factory=set)
 
     def begin_step(self) -> bool:
@@ -72,7 +74,7 @@ class Forward:
         return self.counts and not self.is_passed and self.epoch == epoch
 
     def may_be_stood_for(self, first_node: int) -> bool:
-        """Whether a graph that begins with this node, and passes no output, may be attributed to it (rule 3)."""
+        """Whether a graph that begins with this node, and passes no output, may be attributed to it (rule 4)."""
         is_over = self.is_passed or (self.has_outputs and self.is_followed)
         return not is_over or first_node in self.stood_by
 
@@ -147,7 +149,7 @@ class OpenForwards:
         return None
 
     def _passed_by(self, numbers: list[int]) -> list[Forward]:
-        """Forwards whose nodes are among these; without any, the one for which their graph stands (rule 3)."""
+        """Forwards whose nodes are among these; without any, the one for which their graph stands (rule 4)."""
         passed = [f for f in self._forwards if any(f.begin <= number < f.end for number in numbers)]
         if passed or not numbers:
             return passed
@@ -181,7 +183,7 @@ def differences(words: Mapping[int, int]) -> dict[int, int]:
 
 
 def out_of_step(counts: Mapping[int, int]) -> str:
-    """Which rank is ahead of which, from the ranks' words; nothing if none is (rule 4)."""
+    """Which rank is ahead of which, from the ranks' words; nothing if none is (rule 5)."""
     if len(set(counts.values())) <= 1:
         return ""
     ahead = differences(counts)
@@ -218,25 +220,36 @@ def _nodes_of_running_backward() -> list[int] | None:
     return numbers
 
 
+def accumulates_everywhere() -> bool:
+    """Return whether the running backward is one of `torch.autograd.backward` without `inputs`."""
+    call = next(iter(_running_calls(_BACKWARD, _GRAD)), None)
+    return call is not None and call.f_code is _BACKWARD and not call.f_locals["inputs"]
+
+
 def _outermost_call() -> FrameType | None:
-    """The outermost call of `torch.autograd.backward` for which this thread works.
+    """The outermost call of `torch.autograd.backward` for which this thread works."""
+    return next(reversed(_running_calls(_BACKWARD)), None)
+
+
+def _running_calls(*functions: CodeType) -> list[FrameType]:
+    """Return the calls of these functions for which this thread works, innermost first.
 
     On a CPU it runs in this thread. The engine's own threads, one a device, work for a call in another one.
     """
     frames = sys._current_frames()
     mine = frames.pop(threading.get_ident())
     if isinstance(threading.current_thread(), threading._DummyThread):
-        calls = [call for frame in frames.values() for call in _calls_in(frame)[-1:]]
-        if calls:
-            return calls[0] if len(calls) == 1 else None
-    return next(reversed(_calls_in(mine)), None)
+        others = [calls for frame in frames.values() if (calls := _calls_in(frame, functions))]
+        if others:
+            return others[0] if len(others) == 1 else []
+    return _calls_in(mine, functions)
 
 
-def _calls_in(frame: FrameType | None) -> list[FrameType]:
-    """Calls of `torch.autograd.backward` in a thread's stack, innermost first."""
+def _calls_in(frame: FrameType | None, functions: Sequence[CodeType]) -> list[FrameType]:
+    """Return the calls of these functions in a thread's stack, innermost first."""
     calls = []
     while frame is not None:
-        if frame.f_code is _BACKWARD:
+        if frame.f_code in functions:
             calls.append(frame)
         frame = frame.f_back
     return calls

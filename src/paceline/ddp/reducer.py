@@ -39,7 +39,7 @@ from paceline.ddp.bucket_cuts import BucketCuts
 from paceline.ddp.flight import BeginningBackward, Flight, Flights, Terms
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Groups
-from paceline.ddp.open_forwards import Owner
+from paceline.ddp.open_forwards import Owner, accumulates_everywhere
 from paceline.ddp.ready_tracking import ReadyTracker
 from paceline.ddp.recovery import Recovery
 from paceline.ddp.setting import Setting
@@ -151,16 +151,20 @@ class Reducer:
         open_forwards = self.open_forwards
         forward = open_forwards.end(has_outputs=bool(output_nodes))
         owner = Owner(forward.is_recomputed, forward)
+        could_train = any(parameter.requires_grad for parameter in self.managed.parameters)
 
-        def on_output(_: tuple[Tensor, ...]) -> None:
+        def on_output(counts_by_itself: bool, _: tuple[Tensor, ...]) -> None:
             open_forwards.close(forward)
-            if self._is_retired:
+            if self._is_retired or self.recovery.current() is not None:
                 return
-            if self.recovery.current() is None and self.tracker.pending.is_backward():
+            if self.tracker.pending.is_backward() or (counts_by_itself and accumulates_everywhere()):
                 self.begin(owner)
 
-        for node in output_nodes:
-            node.register_prehook(on_output)
+        # An input that is returned beside real outputs has a graph of its own, which is not this module's.
+        made_here = [node._sequence_nr() >= forward.begin for node in output_nodes]
+        for node, is_made_here in zip(output_nodes, made_here, strict=True):
+            counts_by_itself = could_train and (is_made_here or not any(made_here))
+            node.register_prehook(functools.partial(on_output, counts_by_itself))
 
     # ---- a backward begins
 
