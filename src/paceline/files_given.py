@@ -1,4 +1,4 @@
-"""What a user names as a file: found impossible to read or write before any work is done for it."""
+"""Files that a user names: checked for reading or writing before any work is done for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports that happen late: a package's public names on first use, and an action once somebody imports a module."""
+"""Imports that happen late: a package's public names on first use, and an action once a module has been imported."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _Then(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__spec__ is not None:
-            module.__spec__.loader = module.__loader__ = self._loader  # nobody need know that we were there
+            module.__spec__.loader = module.__loader__ = self._loader  # leave no trace
         self._loader.exec_module(module)
         self._action(module)
 

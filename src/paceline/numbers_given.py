@@ -1,4 +1,4 @@
-"""What a caller gives where a number is due: a text or a list becomes NaN, which the check of the range refuses."""
+"""Numbers that a caller gives: a text or a list becomes NaN, which the check of the range refuses."""
 
 from __future__ import annotations
 

@@ -81,14 +81,14 @@ def split(text: str, option: str, wanted: str) -> tuple[float, str]:
 
 
 def factor(unit: str, known: dict[str, float], text: str, option: str, units: str) -> float:
-    """What a unit stands for."""
+    """Return the number that a unit stands for."""
     if unit not in known:
         raise ConfigurationError(f"{option} {text} has an unknown unit. Use {units}.")
     return known[unit]
 
 
 def show(value: float, units: tuple[tuple[str, float], ...], digits: int = 4) -> str:
-    """In the largest unit of which there is about one."""
+    """Write a value in the largest unit of which there is about one."""
     for unit, size in units:
         if abs(value) >= size * 0.9995:
             return f"{value / size:.{digits}g} {unit}"

@@ -39,7 +39,13 @@ WORDS_ONLY = ("CONTRIBUTING.md", "docs/architecture.md", "docs/decisions/*.md", 
 SOURCES = ("src/paceline", "lab/src/paceline_lab", "plan/src/paceline_plan", "svm/src/paceline_svm")
 HARNESS = "tests/harness"
 # Files and folders whose every docstring and comment is held to `OPENINGS`, `PRONOUNS` and the length of sentences.
-PLAIN: tuple[str, ...] = ()
+PLAIN: tuple[str, ...] = (
+    *(
+        f"src/paceline/{room}"
+        for room in ("cli", "compression", "demo", "host", "planning", "preflight", "recipes", "report")
+    ),
+    "src/paceline/schedules",
+)
 ONLY_HELP = "lab/src/paceline_lab/experiments"  # the words of pictures are looked at, not read
 
 # How many words of prose pages may have, each or all together. What is code or printed by a program does not count.
@@ -282,13 +288,17 @@ def _of_docstring(whole: Prose) -> Iterator[Prose]:
         words = content.strip()
         heading = re.fullmatch(r"([A-Z][a-z]+(?: first)?):", words)
         section = heading[1] if heading and not content.startswith(" ") else section
-        new_item = re.match(r"[-*] |\w[\w., *`]*: ", words) and content.startswith(" ")
+        new_item = re.match(r"\d+\. ", words) or (
+            re.match(r"[-*] |\w[\w., *`]*: ", words) and content.startswith(" ")
+        )
         if paragraph and (not words or heading or new_item):
             yield replace(whole, text=" ".join(paragraph))
             paragraph = []
-        code = re.match(r" {9}|>>>| +[\w.]+ = |\|", content)
+        code = re.match(r" {9}|>>>| +[\w.]+ = |\||[├│└]|.*\S {3,}\S", content)
         if words and not heading and not code and section not in ("Source", "References", "Example"):
-            paragraph.append(re.sub(r"^[-*] |^\w[\w., *`]*: (?=\S)", "", words) if new_item else words)
+            paragraph.append(
+                re.sub(r"^[-*] |^\d+\. |^\w[\w., *`]*: (?=\S)", "", words) if new_item else words
+            )
 
 
 def _read(path: Path) -> Iterator[Finding]:

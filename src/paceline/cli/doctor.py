@@ -20,7 +20,7 @@ COMMAND = "command behind --"
 
 
 class TakesACommand(TyperCommand):
-    """What follows `--` is a command, with options of its own."""
+    """A command whose words behind `--` are another command, with options of its own."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Divide the words at the first `--`."""
@@ -129,7 +129,7 @@ def _refuse(problems: dict[str, bool]) -> None:
 
 
 def _check(machines: str | None, endpoint: str | None, *, as_json: bool) -> int:
-    """Before a run: what would go wrong on this machine, or between several."""
+    """Check before a run what would go wrong on this machine, or between several."""
     from paceline.preflight import check
 
     checkup = check.checkup(machines, endpoint, as_json=as_json)

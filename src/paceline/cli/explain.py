@@ -121,6 +121,6 @@ def _words(text: str) -> str:
 
 
 def _readable(text: str) -> str:
-    """Without the markup of links: where to read more stays as a path of the documentation."""
+    """Return the text without the markup of links; a page stays as its path in the documentation."""
     text = re.sub(r"\[([^\]]+)\]\(#[^)]*\)", r"\1", text)
     return re.sub(r"\[([^\]]+)\]\(([\w/.-]+)(?:#[\w-]+)?\)", r"\1 (docs/\2)", text).strip()

@@ -27,7 +27,7 @@ from paceline.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Layout:
-    """Which gradients lie in a bucket, one after the other.
+    """The gradients that lie in a bucket, one after the other.
 
     Attributes:
         sizes: The real elements of each gradient.

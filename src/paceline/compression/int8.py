@@ -110,10 +110,10 @@ def dither_of(seed: int, length: int, device: torch.device) -> Dither:
 class Dither:
     """Random thresholds for stochastic rounding, of one rank in one step, from a table.
 
-    A hundred times faster than one draw for each element. The element in column c of a row is rounded up if its
-    fraction exceeds one minus the table's entry at (that row, c); the step and the rank draw by how much rows are
-    shifted. Every column of the table holds each of (0, 1, ...)/DITHER_ROWS once, in random order, and a jitter smaller
-    than 1/DITHER_ROWS is drawn once a step. So over draws each threshold is uniform in [0, 1), and rounding is
+    This is a hundred times faster than one draw for each element. The element in column c of a row is rounded up if its
+    fraction exceeds one minus the table's entry at (that row, c). The step and the rank draw by how much rows are
+    shifted. Every column of the table holds each of (0, 1, ...)/DITHER_ROWS once, in random order. A jitter smaller
+    than 1/DITHER_ROWS is drawn once per step. So over draws each threshold is uniform in [0, 1), and rounding is
     unbiased. Elements of a column that are a multiple of DITHER_ROWS rows apart share a threshold in a step.
     """
 

@@ -73,7 +73,7 @@ def _signs(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _blocks(layout: Layout) -> tuple[Blocks, Blocks]:
-    """Of the elements, and of the bytes that hold eight signs each; both have equally many rows."""
+    """Return blocks of the elements, and of the bytes that hold eight signs each; both have equally many rows."""
     num_bytes = tuple(-(-size // 8) for size in layout.sizes)
     bytes_layout = Layout(num_bytes, layout.positions, torch.uint8, layout.device)
     return blocks_of(layout, BLOCK), blocks_of(bytes_layout, BLOCK // 8)

@@ -1,4 +1,4 @@
-"""What every rank of the demo runs: an ordinary training loop, as a user would write it.
+"""The script that every rank of the demo runs: an ordinary training loop, as a user would write it.
 
 `paceline demo` starts it as `python -m paceline.demo.training JOB.json` under torchrun's environment variables. It
 reports by a named pipe, a line of JSON each: shorter than PIPE_BUF, so the kernel keeps lines of several ranks apart.
@@ -31,7 +31,7 @@ _MIN_PAUSE_S = 0.1
 
 @dataclass(frozen=True)
 class Job:
-    """What to train; every rank reads the same file. Reports go to `pipe`, rank 0's parameters to `parameters`."""
+    """One training; every rank reads the same file. Reports go to `pipe`, rank 0's parameters to `parameters`."""
 
     data: str
     epochs: int

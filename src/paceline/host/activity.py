@@ -1,4 +1,4 @@
-"""Is a process doing anything? What it and its descendants have computed, read and written, by their kernel."""
+"""The activity of a process and its descendants: what they have computed, read and written, by their kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEAST_FAULTS = 50
 
 @dataclass(frozen=True)
 class Activity:
-    """Of a process and its descendants, since they started."""
+    """Totals of a process and its descendants, since they started."""
 
     on_core_s: float  # on a core, or waiting for a disk
     queued_s: float  # ready for a core

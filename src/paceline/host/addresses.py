@@ -1,4 +1,4 @@
-"""Which addresses are this host's alone, and from which one does it reach others?"""
+"""Addresses of this host: which are its alone, and from which one it reaches others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which other processes ran on this thread's core, and what this process's threads waited for."""
+"""Other processes that ran on this thread's core, and what this process's threads waited for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class CoreUse:
-    """A process that ran on the core last, and how long since the look before, on whatever core."""
+    """A process that ran on the core last, and its time on any core since the look before."""
 
     pid: int
     name: str
@@ -29,7 +29,7 @@ class CoreNeighbours:
         self._before: dict[int, float] = {}
 
     def look(self) -> tuple[CoreUse, ...]:
-        """The processes that used this thread's core most since the look before, most first."""
+        """Return the processes that used this thread's core most since the look before, most first."""
         used: dict[int, float] = {}
         found = []
         core = _core_of_this_thread()
@@ -76,7 +76,7 @@ def frequency_ratio() -> float | None:
 
 
 def stolen_s() -> float:
-    """What the machine that hosts this one took from all its cores together; 0 if the kernel does not say."""
+    """Return the time that a hypervisor took from all cores together; 0 if the kernel does not say."""
     try:
         with Path("/proc/stat").open() as file:
             return _TICK_S * int(file.readline().split()[8])

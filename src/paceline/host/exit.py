@@ -3,8 +3,9 @@
 Rules
 1. A daemon thread that comes back from C++ into an interpreter that is ending aborts the process (before Python 3.14).
    So threads are ended before.
-2. A process forked from a rank (a worker of a DataLoader, os.fork) has the rank's objects, but not its threads, and
-   shares its sockets and memory. It neither waits for those threads, nor tells other ranks that this one has left.
+2. A process forked from a rank (a worker of a DataLoader, os.fork) has the rank's objects, but not its threads. It
+   shares the rank's sockets and memory. It neither waits for those threads, nor tells other ranks that this one has
+   left.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def keep_for_ever(owner: object) -> None:
 
 
 def _forget_parents() -> None:
-    """In a forked process (rule 2): none of Paceline's endings and finalizers (`weakref.finalize`) are its own."""
+    """Drop Paceline's endings and finalizers (`weakref.finalize`) in a forked process (rule 2)."""
     _endings.clear()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # no other way to list them
         found = finalizer.peek()

@@ -43,14 +43,14 @@ def _write(pid: int, content: bytes) -> None:
     try:
         looking = select.poll()
         looking.register(file, select.POLLOUT)
-        if looking.poll(_PATIENCE_MS):  # a pipe that nobody reads would hold us up
+        if looking.poll(_PATIENCE_MS):  # a pipe without a reader would block here
             os.write(file, content[:_MOST_BYTES])
     finally:
         os.close(file)
 
 
 def _duplicate(pid: int) -> int | None:
-    """That file, by the kernel's leave to trace the process (Linux 5.6)."""
+    """Duplicate that file into this process, if the kernel lets it trace the other (Linux 5.6)."""
     with contextlib.suppress(OSError, AttributeError):
         handle = os.pidfd_open(pid)
         try:

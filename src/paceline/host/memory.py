@@ -1,4 +1,4 @@
-"""How much memory does this machine have to spare?"""
+"""The memory that this machine has to spare."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> float:
-    """What can be had without swapping, by the kernel and by the limit of this container; 0 where neither says."""
+    """Return the bytes that can be allocated without swapping, also by this container's limit; 0 if unknown."""
     found = math.inf
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())

@@ -1,4 +1,4 @@
-"""What the kernel says about processes of this host: their state, start time and namespaces."""
+"""Facts from the kernel about processes of this host: their state, start time and namespaces."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def whereabouts(*namespaces: str) -> str:
 
 @dataclass(frozen=True)
 class Vitals:
-    """What the kernel says of a process at one moment."""
+    """The state of a process at one moment, by the kernel."""
 
     state: str  # as of `state_of`
     is_ending: bool  # It has begun to end. Its sockets and its pidfd say so later, when its memory is free.
@@ -77,7 +77,7 @@ class VitalSigns:
 
 @dataclass(frozen=True)
 class ProcessCard:
-    """Who a process is, so that others can tell whether it is still there. Written into stores as `words`."""
+    """The identity of a process, by which others can tell whether it still exists. Stores hold it as `words`."""
 
     pid: int  # its id
     start_time: str  # as of `start_time_of`

@@ -1,4 +1,4 @@
-"""Where a process is that does not answer: its Python stack, read from outside, and what the kernel says it waits for.
+"""The stack of a process that does not answer, read from outside, and what the kernel says it waits for.
 
 Rules
 1. py-spy first, where it is installed: it reads the process's memory, also while another thread holds the GIL.
@@ -26,7 +26,7 @@ from pathlib import Path
 from paceline.host.processes import is_stopped, state_of
 
 _PY_SPY_S, _ANSWER_S, _PAUSE_S = 5.0, 1.0, 0.02
-_SIGNAL = signal.SIGRTMIN + 7  # hardly anybody's, unlike SIGUSR1 and SIGUSR2
+_SIGNAL = signal.SIGRTMIN + 7  # few programs use it, unlike SIGUSR1 and SIGUSR2
 _PR_SET_PTRACER = 0x59616D61
 _STATES = {"D": "waits for a disk", "T": "is stopped", "t": "is stopped by a debugger", "Z": "has ended"}
 # What the kernel calls the places in which a thread sleeps, and what that is to a reader.
@@ -74,7 +74,7 @@ class Stack:
 
 
 def answer_signals(folder: Path) -> None:
-    """Let whoever started this process read its stack: by the signal, into a file there, and by py-spy. Local."""
+    """Let the launcher of this process read its stack: by the signal, into a file there, and by py-spy. Local."""
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
         file = _answer_file(folder, os.getpid()).open("w")
         faulthandler.register(_SIGNAL, file=file, all_threads=True)
@@ -94,7 +94,7 @@ def stack_of(pid: int, folder: Path | None = None) -> Stack:
 
 
 def kernel_words(pid: int) -> str:
-    """What the process's main thread does in the kernel: in words, and by the kernel's name."""
+    """Return what the process's main thread does in the kernel: in words, and by the kernel's name."""
     state = state_of(pid)
     if state in _STATES:
         return _STATES[state] if state != "T" else f"is stopped by a signal (kill -CONT {pid} continues it)"

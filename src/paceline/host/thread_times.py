@@ -1,4 +1,4 @@
-"""What the kernel says of the calling thread: on a core, waiting for one, stopped by a quota.
+"""Times of the calling thread, by the kernel: on a core, waiting for one, stopped by a quota.
 
 Each file is opened once and read by `pread`: a microsecond each, fifteen times less than opening it.
 """
@@ -74,7 +74,7 @@ def _numbers(file: int, count: int) -> list[int]:
 
 
 def _throttled_s(words: bytes) -> float:
-    """Of a cgroup's cpu.stat: version 2 counts microseconds, version 1 nanoseconds."""
+    """Return the throttled time in a cgroup's cpu.stat: version 2 counts microseconds, version 1 nanoseconds."""
     for line in words.splitlines():
         if line.startswith(b"throttled_usec "):
             return 1e-6 * int(line.split()[1])

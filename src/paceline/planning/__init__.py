@@ -1,4 +1,4 @@
-"""What training asks before it acts: how long a step would take, which shares end soonest; pure Python."""
+"""Predictions that training asks for before it acts: the time of a step, the shares that end soonest. Pure Python."""
 
 from paceline.planning.decision import Decision, Rules, decide
 from paceline.planning.replay import AlphaBetaCost, BucketLoad

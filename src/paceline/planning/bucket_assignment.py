@@ -1,19 +1,19 @@
-"""Which gradients share a bucket: pure functions from sizes to buckets, no tensors.
+"""The assignment of gradients to buckets: pure functions of sizes, without tensors.
 
 Rules
 1. Gradients of one (dtype, device) share buckets; a sparse gradient has one of its own.
 2. A bucket is closed by the gradient that brings it to its cap, so it may exceed the cap by one gradient. What remains
    is the last bucket. Cutting from the end, the remainder is bucket 0; under half a cap it joins bucket 1. A bucket
    then has no more bytes than all before it, so that the first ones grow.
-3. Buckets are numbered in the order in which they close when gradients become ready in the given order;
-   those still open at the end follow, by their last gradient. So bucket i is full before bucket i+1 is.
+3. Buckets are numbered in the order in which they close when gradients become ready in the given order. Those still
+   open at the end follow, by their last gradient. So bucket i is full before bucket i+1 is.
 4. Gradients of a unit share buckets with no others, and its last one closes one: a step may leave out what it skips.
    The cap of later buckets holds for all of them.
 5. Only sizes, keys and the order go in: the same input gives the same plan on every rank.
 
-Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3. We differ from torch's rule in the last part
-of rule 3: torch appends the open buckets in registration order, or in the order of a hash map; and in the
-default for CPUs of several hosts, whose caps are others and count from the end.
+Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3. Two things differ from torch. Torch appends the open
+buckets in registration order, or in the order of a hash map. Our default for CPUs of several hosts has other caps,
+which count from the end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MANY_RANKS_BYTES_EACH = MEBIBYTE // 2  # of a bucket, for each rank
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """What planning has to know about one gradient: its size and what it may share a bucket with."""
+    """One gradient: its size, and a key that the gradients of its bucket share."""
 
     size_bytes: int  # of the gradient
     key: Hashable  # gradients of different keys share no bucket
@@ -49,7 +49,7 @@ class GradientSpec:
 
 @dataclass(frozen=True)
 class BucketCaps:
-    """How many bytes close a bucket: the first, the second, ...; the last cap repeats."""
+    """The numbers of bytes that close the first bucket, the second, ...; the last number repeats."""
 
     caps_bytes: tuple[float, ...]  # in the order in which buckets are cut
     # Buckets are cut from the last gradient on: the first cap is that of the last bucket.
@@ -153,7 +153,7 @@ def assign_buckets(specs: Sequence[GradientSpec], order: Sequence[int], caps: Bu
 
 
 def _cap_of(bucket: _OpenBucket, unit: int | None, caps: BucketCaps, left_bytes: int) -> float:
-    """Of a bucket to which so many bytes are left, with its own; from the end, these are all before it (rule 2)."""
+    """Return the cap of a bucket to which so many bytes are left; from the end, these are all before it (rule 2)."""
     cap = caps.of(len(bucket.closed)) if unit is None else caps.caps_bytes[-1]
     return min(cap, max(left_bytes / 2, caps.least_bytes)) if caps.from_end else cap
 

@@ -22,7 +22,7 @@ _WORTH_SAYING = 0.05  # of a step: what a codec that is not among the candidates
 
 @dataclass(frozen=True)
 class Rules:
-    """When a codec is turned on, and when off again.
+    """The savings at which a codec is turned on, and off again.
 
     Attributes:
         on_ratio: The fraction of a step's duration that it must save, by prediction, to be turned on.
@@ -105,7 +105,7 @@ class Decision:
         return f"{first}. {exposed} {_crossover_words(option)}."
 
     def words_on_the_rest(self, step_s: float) -> str:
-        """What is still exposed of a step that takes `step_s`, and what would save more; empty if nothing would."""
+        """Return the exposed part of a step of `step_s`, and what would save more; empty if nothing would."""
         better = [option for option in self.further if 1 - option.step_s / step_s > _WORTH_SAYING]
         if not better:
             return ""

@@ -1,7 +1,7 @@
-"""In which order gradient pieces are sent when the next forward hides them: the sequence, the gain, the least time.
+"""The order in which gradient pieces are sent when the next forward hides them, with its gain and the least time.
 
-A step in the steady state: backward makes buckets ready one after another, the link sends one piece at a time, and the
-next forward runs until it needs a bucket that is not there. Bucket 0 is ready first and needed last.
+In the steady state of a step, backward makes buckets ready one after another, and the link sends one piece at a time.
+The next forward runs until it needs a bucket that is not there. Bucket 0 is ready first and needed last.
 
 Rules
 1. Whenever the link is free, it takes the ready piece that forward needs first. What is ready but needed late fills the
@@ -53,7 +53,7 @@ def cut(num_elements: Sequence[int], element_bytes: Sequence[int]) -> list[Piece
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """What a plan is made from."""
+    """The measured times and sizes from which an order is planned."""
 
     # Of each bucket: seconds from the beginning of backward until its gradients are there.
     ready_s: tuple[float, ...]
@@ -105,7 +105,7 @@ def _sent(
 def arrivals(
     pieces: Sequence[Piece], order: Sequence[int], step: MeasuredStep, rate_bytes_per_s: float
 ) -> list[float]:
-    """When each bucket has arrived, in seconds from the beginning of backward, if pieces are sent in this order."""
+    """Return the time at which each bucket has arrived, in seconds from the beginning of backward, in this order."""
     arrived_s = [0.0] * len(step.ready_s)
     now_s = 0.0
     for place in order:
@@ -131,7 +131,7 @@ class Gain:
 
     @property
     def saved_ratio(self) -> float:
-        """Of a step without it; below 0 if it is longer."""
+        """Fraction of a step without overlap that is saved; below 0 if the step is longer."""
         return 1 - self.with_s / self.without_s if self.without_s else 0.0
 
     def __str__(self) -> str:

@@ -80,7 +80,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Replay:
-    """When everything happened, in seconds from the start of backward."""
+    """The times of all events of a step, in seconds from the start of backward."""
 
     computed_s: float  # backward was done
     arrivals_s: tuple[float, ...]  # each bucket had been reduced

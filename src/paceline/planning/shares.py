@@ -1,10 +1,10 @@
 """Shares by speed: how long a rank takes for n samples, learnt from its steps, and the shares that finish soonest.
 
 A step ends when its last rank has its gradients. Rank r takes T_r(n) = f_r + a_r n seconds for n > 0 samples of a step,
-and nothing for 0. The shares with the smallest max T_r(n_r), for a given sum of n_r, are those at which no rank could
-give one sample to another without ending later: all finish together, up to a sample. The makespan is the time until
-the last rank is done. Its lower bound is what fractions of samples would reach: the T at which sum (T - f_r) / a_r is
-the whole batch.
+and nothing for 0. We look for the shares with the smallest max T_r(n_r), for a given sum of n_r. With them no rank
+could give a sample to another one that would still end sooner: all finish together, up to a sample. The makespan is
+the time until the last rank is done. Its lower bound is what fractions of samples would reach: the T at which sum (T
+- f_r) / a_r is the whole batch.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class SpeedEstimate:
 
     @property
     def error_ratio(self) -> float:
-        """By how much the median step at the present size may be wrong, relative to it.
+        """Return by how much the median step at the present size may be wrong, relative to it.
 
         Twice its standard error, and more while few steps were seen, because all of them may have been disturbed.
         """

@@ -4,11 +4,11 @@ Rules
 1. How buckets follow each other is `replay`'s; here is what each of them costs.
 2. A reduction takes a fixed time plus a time for each byte of gradients, which include compressing and decompressing.
 3. Processor time for compressing, taken from cores that are busy computing, delays gradients as launching does.
-4. Times are those of the slowest rank and count from the end of the step before, so a step's duration is the time at
+4. Times are those of the slowest rank and count from the end of the step before. So a step's duration is the time at
    which its last bucket is finished.
 
-Source: the picture is that of Li et al., VLDB 2020, section 3.2.3; the fixed time and the time a byte are the
-alpha-beta model of a message, applied to a whole collective.
+Source: the picture is that of Li et al., VLDB 2020, section 3.2.3. The fixed time and the time per byte are
+the alpha-beta model of a message, applied to a whole collective.
 """
 
 from __future__ import annotations

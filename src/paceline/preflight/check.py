@@ -62,7 +62,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Checkup:
-    """What was found, on one machine or on all of a launch."""
+    """The findings on one machine, or on all machines of a launch."""
 
     hosts: tuple[Host, ...]  # one a rank
     links: tuple[Link, ...] = ()  # between every two ranks, in both directions; empty for a single rank
@@ -105,7 +105,14 @@ def check_here() -> Checkup:
 
 
 def check_with_others() -> Checkup | None:
-    """As a rank of a launch: all machines and links; None but on rank 0. Collective. Raises PairsError."""
+    """Check all machines and links as a rank of a launch. Return None on ranks other than 0.
+
+    Contract:
+        Collective.
+
+    Raises:
+        PairsError: Two ranks cannot reach each other.
+    """
     import torch.distributed as dist  # noqa: PLC0415  takes seconds
 
     from paceline.process_group.connections import address_towards  # noqa: PLC0415
@@ -264,6 +271,6 @@ def _summary(checkup: Checkup) -> str:
 
 
 def _num_hosts() -> int:
-    """Of the launch, as far as its launcher says; only whether it is one matters."""
+    """Return 1 if the launcher says that all ranks are on this host, and otherwise 2, for several."""
     here, everybody = os.environ.get("LOCAL_WORLD_SIZE", ""), os.environ.get("WORLD_SIZE", "1")
     return 1 if here == everybody else 2

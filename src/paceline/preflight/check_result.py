@@ -1,4 +1,4 @@
-"""What was looked at on this machine, what was found, and what mends it."""
+"""The result of a check on this machine: its topic, the finding and the remedy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Level = Literal["good", "note", "bad"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        topic: What; a check's own is known to whoever asks it (`looked_at`).
-        found: What was found, with numbers.
+        topic: Name of the check; filled in by `looked_at`.
+        found: The finding, with numbers.
         level: "bad": a training fails or is slow here. "note": it may be, depending on what it does. "good" otherwise.
         remedy: A command that mends it, or what to do; "" where nothing has to be done.
     """

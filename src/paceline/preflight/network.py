@@ -1,4 +1,4 @@
-"""How this host is found and how it sends: its name, its interfaces, its kernel's settings of TCP. Imports no torch."""
+"""Checks of this host's network: its name, its interfaces, its kernel's settings of TCP. Imports no torch."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _speed(folder: Path) -> str:
 
 
 def _interface_of_route() -> str:
-    """Of the default route, by the kernel's table."""
+    """Return the interface of the default route, by the kernel's table."""
     try:
         rows = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
     except OSError:

@@ -1,10 +1,10 @@
-"""Whether every two ranks reach each other, how long a message takes between them and how fast the link is.
+"""A check of every pair of ranks: whether they reach each other, the time of a message and the rate of the link.
 
 Rules
-1. Two ranks talk over a connection of their own, one pair of each rank at a time, so that no link is shared: in round r
-   of a tournament (the circle method) every rank has one partner, and after P-1 rounds everyone has met everyone.
-2. A rank listens on its address towards the job's master only, and talks to who knows the word that the ranks have
-   exchanged through the job's store. Bytes that arrive are counted, never interpreted.
+1. Two ranks talk over a connection of their own, and each rank has one partner at a time, so that no link is shared.
+   The pairs of a round follow the circle method of tournaments. After P-1 rounds every rank has met every other.
+2. A rank listens on its address towards the job's master only. It talks only to peers that know the secret which the
+   ranks have exchanged through the job's store. Bytes that arrive are counted, never interpreted.
 3. Nothing waits for ever: a connection, an answer and a round have time limits, and what failed is what was found out.
 """
 
@@ -35,11 +35,11 @@ _CHUNK = bytes(1 << 18)
 
 @dataclass(frozen=True)
 class Link:
-    """From one rank to another.
+    """The measured link from one rank to another.
 
     Attributes:
-        source: Who sent.
-        target: Who received.
+        source: The sending rank.
+        target: The receiving rank.
         latency_s: Half of a round trip of one byte.
         bytes_per_s: Rate of the largest message, over one TCP connection.
         error: Why there is no connection, in words; "": there is one.
@@ -54,7 +54,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Card:
-    """Where a rank can be reached, and what it knows of itself."""
+    """The address of a rank, with facts about its host."""
 
     host: str
     address: str
@@ -85,7 +85,7 @@ def measure(store: Any, rank: int, num_ranks: int, address: str) -> tuple[list[L
 
 
 def rounds(num_ranks: int) -> Iterator[dict[int, int]]:
-    """Who meets whom in each round; with an odd number one rank pauses."""
+    """Yield the pairs of ranks of each round; with an odd number one rank pauses."""
     places: list[int | None] = list(range(num_ranks))
     if num_ranks % 2:
         places.append(None)
@@ -138,7 +138,7 @@ def _accept(listener: socket.socket, word: str) -> socket.socket:
         with contextlib.suppress(OSError):
             if hmac.compare_digest(_receive(line, _WORD_BYTES), bytes.fromhex(word)):
                 return line
-        line.close()  # somebody else
+        line.close()  # a stranger
 
 
 def _probe(line: socket.socket) -> tuple[float, float]:

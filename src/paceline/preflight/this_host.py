@@ -1,4 +1,4 @@
-"""What the kernel allows on this host: cores, memory that is shared, limits of a process, clocks. Imports no torch."""
+"""Checks of this host's kernel: cores, shared memory, limits of a process, clocks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def frequency(root: Path = _ROOT) -> CheckResult:
 
 
 def memory(root: Path = _ROOT) -> CheckResult:
-    """What is free, and whether something has been swapped out."""
+    """Check how much memory is free, and whether something has been swapped out."""
     text = (root / "proc/meminfo").read_text()
     lines = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in text.splitlines()}
     used = lines["SwapTotal"] - lines["SwapFree"]
@@ -144,7 +144,7 @@ def temporary_files() -> CheckResult:
 
 
 def _allowed_cores(root: Path) -> float | None:
-    """Of this process's cgroup and those around it, by either version of cgroups."""
+    """Return the cores that this process's cgroup and its parents allow, by either version of cgroups."""
     mount = root / "sys/fs/cgroup"
     folders = [each for folder in cpu_groups(root) for each in (folder, *folder.parents)]
     limits = [_cores(folder) for folder in folders if folder.is_relative_to(mount)]
@@ -152,7 +152,7 @@ def _allowed_cores(root: Path) -> float | None:
 
 
 def _cores(folder: Path) -> float | None:
-    """What one cgroup allows; None: as many as there are."""
+    """Return the cores that one cgroup allows; None for no limit."""
     if (file := folder / "cpu.max").exists():
         limit, period = file.read_text().split()
     elif (file := folder / "cpu.cfs_quota_us").exists():
@@ -163,7 +163,7 @@ def _cores(folder: Path) -> float | None:
 
 
 def _is_intel_pstate(root: Path) -> bool:
-    """Its powersave is other drivers' schedutil."""
+    """Return whether the driver is intel_pstate, whose `powersave` is what others call `schedutil`."""
     file = root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_driver"
     return file.exists() and file.read_text().strip().startswith("intel_pstate")
 

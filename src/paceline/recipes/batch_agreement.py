@@ -31,7 +31,7 @@ class OwnPart:
     problem: ConfigurationError | None = None  # why it cannot train by it
 
     def as_numbers(self) -> list[int]:
-        """What is gathered; a rank with a problem has no valid batch."""
+        """Return the numbers that ranks gather; a rank with a problem has no valid batch."""
         if self.problem is not None:
             return [0, 0, 0, 1]
         digest = hashlib.sha256(self.settings.encode()).digest()

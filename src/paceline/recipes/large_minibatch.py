@@ -3,8 +3,8 @@
 Rules
 1. Each group's reference rate is what is right for `reference_batch` samples a step. The peak rate is that times the
    scaling rule of (global batch / reference batch); the curve leads from one to the other and down again.
-2. Time is counted in samples. So a change of the batch moves neither the warm-up's end nor a milestone of the decay: it
-   changes the peak rate, from the next step on, and how many steps are left.
+2. Time is counted in samples. So a change of the batch moves neither the warm-up's end nor a milestone of the decay. It
+   changes the peak rate, from the next step on, and the number of steps that are left.
 3. The global batch is learnt from the ranks, never assumed: local batch of each rank x micro-steps.
 4. Whatever changes the batch is recorded, with the sample at which it happened, and can be forbidden. Shares that move
    within a batch of the same size change no rate, and need not be told.
@@ -31,7 +31,7 @@ from paceline.reductions.noise_scale import GradientNoiseScale
 
 @dataclass(frozen=True)
 class BatchChange:
-    """When the batch became what it is."""
+    """A change of the global batch."""
 
     samples: int  # trained before
     batch: str  # from then on, in words
@@ -109,7 +109,7 @@ class LargeMinibatch(LRScheduler):
         super().__init__(optimizer)
 
     def _find_problem(self, batch: object, accumulation: object) -> ConfigurationError | None:
-        """What this rank can tell by itself; returned, so that the others hear of it before it is raised."""
+        """Return the mistake that this rank sees by itself, if any; the others hear of it before it is raised."""
         try:
             rate_factor(self.scaling, 1, self.reference_batch)
             _check_rates(self.optimizer)

@@ -1,1 +1,1 @@
-"""What a run's records look like to people: a timeline of all ranks, and a page with the verdict first."""
+"""Views of a run's records for people: a timeline of all ranks, and a page with the verdict first."""

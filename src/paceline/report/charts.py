@@ -28,7 +28,7 @@ _MOST_POINTS = 1000
 
 
 def phases(run: Run) -> str:
-    """Of each rank, the median of every phase, stacked."""
+    """Draw the medians of every phase, stacked, for each rank."""
     shown = run.ranks[:_MOST_RANKS]
     medians = {rank.header.rank: medians_of(rank.steps) for rank in shown}
     scale = max((sum(phases.values()) for phases in medians.values()), default=0.0)
@@ -61,7 +61,7 @@ def phases(run: Run) -> str:
 
 
 def medians_of(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Of each phase; the first steps do not count where there are others."""
+    """Return the median of each phase; the first steps do not count where there are others."""
     phases = [step.phases_s() for step in steps[3:] or steps]
     return {name: median(each.get(name, 0.0) for each in phases) for name in ORDER} if phases else {}
 
@@ -146,7 +146,7 @@ def _off(clocks: Iterable[ClockOffset]) -> str:
 
 
 def _timeline(step: StepRecord, at_s: float, names: set[str]) -> Iterable[Span]:
-    """What a rank did in a step that begins there; adds the names of that."""
+    """Yield the spans of a rank's step that begins at `at_s`; add their names to `names`."""
     for name, start_s, end_s in step.spans():
         names.add(name)
         inset = name in ("garbage", "recording", "checkpoint")

@@ -1,7 +1,7 @@
 """A run as a timeline in Chrome's trace event format, which Perfetto and chrome://tracing open: all ranks, one clock.
 
-Each rank is a process with these tracks: its training (a slice a step; within it loading, forward, backward, waiting
-for others, optimizer), and as many tracks of buckets as are under way at once, each bucket first queued, then sent. An
+Each rank is a process. Its first track is its training: a slice per step, and within it loading, forward, backward,
+waiting for others, optimizer. As many further tracks show buckets as are under way at once: first queued, then sent. An
 arrow leads from the rank whose gradients were there last to the end of each other rank's wait. There is none if the
 clocks may be off by more than that rank was late.
 
@@ -44,7 +44,7 @@ class Timeline:
 
     @property
     def text(self) -> str:
-        """As a file: JSON, an event a line."""
+        """Return the content of the file: JSON, an event per line."""
         lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in self.events)
         facts = json.dumps(self.facts)
         return f'{{"displayTimeUnit":"ms","otherData":{facts},"traceEvents":[\n{lines}\n]}}\n'
@@ -158,7 +158,7 @@ def _training(rank: int, step: StepRecord, clock: _Clock) -> Iterator[Event]:
 
 
 def _marks(rank: RankRun, step: StepRecord, clock: _Clock) -> Iterator[Event]:
-    """When the gradients of torch's layers were there: evenly chosen ones, and the last."""
+    """Yield marks for the times at which gradients of torch's layers were ready: evenly chosen ones, and the last."""
     marks = step.gradients
     stride = max(1, math.ceil(len(marks) / _MOST_MARKS))
     for place, (label, at_s) in enumerate(marks):
@@ -198,7 +198,7 @@ def _bucket(rank: int, track: int, step: StepRecord, bucket: BucketTiming, clock
 
 
 def _arrows(run: Run, steps: dict[int, list[StepRecord]], clocks: dict[int, _Clock]) -> Iterator[Event]:
-    """From the rank that was last to the ends of the others' waits, a flow each."""
+    """Yield a flow from the rank that was last to the end of each other rank's wait."""
     if len(run.ranks) < 2:
         return
     error_s = sum(sorted(clock.error_s for clock in clocks.values())[-2:])

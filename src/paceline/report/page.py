@@ -139,7 +139,7 @@ def _known(values: Sequence[int | None]) -> float:
 
 
 def _predicted(diagnosis: Diagnosis, table: StepTable) -> str:
-    """What was measured beside what the records' replay says is possible."""
+    """Return the measured step next to the one that a replay of the records says is possible."""
     if not len(table):
         return ""
     fastest = median(median(rank.work_s for rank in row) for row in table.rows)

@@ -70,7 +70,7 @@ SCHEDULES: dict[str, Algorithm] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for a message, among what, and why."""
+    """The algorithm chosen for a message, with the prices of all candidates and the reason."""
 
     schedule: Schedule
     prices: Mapping[str, Price]

@@ -3,9 +3,9 @@
 Halving, round t: ranks at distance 2^t, which hold the same range, send each other the half that they do not
 keep. After log2 P rounds each holds a P-th, reduced; the all-gather is the mirror image.
 Binary blocks: the ranks form groups of the sizes of P's binary digits, the largest first, and each group halves by
-itself. A group that is done sends its result, range by range, to the next larger group, in the round that this needs
-anyway: its members already know which range they will keep. So a number of ranks that is no power of two takes no
-further round.
+itself. A group that is done sends its result, range by range, to the next larger group. It does so in a round that the
+larger group needs anyway, as its members already know which range they will keep. So a number of ranks that is no
+power of two takes no further round.
 
 Rounds: 2 floor(log2 P).
 Bytes sent per rank of a group of s ranks, n the message: 2(s-1)/s n, and n/s more for each neighbour group.

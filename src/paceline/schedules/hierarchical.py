@@ -1,9 +1,9 @@
 """Hierarchical all-reduce: reduce inside each host, all-reduce across hosts, distribute inside each host.
 
 The message is cut into as many shards as the smallest host has ranks. On every host the ranks with the first local
-indices own one shard each: they fold it from all ranks of the host (one round), all-reduce it with the owners of
-the same shard on the other hosts (any flat all-reduce; all shards at once, so every owner of a host uses its
-link), and give the result to the ranks of their host (one round).
+indices own one shard each. First an owner folds its shard from all ranks of the host, in one round. Then it all-reduces
+the shard with the same shard's owners on the other hosts, by any flat all-reduce. All shards go at once, so every owner
+of a host uses its link. In the last round the owner gives the result to the ranks of its host.
 
 Hosts of unequal size: ranks beyond the smallest host's number own nothing; they only give and receive. A host's
 link is shared by its ranks, so more owners would not make it faster.

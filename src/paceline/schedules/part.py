@@ -16,7 +16,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What this rank sends to, or receives from, `peer` in one round: blocks `first` to `last` (excluded)."""
+    """Blocks `first` to `last` (excluded) that this rank sends to `peer`, or receives from it, in one round."""
 
     peer: int
     first: int
@@ -30,7 +30,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class RankRound:
-    """What a rank does in one round."""
+    """One rank's part of one round."""
 
     finalize: tuple[Range, ...]
     """Blocks whose reduction this rank has completed and now sends out: to be averaged and rounded before."""
@@ -53,7 +53,7 @@ class Part:
 
 @lru_cache(maxsize=64)
 def part_of(schedule: Schedule, rank: int) -> Part:
-    """What `rank` does in `schedule`."""
+    """Return the part of `rank` in `schedule`."""
     live: set[int] = set()  # folded here, not finalized yet, and not sent to another rank to be folded there
     accumulates: set[int] = set()
     rounds = []

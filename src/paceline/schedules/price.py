@@ -1,7 +1,7 @@
-"""What a schedule costs: exact numbers of rounds and bytes, and the time that an alpha-beta model predicts.
+"""The price of a schedule: exact numbers of rounds and bytes, and the time that an alpha-beta model predicts.
 
-The model, for a round in which a host's ranks send w bytes to each other and its ranks send and receive b bytes
-from other hosts (each direction by itself; the larger counts), with at most m messages from one rank:
+In a round a host's ranks send w bytes to each other, and b bytes to or from other hosts: the larger of both directions.
+One rank sends at most m messages. The model is:
 
     t = alpha + (m - 1) message_s + max over hosts of max(w / B_within, b / B_between) + folding
 
@@ -22,7 +22,7 @@ from paceline.schedules.topology import Link, Links, Topology
 
 @dataclass(frozen=True)
 class Price:
-    """What one collective costs."""
+    """The price of one collective."""
 
     rounds: int
     bytes_sent: tuple[int, ...]

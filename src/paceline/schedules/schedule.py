@@ -4,7 +4,7 @@ Rules
 1. The message, a flat buffer of the same length on every rank, is cut into `num_blocks` blocks (`cut`).
 2. A round's transfers are concurrent: each sends what its source held before the round. The target folds what
    arrives into its own blocks, in the order of the round, or overwrites them.
-3. Folding is commutative; the smaller rank's value is the left operand, so two ranks that exchange and fold the
+3. Folding is commutative, and the smaller rank's value is the left operand. So two ranks that exchange and fold the
    same two values hold the same bits.
 4. What overwrites is final. A rank that sent a block so, or received it so, neither folds into it nor sends it
    to be folded again. (A 16-bit message relies on it: partial sums travel as 32 bits, results as 16.)
@@ -63,7 +63,7 @@ class Schedule:
 
     @cached_property
     def partial(self) -> tuple[tuple[bool, ...], ...]:
-        """For each transfer of each round, whether it carries a partial result: to be folded, and folded before."""
+        """Return which transfers carry a partial result, by round: one that was folded before and is folded again."""
         folded: set[tuple[int, int]] = set()
         answer = []
         for transfers in self.rounds:
@@ -80,7 +80,7 @@ class Schedule:
 
     @cached_property
     def introduces(self) -> tuple[tuple[bool, ...], ...]:
-        """For each transfer of each round, whether it is its source's first sent or its target's first received."""
+        """Return which transfers are their source's first sent or their target's first received, by round."""
         sent: set[int] = set()
         received: set[int] = set()
         answer = []
@@ -198,8 +198,8 @@ class Collectives(NamedTuple):
 def from_gather(name: str, gather: Callable[[int], Rounds]) -> Collectives:
     """Derive a reduce-scatter and an all-reduce from the rounds of an all-gather.
 
-    Rank r's block r reaches every rank; the mirror image leaves block r of the reduction on rank r, and its other
-    blocks undefined; an all-reduce is both.
+    In the all-gather rank r's block r reaches every rank. The mirror image leaves block r of the reduction on rank r,
+    and its other blocks undefined. An all-reduce is both.
     """
 
     @lru_cache(maxsize=32)

@@ -1,4 +1,4 @@
-"""Which host each rank is on, and the latency and bandwidth of the links within and between hosts."""
+"""The topology: each rank's host, and the latency and rate of the links within and between hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LINKS = re.compile(r"within=(\S+)\s+between=(\S+)")
 
 @dataclass(frozen=True)
 class Topology:
-    """Which host each rank is on; hosts are numbered 0 to H-1 in any order."""
+    """The host of each rank; hosts are numbered 0 to H-1 in any order."""
 
     host_of_rank: tuple[int, ...]
 
@@ -60,7 +60,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Link:
-    """What a host can send (and, at the same time, receive) over one connection, shared by all its ranks."""
+    """A connection of a host, shared by all its ranks, which sends and receives at the same time."""
 
     latency_s: float
     """From the start of a round to the arrival of an empty message, when every rank sends one."""
@@ -83,7 +83,7 @@ class Links:
     fold_s_per_byte: float = 0.0
 
     def to_numbers(self) -> list[float]:
-        """As one list, for messages."""
+        """Return all numbers as one list, for messages."""
         links = (self.within, self.between)
         return [x for link in links for x in (link.latency_s, link.bytes_per_s, link.message_s)] + [
             self.fold_s_per_byte

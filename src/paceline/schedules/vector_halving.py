@@ -3,19 +3,19 @@
 The ranks are the leaves of a tree over 0 to P-1; each node's left side gets the larger half of its ranks. 2^m is the
 largest power of two up to P, and the nodes of depth m have one rank or two.
 1. Fold in: the second of two ranks gives its whole message to the first, which stands for both (none if P = 2^m).
-2. m levels, from depth m-1 up to the root: the 2^m ranks that are left exchange halves with the partner at distance 1,
-   2, 4, ... among them, as in halving-doubling. At each level a *team*, the ranks under one node, holds one
+2. There are m levels, from depth m-1 up to the root. The 2^m ranks that are left exchange halves with the partner at
+   distance 1, 2, 4, ... among them, as in halving-doubling. At each level a *team*, the ranks under one node, holds one
    pair of vectors; each member has a part of both. It computes partial dot products, the team sums them (*completion*,
    a small all-reduce within the team, by recursive doubling), and then each folds its part.
 3. The same backwards: ranks give what they hold to those they had it from.
 
-Hosts with several ranks: the message is cut into as many shards as the smallest host has ranks. Before 1 each owner
-folds its shard from its host's ranks (an ordinary sum); 1 to 3 run for all shards at once, a host in the place of a
-rank and a team being all owners on its hosts; in the end owners give the result to their host's ranks.
+Hosts with several ranks: the message is cut into as many shards as the smallest host has ranks. Before step 1 each
+owner sums its shard over its host's ranks. Steps 1 to 3 run for all shards at once, with a host in the place of a
+rank. A team is all owners on its hosts. In the end owners give the result to their host's ranks.
 
-Rounds: 2 log2 P, for P a power of two; else two more; with several ranks a host (H hosts in place of P) two more.
-Completions: one a level, of ceil(log2 team size) rounds.
-Bytes sent, n the message: 2(P-1)/P n by each rank for P a power of two. Else, Q = 2^m, at most 2(Q-1)/Q n + n.
+Rounds: 2 log2 P, for P a power of two; otherwise two more. With several ranks per host two more, and H hosts count as
+P. Completions: one a level, of ceil(log2 team size) rounds. Bytes sent, n the message: 2(P-1)/P n by each rank for P
+a power of two. Else, Q = 2^m, at most 2(Q-1)/Q n + n.
 
 Source: Maleki et al. 2021, "Scaling distributed training with adaptive summation", section 4.2 (AdasumRVH). There P is
 a power of two; folding in, the tree for any P and hosts with several ranks are ours.
