@@ -241,7 +241,11 @@ def plain_findings(path: Path) -> Iterator[Finding]:
             if docstring:
                 line = node.body[0].lineno
                 first = docstring.split("\n", maxsplit=1)[0]
-                if re.split(r"[\s,:;.]+", docstring.lower(), maxsplit=1)[0] in OPENINGS:
+                opening = re.split(r"[\s,:;.]+", docstring.lower(), maxsplit=1)[0]
+                is_property = any(
+                    "property" in ast.dump(each) for each in getattr(node, "decorator_list", ())
+                )
+                if opening in OPENINGS and not (is_property and opening == "whether"):
                     yield Finding(
                         Prose(path, line, docstring), first, "a docstring begins with a verb or a noun phrase"
                     )

@@ -1,4 +1,4 @@
-"""What a run's records say: which rank or link delays steps, why, and what a step would be without it."""
+"""The diagnosis of a run from its records: the rank or link that delays steps, why, and a step without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What delays all ranks alike, so that none is late: threads or other processes on their cores, small buckets."""
+"""Causes that delay all ranks alike, so that none is late: threads or other processes on their cores, small buckets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SMALL_BYTES, _MANY = 256 * 1024, 8
 
 @dataclass(frozen=True)
 class Everybody:
-    """Why all ranks are slow."""
+    """A cause that makes all ranks slow."""
 
     kind: str  # a name for scripts
     host: str  # where; "": everywhere
@@ -44,7 +44,7 @@ def _by_host(run: Run) -> dict[str, list[RankRun]]:
 
 
 def _too_many_threads(run: Run, table: StepTable) -> Everybody | None:
-    """On one host: threads that compute outnumber the cores, and threads of its ranks wait for one."""
+    """Find a host on which threads that compute outnumber the cores, and threads of its ranks wait for one."""
     for host, ranks in _by_host(run).items():
         threads = sum(rank.header.num_threads for rank in ranks)
         cores = max(rank.header.num_cpus for rank in ranks)
@@ -68,7 +68,7 @@ def _too_many_threads(run: Run, table: StepTable) -> Everybody | None:
 
 
 def _shared_cores(run: Run, table: StepTable) -> Everybody | None:
-    """On one host: its ranks wait for cores, and others took at least as much of these as a rank waits."""
+    """Find a host whose ranks wait for cores, of which other processes took at least as much as a rank waits."""
     taken = taken_on_hosts(run)
     for host, ranks in _by_host(run).items():
         numbers, used = {x.header.rank for x in ranks}, taken[host]

@@ -1,9 +1,9 @@
-"""Which rank is late and why, by what the kernel and the records say of it and of the others.
+"""The search for the rank that is late, and for the reason, in what the kernel and the records say of all ranks.
 
 Rules
-0. Work is compared without waits for a core first. Only then a rank may be late because it waits for one, and only if
-   it waits much longer than every other rank, or processes that were seen on its core alone account for what it waits
-   longer: on a crowded machine all wait, and chance makes one of them the last.
+0. Work is compared without waits for a core first. Only then a rank may be late because it waits for one. It must wait
+   much longer than every other rank, or processes seen on its core alone must account for the difference. On a crowded
+   machine all wait, and chance makes one of them the last.
 1. Phases that are their own cause come first: garbage collection, checkpoints.
 2. Throttling is asked before waiting for a core, which contains it; unequal work before a slower core.
 3. What differs from the other ranks counts, never the number alone.
@@ -29,14 +29,14 @@ _COMPUTES = {"forward", "backward", "computation", "other"}
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a rank is late."""
+    """The reason why a rank is late."""
 
     kind: str  # a name for scripts
     words: str  # for people, after "because"
 
 
 def late_rank(run: Run, table: StepTable) -> tuple[Culprit, Cause] | None:
-    """Who delays the steps, and why; None: nobody enough, or nobody but by chance (rule 0)."""
+    """Return the rank that delays the steps, and why; None if no rank does, or only by chance (rule 0)."""
     alone = table.without_queueing()
     own, any_way = find_culprit(alone), find_culprit(table)
     if (
@@ -181,7 +181,7 @@ class _Facts:
         return Cause("core shared", f"it waits {ms(queued_s)} a step for a core{who}")
 
     def _neighbour(self) -> str:
-        """Who else used the culprit's core most, no rank of this run; "": nobody was seen."""
+        """Return the process outside this run that used the culprit's core most; "" if none was seen."""
         used = {} if self._culprit.rank is None else taken_from_cores(self._run)[self._culprit.rank]
         return max(used, key=used.__getitem__, default="")
 

@@ -1,6 +1,6 @@
-"""What would hide or shorten communication that backward leaves exposed, and the step that each is predicted to give.
+"""Remedies that hide or shorten exposed communication, each with the step that it is predicted to give.
 
-The buckets of Paceline's reducer say when each was ready and how long it was under way, so a step's link can be played
+The buckets of Paceline's reducer say when each was ready and how long it was under way. So a step's link can be played
 again: with other buckets, with half the bytes, or hidden by the next forward as well. Torch's reducer says neither.
 """
 
@@ -77,7 +77,7 @@ def hiding(run: Run, table: StepTable) -> tuple[tuple[str, Prediction], ...]:
 
 
 def _larger_buckets(link: _Link, cost: AlphaBetaCost, now_s: float) -> tuple[str, float]:
-    """Of so many neighbours made one bucket each, the number with the shortest step, and what it gains."""
+    """Return how many neighbours to make one bucket for the shortest step, and what that gains."""
     best, together = (0.0, 0.0), 2
     while together < 2 * len(link.sizes):
         starts = range(0, len(link.sizes), together)
@@ -105,7 +105,7 @@ def _gained_by_overlap_s(link: _Link) -> float:
 
 
 def _link_of(run: Run) -> _Link | None:
-    """Of the last steps with the same buckets on all ranks; None: torch's, overlapping already, or too few."""
+    """Return the link of the last steps with equal buckets on all ranks; None for torch's, or too few steps."""
     rows = run.rows()[-64:]
     sizes = [x.size_bytes for x in rows[-1][0].buckets] if rows else []
     alike = [row for row in rows if all([x.size_bytes for x in record.buckets] == sizes for record in row)]
@@ -126,7 +126,7 @@ def _link_of(run: Run) -> _Link | None:
 
 
 def _times(record: StepRecord) -> tuple[list[float], list[float], float, float] | None:
-    """When a rank's buckets were ready, how long under way, its backward, its forward; None: not in this step."""
+    """Return when a rank's buckets were ready, how long under way, its backward and forward; None if unknown."""
     began = [x for x in record.intervals if x.phase == "backward"]
     if not began:
         return None

@@ -9,7 +9,7 @@ from paceline.observe.run_reading import Run
 
 
 def taken_from_cores(run: Run) -> dict[int, dict[str, float]]:
-    """Of each rank, for what share of the time each process that is no rank of this run was seen on its core."""
+    """Return, for each rank, the share of the time that each process outside this run was seen on its core."""
     own = {x.header.pid for x in run.ranks}
     found: dict[int, dict[str, float]] = {}
     for rank in run.ranks:
@@ -35,9 +35,9 @@ def taken_on_hosts(run: Run) -> dict[str, dict[str, float]]:
 
 
 def waits_for_processes(run: Run, table: StepTable) -> tuple[float, ...]:
-    """Of each rank's waits for a core, by column, the share that is for processes that are no ranks.
+    """Return the share of each rank's waits for a core, by column, that is for processes that are no ranks.
 
-    Who waits for a core waits for whoever computes on it meanwhile, and for each as much as it computes.
+    A thread that waits for a core waits for the processes that compute on it, for each as long as it computes.
     """
     taken = taken_on_hosts(run)
     hosts = {x.header.rank: x.header.host for x in run.ranks}

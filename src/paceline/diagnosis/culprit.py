@@ -1,4 +1,4 @@
-"""Who delays the steps, in which phase, and when: always, since a step, now and then, by turns; or nobody.
+"""The search for the rank that delays the steps, in which phase, and when: always, since a step, or now and then.
 
 Rules, in this order; each asks for 5 % of a step, below which nothing is said
 1. One rank has most work in 70 % of the steps, and its median lead is large enough: always, or since an onset.
@@ -34,7 +34,7 @@ _COMPUTES = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Culprit:
-    """Who delays the steps."""
+    """The rank that delays the steps."""
 
     rank: int | None  # None: it changes
     # as `run_records.PHASES`; "other": Python between them; "computation": all of forward and backward
@@ -51,7 +51,7 @@ class Culprit:
 
 
 def find_culprit(table: StepTable) -> Culprit | None:
-    """Who delays the steps; None: nobody enough. Needs two ranks and a dozen steps."""
+    """Return the rank that delays the steps; None if none does enough. Needs two ranks and a dozen steps."""
     if len(table) < FEWEST_STEPS or len(table.ranks) < 2:
         return None
     seen = _Seen(table)
@@ -114,7 +114,7 @@ class _Seen:
         )
 
     def _costs_s(self, indices: Sequence[int], of: Callable[[int], Hashable]) -> list[tuple[Any, float]]:
-        """What steps cost by something that they have, dearest first."""
+        """Return the cost of steps, grouped by a property that they have, dearest first."""
         found: dict[Hashable, float] = {}
         for i in indices:
             found[of(i)] = found.get(of(i), 0.0) + self.leads_s[i][self.late[i]]
@@ -186,7 +186,7 @@ class _Seen:
 
 
 def _spread_s(row: Sequence[RankStep]) -> float:
-    """By how much ranks differ that are not the last one."""
+    """Return by how much the ranks differ that are not the last one."""
     works = sorted(rank.work_s for rank in row)
     return works[-2] - works[0]
 

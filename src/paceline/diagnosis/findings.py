@@ -57,13 +57,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What can be said of a run.
+    """The diagnosis of a run.
 
     Attributes:
-        finding: What delays its steps most; None: nothing worth a word, or too little is known.
+        finding: The cause that delays its steps most; None if it is too small, or too little is known.
         health: What is wrong with the ranks' numbers.
-        num_steps: Compared.
-        num_ranks: Compared.
+        num_steps: Number of steps compared.
+        num_ranks: Number of ranks compared.
         step_s: The median step; 0: none.
         silence: Why nothing is said, if nothing is.
         not_measured: What might be the cause and was not looked at.
@@ -134,7 +134,7 @@ def diagnose(run: Run) -> Diagnosis:
 
 
 def _crowd(table: StepTable) -> str:
-    """What all ranks wait for cores, if that is worth a word."""
+    """Return a sentence on how long all ranks wait for cores; "" if it is short."""
     waited_s = median(rank.host.queued_s - rank.host.throttled_s for row in table.rows for rank in row)
     if waited_s < LEAST_RATIO * table.step_s:
         return ""
@@ -142,7 +142,7 @@ def _crowd(table: StepTable) -> str:
 
 
 def _finding(run: Run, table: StepTable) -> Finding | None:
-    """What delays the steps most: a rank, a link, or something that all ranks have in common."""
+    """Return the cause that delays the steps most: a rank, a link, or something that all ranks have in common."""
     late, link = late_rank(run, table), None
     if exposed_s(table) > LEAST_RATIO * table.step_s:
         link = slow_link(edges_of(run))
@@ -286,7 +286,7 @@ def _of_all(run: Run, table: StepTable) -> Finding | None:
 
 
 def _named(run: Run, rank: int) -> str:
-    """Its number, and its host's name where there are several."""
+    """Return the rank's number, and its host's name where there are several."""
     several = len({x.header.host for x in run.ranks}) > 1
     return f"{rank} (host {_host(run, rank)})" if several else str(rank)
 

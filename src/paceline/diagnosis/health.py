@@ -1,4 +1,4 @@
-"""Whether the ranks still train the same model, and whose gradients were not finite."""
+"""Checks of the ranks' numbers: whether they still train the same model, and whose gradients were not finite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.observe.run_records import Health
 
 
 def health_of(run: Run) -> tuple[str, ...]:
-    """What is wrong with the ranks' numbers, in words; nothing if they agree."""
+    """Return what is wrong with the ranks' numbers, in words; nothing if they agree."""
     return (
         *_apart(run, "parameters", lambda x: x.fingerprint),
         *_apart(run, "buffers", lambda x: x.buffers),
@@ -49,7 +49,7 @@ def _apart(run: Run, what: str, of: Callable[[Health], str]) -> Sequence[str]:
 
 
 def _not_finite(run: Run) -> list[str]:
-    """Whose gradients were the first. If every rank's were, it may as well have been the parameters before."""
+    """Name the rank whose gradients were the first. If every rank's were, the parameters may be the cause."""
     found = [(x.step, rank, x.not_finite) for rank in run.ranks for x in rank.health if x.not_finite]
     if not found:
         return []

@@ -1,10 +1,10 @@
-"""Which host's link is slow, lossy or far, from what both ends of every connection between ranks have counted.
+"""The search for the host whose link is slow, lossy or far, in the counters of every connection between ranks.
 
 Rates are acknowledged bytes over the time in which something was not yet acknowledged. Which of a link's two directions
 is slow cannot be told from that: acknowledgements wait in the same queue. It is told by the rate at which data arrive
 while some do, at the host and at those that it sends to. In a ring others wait for the slow one, so that their mean
-falls, too, but what arrives there does so fast, with breaks. So of the host with the lowest means, these have to be far
-below the others', or one direction's arrivals far and its means a little.
+falls, too, but data arrive there fast, with breaks. So the lowest means of a host have to be far below the others'. Or
+one direction's arrivals are far below, and its means a little.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LEAST_BYTES = 0.1  # of the busiest connection: others carry no gradients
 
 @dataclass(frozen=True)
 class Edge:
-    """What one rank sent to another."""
+    """The traffic from one rank to another."""
 
     source: int  # whose counters they are
     target: int  # who is at the other end
@@ -103,7 +103,7 @@ def slow_link(edges: Iterable[Edge]) -> SlowLink | None:
     edges = tuple(edges)
     ranks = {x for edge in edges for x in (edge.source, edge.target)}
     if len(ranks) < 3:
-        return None  # of two ends, nobody can say whose it is
+        return None  # both ends claim it, so its owner is unknown
     loses = _lossy(edges)
     if loses is not None and loses.value >= _SLOW_BY_LOSS:
         return loses
@@ -173,7 +173,7 @@ def _links(samples: Iterable[Sample]) -> list[LinkCounters]:
 
 
 def _is_within_a_host(link: LinkCounters) -> bool:
-    """No link carries it, whichever ranks they are."""
+    """Return whether both ends are on one host, so that no link carries it."""
     return link.local.rpartition(":")[0] == link.remote.rpartition(":")[0]
 
 

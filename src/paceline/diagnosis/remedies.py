@@ -1,4 +1,4 @@
-"""What would help, and what a step is then predicted to take; None where nothing recorded says it."""
+"""Remedies, each with the predicted step; None where the records do not say it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _OF_CAUSE = {
 
 
 def remedies_of(run: Run, table: StepTable, culprit: Culprit, cause: Cause) -> tuple[Remedy, ...]:
-    """For a late rank: what removes the cause, and shares by speed where these help and others do not."""
+    """Return remedies for a late rank: what removes the cause, and shares by speed where nothing else helps."""
     left = table
     if cause.kind == "core shared":  # processes slow other ranks, too
         left = table.with_shorter_waits(waits_for_processes(run, table))
@@ -70,7 +70,7 @@ def remedies_of(run: Run, table: StepTable, culprit: Culprit, cause: Cause) -> t
 
 
 def _balanced(table: StepTable, first: int) -> Prediction | None:
-    """With shares by speed: what computing a sample takes on each rank, and what is fixed, in the median."""
+    """Predict a step with shares by speed, from the time per sample and the fixed time of each rank, in the median."""
     rows = table.rows[first:]
     speeds, works = [], []
     for place in range(len(table.ranks)):
@@ -89,14 +89,14 @@ def _per_sample_s(rank: RankStep) -> float:
 
 
 def remedies_of_waiting(run: Run, table: StepTable) -> tuple[Remedy, ...]:
-    """For communication that nothing hides, shortest step first; where nothing is known of buckets, what may help."""
+    """Return remedies for exposed communication, shortest step first; without records of buckets what may help."""
     if any(x.header.wrapper == "torch" for x in run.ranks):
         return (Remedy("use paceline.DistributedDataParallel with overlap_forward=True", None),)
     return tuple(starmap(Remedy, hiding(run, table)))
 
 
 def remedies_of_link(run: Run, table: StepTable, link: SlowLink) -> tuple[Remedy, ...]:
-    """For a slow link: what it would be at the others' rate, and what leaves less to wait for."""
+    """Return remedies for a slow link: the step at the others' rate, and what leaves less to wait for."""
     if exposed_s(table) <= 0:
         return ()
     if link.kind == "rate":
@@ -116,7 +116,7 @@ def remedies_of_link(run: Run, table: StepTable, link: SlowLink) -> tuple[Remedy
 
 
 def scored(before: Diagnosis, now: Diagnosis) -> tuple[str, ...]:
-    """What an earlier run's remedies predicted, beside the step measured since; nothing if either is unknown."""
+    """Compare what an earlier run's remedies predicted with the step measured since; nothing if either is unknown."""
     remedies = [*(before.finding.remedies if before.finding else ()), *before.remedies]
     if not now.step_s or not before.step_s:
         return ()

@@ -1,7 +1,7 @@
-"""A run's steps side by side: of every rank, where its own work went, from the end of its last backward.
+"""A table of a run's steps: where each rank's own work went, from the end of its last backward.
 
-No common clock is needed. All ranks leave a backward at almost the same moment, so each measures from there to its own
-last gradient: the one with most work is the one that the others wait for.
+No common clock is needed. All ranks leave a backward at almost the same moment. So each measures from there to its own
+last gradient, and the others wait for the rank with most work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Part = tuple[str, str]
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank did in one step."""
+    """The work of one rank in one step."""
 
     parts: dict[Part, float]  # seconds of its work by phase and layer
     work_s: float  # their sum, up to its own last gradient
@@ -55,7 +55,7 @@ class StepTable:
         return [median(rank.step_s for rank in row) for row in self.rows]
 
     def leads_s(self) -> list[list[float]]:
-        """Of each step and rank, by how much its work is longer than the longest of the others."""
+        """Return by how much each rank's work is longer than the longest of the others, for each step."""
         found = []
         for row in self.rows:
             works = [rank.work_s for rank in row]
@@ -95,7 +95,7 @@ class StepTable:
         return replace(self, rows=tuple(map(shorter, self.rows)))
 
     def excess_s(self, index: int, place: int) -> dict[Part, float]:
-        """By part, what a rank's work in a step is longer than the median of the others'."""
+        """Return by how much each part of a rank's work in a step is longer than the median of the others'."""
         row = self.rows[index]
         parts = set().union(*(rank.parts for rank in row))
         return {
@@ -105,7 +105,7 @@ class StepTable:
         }
 
     def more_than_others(self, index: int, place: int, value: Callable[[RankStep], float]) -> float:
-        """In one step, a rank's value less the median of the others'."""
+        """Return a rank's value less the median of the others', in one step."""
         values = [value(rank) for rank in self.rows[index]]
         return values[place] - median(_others(values, place))
 
@@ -133,7 +133,7 @@ def table_of(run: Run) -> StepTable:
 
 
 def _host_facts(rank: RankRun) -> dict[int, HostFacts]:
-    """Of each step: its own, or those of the next step that has some, which are the average of both."""
+    """Return the facts of each step: its own, or the next step's that has some, which are the average of both."""
     found, facts = {}, HostFacts()
     for record in reversed(rank.steps):
         facts = record.host or facts

@@ -1,8 +1,8 @@
-"""What a step would be without the culprit: the recorded steps are played again, with one rank's work replaced.
+"""Prediction of a step without the culprit: the recorded steps are played again, with one rank's work replaced.
 
-A step ends when the last rank's work does, and what was exposed of communication after it. In the replay, the guilty
-phases of the culprit take what another rank took for them in the same step, drawn at random: without its delay it still
-has jitter as others do. With the others' median in its place, predictions were 2 to 5 % too short (notebook).
+A step ends when the last rank's work does, and then what was exposed of communication. In the replay, the guilty phases
+of the culprit take what another rank took for them in the same step, drawn at random. So the culprit keeps the jitter
+that others have. With the others' median in its place, predictions were 2 to 5 % too short (notebook).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def with_wire(run: Run, table: StepTable, wire_s: float) -> Prediction | None:
 
 
 def _buckets(record: StepRecord, rank: RankRun) -> tuple[list[float], list[int]]:
-    """When each was ready, and its bytes; of torch's DDP as it fills them, layer after layer as they are ready."""
+    """Return when each bucket was ready, and its bytes; torch's DDP fills them layer after layer."""
     if record.buckets:
         return [x.ready_s for x in record.buckets], [x.size_bytes for x in record.buckets]
     ready_s, sizes, filled = [], [], 0
@@ -141,7 +141,7 @@ def _phases_s(rank: RankStep, phases: frozenset[str]) -> float:
 
 
 def _step_s(row: tuple[RankStep, ...], works: Mapping[int, float], left: float = 1.0) -> float:
-    """With what is left of the exposed communication of now, which does not depend on who was last."""
+    """Return the step with a part `left` of the exposed communication, which does not depend on who was last."""
     before_s = max(x.work_s for x in row)
     return left * (median(x.step_s for x in row) - before_s) + max(works.values())
 

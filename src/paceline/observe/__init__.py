@@ -1,4 +1,4 @@
-"""What happened in a step, and when: the records that reports, planners and traces read.
+"""Records of what happened in a step, and when: reports, planners and traces read them.
 
 The records import torch's profiler; the format of a trace, which `paceline plan` reads, imports nothing.
 """

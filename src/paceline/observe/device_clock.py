@@ -54,7 +54,7 @@ def clock_of(device: torch.device) -> HostClock | DeviceClock:
 
 
 def name_of(device: torch.device) -> str:
-    """What a device is called, in words."""
+    """Return a device's name, in words."""
     if device.type == "cpu":
         return f"{platform.machine()} CPU"
     named = getattr(torch.get_device_module(device), "get_device_name", None)

@@ -1,4 +1,4 @@
-"""When a device came to the stations of one backward: marks on its streams, which become times once it has come past.
+"""Times at which a device came to the stations of one backward: events on its streams, read once it has passed them.
 
 The host runs ahead of a device: what it sees of a step is when it told the device to do something. So a step's record
 has host times at first, and others once the device has done the step.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class BucketMarks:
-    """Of one bucket."""
+    """The events of one bucket."""
 
     launched: Any  # behind its last gradient
     done: Any = None  # where its collective has ended; None: the group does not say

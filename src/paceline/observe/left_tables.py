@@ -54,7 +54,7 @@ def _leave() -> None:
 
 
 def found_in(folder: Path) -> Iterator[str]:
-    """What to print of the tables that ranks have left there: those of the first rank, and who differs."""
+    """Yield what to print of the tables that ranks have left there: the first rank's, and the ranks that differ."""
     by_rank: dict[int, list[Mapping[str, Any]]] = {}
     for path in sorted(folder.glob("timings.*")):
         by_rank.setdefault(int(path.name.split(".")[1]), []).extend(parse_json(path.read_bytes()))

@@ -1,8 +1,8 @@
-"""How far a rank has got in the collectives of each of its groups, where its launcher can read it: a mapped file.
+"""A rank's progress in the collectives of each of its groups, in a mapped file that its launcher can read.
 
 Rules
-1. A rank counts a collective as it enters it, before anything can hang in it. So who hangs has counted less.
-2. Writing is a store to memory: it needs no lock, no system call and nobody who reads.
+1. A rank counts a collective as it enters it, before anything can hang in it. So a rank that hangs has counted less.
+2. Writing is a store to memory: it needs no lock, no system call and no reader.
 3. The file lies in the launch's folder, which the launcher removes. Without a launcher of ours nothing is written.
 4. Times are of `time.monotonic()`, one clock for all processes of a host.
 """
@@ -34,7 +34,7 @@ _FILE_BYTES = _HEADER.size + _NUM_SLOTS * _SLOT_BYTES
 
 @dataclass(frozen=True)
 class Entered:
-    """How far one rank has got in one group's collectives."""
+    """The progress of one rank in one group's collectives."""
 
     rank: int  # in the job
     pid: int  # its process
@@ -91,7 +91,7 @@ class _File:
         return self._slots.get(group)
 
     def _opened(self) -> mmap.mmap | None:
-        """One of this process's own; None if nobody wants it, or nobody is there to wait for."""
+        """Return this process's file; None without a launcher that reads it, or for a single rank."""
         folder, rank = os.environ.get(VARIABLE), os.environ.get("RANK", "")
         if not folder or not rank.isdecimal() or os.environ.get("WORLD_SIZE") == "1":
             return None
@@ -116,7 +116,7 @@ _num_begun = 0
 def begin_again() -> None:
     """Count from nothing: this rank has another number from now on, or is in no group. Local.
 
-    The file goes, so that nobody reads where this rank has waited; counters from before count for nobody.
+    The file is removed, so that no reader sees where this rank has waited. Earlier counters no longer count.
     """
     global _file, _num_begun  # noqa: PLW0603  one a process
     _file.remove()
@@ -138,12 +138,12 @@ os.register_at_fork(after_in_child=_forget_parents)
 
 
 def counter(name: str, ranks: Sequence[int]) -> Counter | None:
-    """This rank's count in the group of this name and ranks, anew or going on; None if nobody reads it. Local."""
+    """This rank's count in the group of this name and ranks, anew or going on; None if it has no reader. Local."""
     return _file.counter(name, ranks)
 
 
 def read(folder: Path) -> Iterator[Entered]:
-    """How far the ranks are that write in this folder; processes that have ended included."""
+    """Yield the progress of the ranks that write in this folder; processes that have ended included."""
     for path in folder.glob("progress.*"):
         with contextlib.suppress(OSError, struct.error, UnicodeDecodeError, ValueError):
             yield from _read(path.read_bytes())
@@ -164,7 +164,7 @@ def _read(content: bytes) -> Iterator[Entered]:
 
 
 def _words(ranks: Sequence[int]) -> str:
-    """As `0-3,6`; nothing if that is too long."""
+    """Return ranks as `0-3,6`; nothing if that is too long."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

@@ -1,9 +1,9 @@
 """Brings the ranks' clocks together: what to add to each rank's times, and how far off that may be. No torch.
 
-Ranks under one boot of one kernel share `perf_counter`. Others are aligned by the ends of their steps, which all leave
-at almost the same moment: within a round trip, or a chunk after each other on a slow ring. Drift is taken out by them,
-too: two good clocks part by a millisecond in a minute. No collective of our own is used: a rank that is not recorded
-would not take part in it.
+Ranks under one boot of one kernel share `perf_counter`. Others are aligned by the ends of their steps. All ranks
+leave a step at almost the same moment: within a round trip, or a chunk after each other on a slow ring. Drift is
+taken out by them, too: two good clocks part by a millisecond in a minute. No collective of our own is used: a rank
+that is not recorded would not take part in it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _offset(first: RankRun, rank: RankRun) -> ClockOffset:
 
 
 def _slope(ends: Sequence[tuple[float, float]]) -> float:
-    """Of the median of the last third against that of the first; 0 for few."""
+    """Return the slope from the median of the first third to that of the last; 0 for few."""
     if len(ends) < _FEWEST_FOR_DRIFT:
         return 0.0
     third = len(ends) // 3

@@ -57,7 +57,7 @@ def begin_run(folder: Path, command: Sequence[str]) -> RunHeader:
 
 
 def header_of(folder: Path) -> RunHeader:
-    """Who runs what in a folder. Raises ConfigurationError if it holds no run that this version reads."""
+    """Return the header of the run in a folder. Raises ConfigurationError if this version reads none there."""
     try:
         found = parse_json((folder / _HEADER).read_bytes())
         is_run, version = found["format"] == RUN_FORMAT, found["version"]

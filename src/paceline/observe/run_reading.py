@@ -1,6 +1,6 @@
 """Reads a run folder: as far as it goes, and what is missing in words. No torch.
 
-A file that is cut off, ranks that left nothing, lines of another job or of an unknown kind: they are left out, and
+A file may be cut off, ranks may have left nothing, and lines may be of another job or kind. They are left out, and
 `Run.notes` says so. A folder without a run, or with one of another version, is an error.
 """
 
@@ -19,7 +19,7 @@ from paceline.observe.run_records import Health, Labels, RankHeader, Record, Run
 
 @dataclass
 class RankRun:
-    """What one rank left: of its last life, if it was started again."""
+    """The records of one rank; of its last process, if it was started again."""
 
     header: RankHeader  # who it is
     steps: list[StepRecord] = field(default_factory=list)  # in order
@@ -51,7 +51,7 @@ class Run:
 
     @property
     def num_ranks(self) -> int:
-        """As the ranks say; 0 if none left anything."""
+        """Number of ranks, as their headers say; 0 if none left anything."""
         return max((rank.header.num_ranks for rank in self.ranks), default=0)
 
     def rows(self) -> list[tuple[StepRecord, ...]]:

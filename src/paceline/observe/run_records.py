@@ -1,4 +1,4 @@
-"""What is recorded of a run: a step of a rank, facts of its host, counters of its links. Plain numbers, no torch.
+"""The records of a run: a step of a rank, facts of its host, counters of its links. Plain numbers, no torch.
 
 `run_folder` writes them, `run_reading` reads them. Times are seconds of the rank's own `time.perf_counter()`, which
 never steps; fields named `_unix_s` are the host's clock, for people. Across ranks: `run_clocks`.
@@ -58,7 +58,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What the kernel says of the training thread during one step; 0 where it does not say."""
+    """The kernel's facts about the training thread during one step; 0 where it does not say."""
 
     cpu_s: float = 0.0  # time on a core
     queued_s: float = 0.0  # ready to run, and waiting for a core; contains `throttled_s`
@@ -93,7 +93,7 @@ class StepRecord:
 
     @property
     def work_s(self) -> float:
-        """From the end of the backward before to its own last gradient, less waiting: what others cannot prolong."""
+        """Seconds of own work, from the end of the backward before to its own last gradient, less waiting."""
         inner_s = sum(
             max(0.0, min(x.end_s, self.work_ended_s) - max(x.start_s, self.began_s))
             for x in self.intervals
@@ -103,7 +103,7 @@ class StepRecord:
 
     @property
     def waited_s(self) -> float:
-        """For other ranks, in all."""
+        """Seconds in which this rank waited for others."""
         return self.step_s - self.work_s
 
     @property
@@ -200,7 +200,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Health:
-    """What a rank found of its own numbers."""
+    """A rank's findings about its own numbers."""
 
     step: int  # after which
     # of some parameters, the same ones on every rank; equal bits give equal ones. "": none taken
@@ -211,7 +211,7 @@ class Health:
 
 @dataclass(frozen=True)
 class RunHeader:
-    """Who runs what; `run_id` is in every rank's first line, too."""
+    """The run's command, ranks and times; `run_id` is in every rank's first line, too."""
 
     run_id: str
     command: tuple[str, ...]

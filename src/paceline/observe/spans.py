@@ -1,6 +1,7 @@
-"""When this process was in which phase, lately: noted by whoever sees one end, read by who records a step. No torch.
+"""The latest phases of this process, with their times: noted as each ends, read by the recorder of a step. No torch.
 
-One list a process: phases are of the process, not of a model. Appending costs a third of a microsecond.
+There is one list per process, as phases belong to the process and not to a model. Appending costs a third of a
+microsecond.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ _optimizers = _Optimizers()
 
 
 def watch_optimizers() -> None:
-    """Note this process's optimizer steps as phases from now on: each once, whoever asks. May be called often."""
+    """Note this process's optimizer steps as phases from now on: each once. May be called often."""
     _optimizers.watch()
 
 
@@ -236,7 +236,7 @@ class StepTimings:
         return self._under_way
 
     def table(self, num_steps: int = HISTORY_STEPS) -> str:
-        """Where the time of the last `num_steps` went, in words: of each part the median, the most and its share."""
+        """Return where the time of the last `num_steps` went: the median, the most and the share of each part."""
         steps = self.recent(num_steps)
         if not steps:
             return "no step has been synchronized yet"
@@ -299,7 +299,7 @@ class StepTimings:
 
 
 def tell(subject: str, text: str) -> None:
-    """Say what an option has decided: to the logger `paceline.SUBJECT` where somebody listens, to stderr otherwise."""
+    """Say what an option has decided: to the logger `paceline.SUBJECT` if it has a handler, to stderr otherwise."""
     logger = logging.getLogger(f"paceline.{subject}")
     if logger.hasHandlers():
         logger.info(text)

@@ -150,7 +150,7 @@ class WorkloadRecording:
 
 @dataclass(frozen=True)
 class _MicroStep:
-    """Marks of one that is done, and its samples; None: nobody can tell."""
+    """The marks of a micro-step that is done, and its samples; None if unknown."""
 
     start: Any
     last_gradient: Any
@@ -206,7 +206,7 @@ class _Model:
             self.forward_marks[name] = self.clock.mark()
 
     def header(self, name: str | None) -> dict[str, Any]:
-        """Of the layers that got a gradient in the first step."""
+        """Return the header of a trace: the layers that got a gradient in the first step."""
         self.used = [layer for layer in self.layers if layer in self.gradient_marks]
         num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         return {

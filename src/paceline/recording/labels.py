@@ -26,7 +26,7 @@ def layer_of_each(module: Module) -> tuple[list[str], list[tuple[Parameter, int]
 
 
 def range_of(names: Iterable[str]) -> str:
-    """What parameters of one bucket are called: their layer, or the first and the last one."""
+    """Return a name for the parameters of one bucket: their layer, or the first and the last one."""
     owners = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     if not owners:
         return ""

@@ -34,12 +34,12 @@ class OurSteps:
             watch_phases()
 
     def record_by(self, recorder: Recorder) -> None:
-        """From the next step on, by another recorder, such as one with a run folder."""
+        """Use another recorder from the next step on, such as one with a run folder."""
         self.recorder, self._named = recorder, None
         watch_phases()
 
     def name_buckets(self, buckets: object, labels: Callable[[], list[str]]) -> None:
-        """What they hold; `buckets` is another object whenever they were cut anew, and else nothing is asked."""
+        """Take the names of the buckets' content. Ask for them only if `buckets` is another object than before."""
         if buckets is not self._named:
             self._named = buckets
             self.recorder.name(Labels(tuple(labels())))
@@ -47,7 +47,7 @@ class OurSteps:
     def begin_forward(
         self, batch: BatchCounts, module: Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """Before a forward of these arguments that may be differentiated, in the step with these counts."""
+        """Count a forward of these arguments that may be differentiated, before it, in the step with these counts."""
         begins_step = not batch.has_begun
         batch.add(inputs, kwargs)
         if begins_step and self.recorder.wants_fingerprint:

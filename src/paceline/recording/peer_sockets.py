@@ -1,11 +1,11 @@
-"""Counters of the TCP connections that this process holds, whoever opened them: the kernel's `TCP_INFO`.
+"""Counters of all TCP connections that this process holds: the kernel's `TCP_INFO`.
 
-Whose end the other one is, each rank's file says of itself: readers match addresses, and nothing is exchanged.
+Each rank's file says its own addresses: readers match them, and nothing is exchanged.
 `tcpi_delivery_rate` is not read: a measurement found it the same on links of 20 and of 200 Mbit/s.
 
-Which direction of a link is slow is in none of the counters, as acknowledgements wait in the same queue. It is in how
-data arrive within a collective: for long and slowly on a slow link, fast and with breaks on others, which wait for it.
-So a thread looks, a millisecond apart.
+No counter says which direction of a link is slow, as acknowledgements wait in the same queue. The arrival of data
+within a collective says it. On a slow link data arrive slowly and all the time; on others, which wait for it, fast and
+with breaks. So a thread looks, a millisecond apart.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PeerSockets:
         self._is_watched = False
 
     def watch(self) -> None:
-        """From now on, and as long as counters are asked for, see how fast data arrive from other hosts."""
+        """Begin to watch how fast data arrive from other hosts, as long as counters are asked for."""
         if not self._is_watched and any(map(_crosses_hosts, self._ends.values())):
             self._is_watched = True
             threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
@@ -63,7 +63,7 @@ class PeerSockets:
             now, now_s = [_arrived(file) for file, _ in watched], time.perf_counter()
             num_quiet = num_quiet + 1 if now == before else 0
             for (_, ends), first, last in zip(watched, before, now, strict=True):
-                if last > first and ends in arrives:  # else nobody knows when it began
+                if last > first and ends in arrives:  # otherwise its beginning is unknown
                     # Of looks in a row the first counts for nothing: in the mean, its part and the last one's make one.
                     kept = self._arrivals.setdefault(ends, deque(maxlen=_KEPT))
                     kept.append((last - first, now_s - before_s if arrives[ends] else 0.0))
@@ -91,7 +91,7 @@ class PeerSockets:
                     self._ends[int(name)] = ends
 
     def counters(self) -> tuple[LinkCounters, ...]:
-        """What each of them has counted, since it was made."""
+        """Return what each connection has counted since it was made."""
         self._asked_s = time.monotonic()
         asked = (
             _counters(file, *ends, _rate(self._arrivals.get(ends, ()))) for file, ends in self._ends.items()

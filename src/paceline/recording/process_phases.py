@@ -1,7 +1,7 @@
 """Notes phases that belong to the process: loading, optimizers, checkpoints, garbage collection.
 
-Patched are torch's loader iterators and `torch.save`; optimizers are noted by the hooks that the timings
-have for all of them, and Python's collector has a list of callbacks. It happens once a process that is recorded.
+Torch's loader iterators and `torch.save` are patched. Optimizers are noted by the hooks that the timings have for all
+of them, and Python's collector has a list of callbacks. It happens once per recorded process.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ _FINGERPRINT_STEPS = 64
 
 @dataclass(frozen=True)
 class Work:
-    """What a wrapper knows of a step that has ended; fields as `StepRecord`'s."""
+    """A wrapper's facts about a step that has ended; fields as `StepRecord`'s."""
 
     work_ended_s: float
     ended_s: float
@@ -94,21 +94,21 @@ class Recorder:
         _forget_clock()  # the process may be in another cgroup by now
 
     def name(self, labels: Labels) -> None:
-        """What the indices of gradients or buckets mean from now on."""
+        """Set the names that indices of gradients or buckets stand for from now on."""
         self._labels = labels
         if self._writer is not None:
             self._writer.write(self._labels)
 
     @property
     def wants_fingerprint(self) -> bool:
-        """Whether the parameters are to be looked at now, before the next step; at the same steps on every rank."""
+        """Return whether to look at the parameters now, before the next step; at the same steps on every rank."""
         steps = self._num_steps
         return self._writer is not None and (
             steps in {4, 16} or (steps > 0 and steps % _FINGERPRINT_STEPS == 0)
         )
 
     def note_health(self, fingerprint: str = "", buffers: str = "", not_finite: str = "") -> None:
-        """What this rank found of its own numbers after the last step."""
+        """Record what this rank found of its own numbers after the last step."""
         self._add(Health(self._num_steps, fingerprint, buffers, not_finite))
 
     def lines(self) -> bytes:
@@ -216,7 +216,7 @@ _written_by = 0  # the process that writes to a run folder
 
 
 def _every(step_s: float) -> int:
-    """Of short steps only every second, fourth, ... is kept: a power of two, so that ranks have steps in common."""
+    """Return n if every n-th step is kept: a power of two, so that ranks have steps in common."""
     return 1 if step_s >= _SHORT_S else 2 ** min(6, math.ceil(math.log2(_SHORT_S / max(step_s, 1e-6))))
 
 
@@ -256,7 +256,7 @@ def folder_of_this_rank() -> Path | None:
 
 
 def header_of_rank(folder: Path | None, wrapper: str, device: str, rank: int, num_ranks: int) -> RankHeader:
-    """Who this process is, as its recording begins."""
+    """Return the identity of this process, as its recording begins."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         boot_id += str(Path("/proc/self/ns/time").readlink())

@@ -1,4 +1,4 @@
-"""How many samples and tokens a forward was given: of its first tensor, the first dimension and its whole numbers."""
+"""Counts of samples and tokens in a forward's arguments: the first tensor's first dimension, and its whole numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def samples_and_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Return both; None: nobody can tell. Local; reads shapes only."""
+    """Return both; None if unknown. Local; reads shapes only."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.dim():
             has_tokens = value.dim() > 1 and not value.is_floating_point() and not value.is_complex()
@@ -18,7 +18,7 @@ def samples_and_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
 
 
 class BatchCounts:
-    """How many samples and tokens the forwards of one step were given; None where that is not known."""
+    """Counts of the samples and tokens that the forwards of one step were given; None where unknown."""
 
     def __init__(self) -> None:
         self.has_begun = False  # a forward was counted

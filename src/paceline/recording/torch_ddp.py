@@ -37,7 +37,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def record_torch_ddp() -> None:
-    """From now on, record what the first `DistributedDataParallel` of torch that is made in this process trains."""
+    """Record the training of the first torch `DistributedDataParallel` that this process makes from now on."""
     made: Any = TorchDDP.__init__
 
     @functools.wraps(made)
@@ -111,7 +111,7 @@ class RecordedTorchDDP:
             self._tokens = None if tokens is None else (self._tokens or 0) + tokens
 
     def end_forward(self) -> None:
-        """It has ended: does its backward synchronize?"""
+        """Note whether the backward of the forward that has ended synchronizes."""
         self._synchronizes = self.wrapper.require_backward_grad_sync
 
     def begin_backward(self) -> None:
@@ -119,7 +119,7 @@ class RecordedTorchDDP:
         self._last_s = 0.0
 
     def end_backward(self, began_s: float, ended_s: float, loss: object) -> None:
-        """It has returned; this model took part if there was a gradient of it."""
+        """Record a backward that has returned; this model took part if it got a gradient."""
         if not self._last_s:
             return
         if self._suspect is None and _is_not_finite(loss):
@@ -133,7 +133,7 @@ class RecordedTorchDDP:
         self._recorder.end_step(Work(self._last_s, ended_s, (), tuple(marks), self._samples, self._tokens))
 
     def _first_not_finite(self) -> Parameter | None:
-        """Of the parameters whose gradients are not, the one whose layer's came first; of a layer the last."""
+        """Return the parameter whose gradient was the first that is not finite: by its layer, of a layer the last."""
         bad = [
             (self._ready_s[layer], -i)
             for i, (parameter, layer) in enumerate(self._layer_of)
@@ -161,7 +161,7 @@ def _is_not_finite(loss: object) -> bool:
 
 
 def _patch() -> None:
-    """On classes and functions, not on the wrapper, so that its copies and pickles carry nothing of ours."""
+    """Patch classes and functions, not the wrapper, so that its copies and pickles carry nothing of ours."""
     if not _undo:
         watch_phases()
         _replace(TorchDDP, "forward", _around_forward)
@@ -175,7 +175,7 @@ def _replace(home: Any, name: str, around: Callable[[Callable[..., Any]], Callab
     setattr(home, name, ours)
 
     def undo() -> None:
-        if getattr(home, name) is ours:  # else somebody has wrapped it since
+        if getattr(home, name) is ours:  # otherwise other code has wrapped it since
             setattr(home, name, before)
 
     _undo.append(undo)
