@@ -6,6 +6,7 @@ Steps are simulated: the ranks decide by timings of a link of which the test kno
 from dataclasses import dataclass
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from harness.ranks import pool
@@ -25,9 +26,7 @@ FOLLOWS_STEPS = 24
 @dataclass
 class Parameter:
     bucket: int
-
-    def element_size(self):
-        return 4
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass
