@@ -22,7 +22,7 @@ class _PredictsByDefault(TyperGroup):
 
 
 class _TakesAScript(TyperCommand):
-    """What follows a script are its own arguments, as after torchrun; `--` before it or after it may stand or not."""
+    """A command that takes a script. Words behind the script are its own arguments; `--` is optional."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Divide the words at the script."""
@@ -150,7 +150,7 @@ def predict(
     report: ReportFolder = Path("paceline-report"),
     as_json: AsJson = False,
 ) -> None:
-    """How long is a step on 2, 4, ... devices, what limits it, what would help, what does an epoch cost?"""
+    """Predict the step on 2, 4, ... devices, what limits it, what would help, and the cost of an epoch."""
     from paceline_plan.forecast import forecast
     from paceline_plan.request import PlanRequest
 

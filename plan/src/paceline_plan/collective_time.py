@@ -1,13 +1,14 @@
-"""How long a collective takes on a cluster, and which link makes it so: a fluid model of each round.
+"""The time of a collective on a cluster, and the link that limits it: a fluid model of each round.
 
-In a round, all messages flow at once. Every link carries the sum of the messages that cross it, in each direction by
-itself: a host's link, the links within a host, a rack's uplink. A connection carries no more than its own limit. So
+In a round, all messages flow at once. Links are a host's link, the links within a host, and a rack's uplink. Each
+carries the sum of the messages that cross it, in each direction by itself. A connection carries no more than its own
+limit. So
 
     round = latency + (m - 1) message_s + max over links of (its bytes / its rate) + folding
 
 with m the most messages that one rank sends over such a link. With the same links everywhere that is
-`schedules.price`, exactly, as a test asks. Rounds follow each other and every one ends everywhere: what a rank that is
-ahead might gain is not modelled; the ranks of an all-reduce end within a round of each other anyway.
+`schedules.price`, exactly, as a test asks. Rounds follow each other, and every round ends on all ranks at once. What a
+rank that is ahead might gain is not modelled. The ranks of an all-reduce end within a round of each other anyway.
 
 All of it is proportional to the message, so a collective is a line: fixed seconds, and seconds a byte.
 
@@ -59,12 +60,12 @@ class CollectiveCost:
 
     @property
     def fixed_s(self) -> float:
-        """Whatever the message's size."""
+        """Seconds that do not depend on the message's size."""
         return self.latency_s + self.overhead_s
 
     @property
     def s_per_byte(self) -> float:
-        """For each byte, alone on the links."""
+        """Seconds for each byte, alone on the links."""
         return self.flow_s_per_byte + self.fold_s_per_byte + self.overhead_s_per_byte
 
     def of(self, num_bytes: float) -> float:

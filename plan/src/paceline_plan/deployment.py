@@ -1,4 +1,4 @@
-"""What steps run on, and how their gradients are reduced there: hosts, links, parameter servers, buckets, algorithm.
+"""The deployment of a training: hosts, links and parameter servers, with the buckets and the algorithm in use.
 
 Times are seconds, rates bytes a second, in one direction; a link carries both directions at once.
 """
@@ -30,7 +30,7 @@ class HostLink:
     Attributes:
         bytes_per_s: Payload that it carries a second, in each direction.
         latency_s: From the start of a round to the arrival of an empty message.
-        loss_ratio: Fraction of the packets that the host sends and nobody receives.
+        loss_ratio: Fraction of the packets from the host that are lost.
         message_s: What each further message of a rank in the same round costs it.
     """
 
@@ -230,7 +230,7 @@ class Servers:
             )
 
     def two_way_ratio_on(self, cluster: Cluster) -> float:
-        """That of the link that limits pushes and pulls: 1 if it carries a single connection."""
+        """Return the ratio of the link that limits pushes and pulls: 1 if it carries a single connection."""
         served_s, worker_s = self.s_per_byte(cluster)
         connections = cluster.num_ranks if served_s >= worker_s else self.number * max(cluster.ranks_of_host)
         return self.two_way_ratio if connections > 1 else 1.0
@@ -240,7 +240,7 @@ class Servers:
         return max(1, math.ceil(num_bytes / (self.number * self.piece_bytes)))
 
     def s_per_byte(self, cluster: Cluster) -> tuple[float, float]:
-        """Of pushing, or of pulling, all ranks' gradients: the servers' links, and the fullest worker's."""
+        """Return the time per byte of pushing all gradients: on the servers' links, and on the fullest worker's."""
         workers = max(
             ranks / link.bytes_per_s for ranks, link in zip(cluster.ranks_of_host, cluster.links, strict=True)
         )
@@ -249,7 +249,7 @@ class Servers:
 
 @dataclass(frozen=True)
 class ReductionPlan:
-    """How gradients are reduced.
+    """The way in which gradients are reduced.
 
     Attributes:
         caps_bytes: How many bytes close the first bucket, the second, ...; the last repeats. A bucket is closed by the

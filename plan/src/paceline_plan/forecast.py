@@ -1,4 +1,4 @@
-"""From what the user asked to predictions: a sentence, a table, notes, a figure, JSON, and lines to be scored later."""
+"""The forecast that a user asked for: a sentence, a table, notes, a figure, JSON, and lines to be scored later."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COLOR, _QUIET_COLOR = "#0072b2", "#999999"
 
 @dataclass(frozen=True)
 class KeptPrediction:
-    """What was said."""
+    """A prediction that is kept, to be scored."""
 
     workload: str  # its name
     num_ranks: int  # of the cluster
@@ -120,7 +120,7 @@ def _keep(folder: Path, question: Question, answer: Answer) -> None:
 
 
 def kind_of(cluster: Cluster) -> str:
-    """What sort of cluster it was for."""
+    """Return the kind of a cluster, by which scores are grouped."""
     if cluster.num_ranks == 1:
         return "one rank"
     return "one host" if cluster.num_hosts == 1 else "several hosts"
@@ -210,7 +210,7 @@ def predicted_table(question: Question, answer: Answer) -> Table:
 
 
 def what_would_help(answer: Answer) -> list[str]:
-    """What would help at the knee and at the end."""
+    """Return what would help at the knee and at the end."""
     points = {point.num_ranks: point for point in answer.points if point.savings}
     wanted = dict.fromkeys((answer.knee, answer.points[-1].num_ranks))
     return [
@@ -222,7 +222,7 @@ def what_would_help(answer: Answer) -> list[str]:
 
 
 def notes(question: Question, assumed: str) -> list[str]:
-    """What was measured, what was assumed, what could not be said, and what the band is."""
+    """Return notes: what was measured, what was assumed, what could not be said, and what the band is."""
     workload = question.workload
     what = (
         f"workload: {workload.source}; {workload.gradient_bytes / 1e6:,.1f} MB of gradients in "

@@ -5,14 +5,14 @@ Lemma 3.1: with R = T_O / T_C, the overhead of an iteration over its computing, 
     efficiency = (1 + R) / (1 + G R)        and an efficiency of a needs R <= (1 - a) / (a G - 1).
 
 It assumes that the overhead does not depend on G, and that none of it is hidden. Communication grows with G, so the
-lemma promises too much where a link limits; overlap hides some of it, so it promises too little where one does not.
+lemma promises too much where a link limits. Overlap hides some of it, so it promises too little where no link does.
 
 Lemma 3.2: N_w workers whose gradients are S bytes hide their traffic in the computing time T_C with
 
     N_ps >= 2 S N_w / (B T_C)
 
-parameter servers of B bytes a second. It assumes half-duplex servers with equal shards, that traffic overlaps with
-the whole of T_C (it can only overlap with what comes after the first gradient), and workers' links that never limit.
+parameter servers of B bytes per second. It assumes half-duplex servers with equal shards, and workers' links that never
+limit. It also assumes that traffic overlaps with the whole of T_C, though it begins with the first gradient only.
 Real servers send and receive at once, and have backward only to hide behind: `paceline study parameter-servers`.
 
 Source: Zou et al. 2017, "Distributed Training Large-Scale Deep Architectures", lemmas 3.1 and 3.2; the formulas are
@@ -36,7 +36,7 @@ _MOST_SERVERS = 4096
 
 
 def efficiency(R: float, G: int) -> float:
-    """Of G devices with an overhead of R times the computing (lemma 3.1)."""
+    """Return the efficiency of G devices with an overhead of R times the computing (lemma 3.1)."""
     return (1 + R) / (1 + G * R)
 
 
@@ -95,7 +95,7 @@ def compare_efficiency(
 
 @dataclass(frozen=True)
 class ServerAnswers:
-    """How many parameter servers hide the traffic."""
+    """The numbers of parameter servers that hide the traffic."""
 
     lemma: int  # by lemma 3.2
     half_duplex: int | None  # by the simulator, with servers that send or receive; None: no number hides it
@@ -128,7 +128,7 @@ def compare_servers(
 def _fewest_simulated(
     workload: RecordedWorkload, cluster: Cluster, plan: ReductionPlan, rate: float, *, duplex: bool
 ) -> int | None:
-    """By bisection: with more servers only the pieces of a large bucket get larger, up to the bucket."""
+    """Search by bisection: with more servers only the pieces of a large bucket get larger, up to the bucket."""
 
     def step_s(number: int, bytes_per_s: float) -> float:
         servers = Servers(number, bytes_per_s, duplex)
@@ -146,7 +146,7 @@ def _fewest_simulated(
 
 @dataclass(frozen=True)
 class LemmasBeside:
-    """What both lemmas answer to a question about scaling, beside the simulator."""
+    """The answers of both lemmas to a question about scaling, next to the simulator's."""
 
     num_ranks: int
     efficiency: float

@@ -15,7 +15,7 @@ _LONG_ENOUGH_S = 0.1  # of the message that measures the rate: TCP fills a link 
 
 @dataclass(frozen=True)
 class LinkHere:
-    """What was measured over TCP while all ranks sent at once."""
+    """The link between hosts, measured over TCP while all ranks sent at once."""
 
     num_hosts: int  # between which
     ranks_per_host: int  # of the host with most
@@ -49,7 +49,7 @@ def measure_link() -> tuple[int, LinkHere | None]:
         store = dist.PrefixStore("paceline plan", dist.distributed_c10d._get_default_store())
         gloo = make_gloo(store, rank, num_ranks, timeout, address_towards(topology.num_hosts))
         between = probe(C10dTransport(gloo), topology, _TIMEOUT_S, _LONG_ENOUGH_S).between
-        dist.barrier()  # whoever leaves first takes its connections along
+        dist.barrier()  # a rank that leaves first closes its connections
     finally:
         dist.destroy_process_group()
     most = max(map(len, topology.ranks_of_host))

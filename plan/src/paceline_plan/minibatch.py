@@ -56,7 +56,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a device has, and what training takes of it."""
+    """The memory of a device, and what training takes of it."""
 
     device_bytes: float
     fixed_bytes: float

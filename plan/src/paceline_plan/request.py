@@ -30,7 +30,7 @@ _MESSAGE_S = 5e-6  # of a further message in a round
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the command line says; None: not said, so measured on the hosts that it runs on, or `ASSUMED`."""
+    """The options of the command line; None if not given, and then measured on these hosts or taken from `ASSUMED`."""
 
     source: str  # a script, a file with a workload, a trace or a profile, or the name of a shipped workload
     arguments: tuple[str, ...] = ()  # of the script
@@ -55,7 +55,7 @@ class PlanRequest:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> PlanRequest:
-        """By the names of the command line's options; those that are no field of a request are left out."""
+        """Make a request from the command line's options, by name; those that are no field are left out."""
         fields = {field.name for field in dataclasses.fields(cls)}
         given = {name: value for name, value in options.items() if name in fields}
         return cls(**{**given, "arguments": tuple(given.get("arguments") or ())})
@@ -139,7 +139,7 @@ class PlanRequest:
         return self._rate("rate")
 
     def _latency_s(self) -> tuple[float, float]:
-        """Of a round between hosts, and of a further message in it."""
+        """Return the latency of a round between hosts, and of a further message in it."""
         if self.latency is None and self.link_here is not None:
             return self.link_here.latency_s, self.link_here.message_s
         latency_s = quantities.seconds(self.latency or ASSUMED["latency"], "--latency")
@@ -159,7 +159,7 @@ class PlanRequest:
         return rate
 
     def assumptions(self, recorded_micro_steps: int = 1) -> str:
-        """What nobody said, in words; empty if everything was."""
+        """Return the options that were assumed, in words; empty if all were given or measured."""
         missing = {name: ASSUMED[name] for name in ASSUMED if self.origin(name) == "assumed"}
         if recorded_micro_steps > 1 and self.sync_every is None:
             missing["sync_every"] = f"{recorded_micro_steps} (as recorded)"

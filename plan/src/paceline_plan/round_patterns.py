@@ -130,7 +130,7 @@ def _exchange(ranks: Ranks, distance: int, part: float, *, folds: bool) -> Patte
 
 
 def _scheduled(name: str, ranks: Ranks, ratio: float) -> Iterator[Pattern]:
-    """Whatever the schedule says."""
+    """Yield the rounds of the schedule of this name."""
     schedule = SCHEDULES[name].build(Topology.one_rank_a_host(len(ranks)))
     for round_ in schedule.rounds:
         sent = [ratio * (t.last - t.first) / schedule.num_blocks for t in round_]

@@ -1,14 +1,14 @@
 """Predicts how a workload scales over growing clusters: steps, efficiency, cost, what limits and what helps.
 
-Data parallelism scales weakly: every device keeps its batch, so the work of a step grows with the devices and the time
-of a step should not. Efficiency is the step of one device over the step of N; throughput is N batches a step.
+Data parallelism scales weakly: every device keeps its batch. So the work of a step grows with the devices, and the
+time of a step should not. Efficiency is the step of one device over the step of N; throughput is N batches a step.
 
-What limits is asked, not guessed: the step is simulated again with links of no size, with no latency, with ranks that
-do not vary; whatever would save most is the limit. What helps is asked the same way, of what a user can do.
+The limit is simulated, not guessed. The step is simulated again with infinite rates, without latency, and with ranks
+that do not vary. What would save most is the limit. What helps is found in the same way, among what a user can do.
 
-The band contains what the simulator cannot know: each prediction is repeated with the computing of other recorded
-steps, links and latencies that are better and worse than given, and an error of the model as large as its errors on
-emulated clusters were.
+The band contains what the simulator cannot know. Each prediction is repeated with the computing of other recorded
+steps, and with links and latencies that are better and worse than given. An error of the model is added, as large as
+its errors on emulated clusters were.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Grow = Callable[[int], Cluster]
 
 @dataclass(frozen=True)
 class Setup:
-    """What is simulated: one device's step, on so many devices, reduced in this way."""
+    """One case to simulate: one device's step, on so many devices, reduced in this way."""
 
     workload: RecordedWorkload
     cluster: Cluster
@@ -55,7 +55,7 @@ class Setup:
         return simulate(self.workload, self.cluster, self.plan, num_steps=num_steps, seed=seed)
 
     def step_s(self) -> float:
-        """Without jitter and loss, so that a search does not depend on draws."""
+        """Simulate the step without jitter and loss, so that a search does not depend on draws."""
         calm, quiet = replace(self.workload, relative_steps=()), self.cluster.with_links(loss_ratio=0.0)
         return simulate(calm, quiet, self.plan).step_s
 
@@ -79,8 +79,8 @@ class Point:
     exposed_s: float  # of the step, the communication that backward does not hide
     efficiency: float  # the step of one device over this one
     speed_up: float  # throughput over that of one device
-    samples_per_s: float | None  # none if nobody said how many a step has
-    epoch_s: float | None  # none likewise, or if nobody said how many an epoch has
+    samples_per_s: float | None  # None if their number per step is unknown
+    epoch_s: float | None  # None likewise, or if their number per epoch is unknown
     epoch_cost: float | None  # in the price's currency; None likewise
     limit: str  # what limits, in words
     savings: tuple[Saving, ...]  # what would help, the most first
@@ -88,7 +88,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be predicted."""
+    """The question that a forecast answers."""
 
     workload: RecordedWorkload  # one device's step
     grow: Grow  # the cluster of N devices
@@ -193,7 +193,7 @@ def quantiles(relative_steps: Sequence[float]) -> tuple[float, float]:
 
 
 def what_limits(setup: Setup, found: Simulation, seed: int = 0) -> str:
-    """What keeps the step from being shorter: computing, or whatever would save most if it were not there."""
+    """Return what keeps the step from being shorter: computing, or what would save most if it were gone."""
     workload, cluster, plan = setup.workload, setup.cluster, setup.plan
     if cluster.num_ranks == 1:
         return "computing (one rank)"
@@ -221,7 +221,7 @@ def what_limits(setup: Setup, found: Simulation, seed: int = 0) -> str:
 
 
 def what_helps(setup: Setup, found: Simulation, seed: int = 0) -> tuple[Saving, ...]:
-    """What a user could change, and what each saves of the time for a sample; the negligible is left out."""
+    """Return changes that a user could make, with the time per sample that each saves; negligible ones are left out."""
     if setup.cluster.num_ranks == 1:
         return ()
     savings = [

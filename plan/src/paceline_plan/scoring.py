@@ -1,8 +1,8 @@
 """Scores kept predictions by traces of real runs, and shows how well each kind was predicted.
 
-A prediction and a run that is scored are a line each in one file, which only grows. A prediction is scored by runs of
-the same workload on as many ranks, which lay on hosts as predicted, in steps of as many micro-steps. A run counts once,
-with the prediction that it scored first: one that is made afterwards knows more.
+A prediction and a run that is scored are a line each in one file, which only grows. A run scores predictions of the
+same workload, on as many ranks, equally placed on hosts, with as many micro-steps per step. A run counts once, with
+the prediction that it scored first: one that is made afterwards knows more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PARTS = ("forward_s", "backward_s", "optimizer_s", "other_s")
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a real run was like, as its trace says."""
+    """A real run, as its trace says."""
 
     # which it was, so that it counts once: the same for a trace that is read again, also after it has grown
     run: str
@@ -44,7 +44,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class Score:
-    """How well one kind was predicted."""
+    """The errors of predictions of one kind."""
 
     kind: str  # of prediction
     num: int  # how many were scored
@@ -92,7 +92,7 @@ def show_scores(folder: Path, traces: Sequence[Path], *, as_json: bool) -> None:
 
 
 def _unscored(run: MeasuredRun) -> str:
-    """What was not predicted, and how it would be, for the next run."""
+    """Say that a run was not predicted, and how to predict the next one."""
     words = f"{run.workload} on {run.num_ranks} rank{'s' * (run.num_ranks != 1)}"
     option = ""
     if run.ranks_of_host is not None and run.num_ranks > 1:

@@ -87,7 +87,7 @@ def record_script(
 def record_into(
     out: Path, script: Path, arguments: Sequence[str], num_steps: int, *, scratch: bool = False
 ) -> RecordedWorkload:
-    """As `record_script`, and save; ConfigurationError before the script runs if `out` cannot be written."""
+    """Record a script and save the workload; ConfigurationError before the script runs if `out` cannot be written."""
     check_output(out, "--out")
     found = record_script(script, arguments, num_steps, scratch=scratch)
     found.save(out)
@@ -135,7 +135,7 @@ def _one_rank() -> Iterator[dict[str, str]]:
     outside = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     with socket.socket() as holder:
-        # Bound, so that nobody else is given the port. With the option a store may listen there.
+        # Bound, so that no other process is given the port. With the option a store may listen there.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         port = str(holder.getsockname()[1])
@@ -143,7 +143,7 @@ def _one_rank() -> Iterator[dict[str, str]]:
 
 
 def main(words: Sequence[str]) -> None:
-    """In the process of its own: run the script, and end it once enough steps are recorded."""
+    """Run the script in a process of its own, and end it once enough steps are recorded."""
     from paceline.observe.workload_recording import record_workload  # noqa: PLC0415  imports torch
 
     trace, num_steps, script, *arguments = words

@@ -1,11 +1,11 @@
 """Simulates training steps of a workload on a cluster under a plan.
 
 Rules
-1. A rank's computing takes what was recorded, over its speed, times its share of the batch, times a factor drawn for
-   each rank and micro-step from the recorded steps: the slowest of N is slower the larger N is.
+1. A rank's computing takes what was recorded, over its speed, times its share of the batch. A factor is drawn for each
+   rank and micro-step from the recorded steps. So the slowest of N ranks is slower the larger N is.
 2. A collective begins when the last rank has its bucket ready, and ends everywhere at once. Both are exact where every
-   rank needs every other one's bytes, which is what an all-reduce is; so ranks need no clocks of their own between
-   collectives, and 4,096 of them cost little more than 4.
+   rank needs every other rank's bytes, as in an all-reduce. So ranks need no clocks of their own between collectives,
+   and 4,096 of them cost little more than 4.
 3. All ranks begin a step together: the one before ended for all of them together.
 4. A stall by loss belongs to a collective; how many there are is drawn (Poisson) for each one.
 5. Pushes to parameter servers stream one behind another, as buckets are ready; pulls as well, each as soon as the last
@@ -41,7 +41,7 @@ _EPSILON = 1e-12
 
 @dataclass(frozen=True)
 class Simulation:
-    """What was predicted.
+    """A predicted training.
 
     Attributes:
         steps_s: Each simulated step; one that accumulates is a step of `sync_every` micro-steps.
@@ -167,7 +167,7 @@ class _Simulator:
         return np.array(self.cluster.speeds) if self.cluster.speeds else np.ones(1)
 
     def _factors(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """How long each rank computes, in recorded micro-steps: all but the last of a step together, and the last."""
+        """Return each rank's computing, in recorded micro-steps: before the last one of a step, and in the last."""
         recorded = self.workload.relative_steps
         if len(recorded) < 2:
             return (self.plan.sync_every - 1) * self.slowness, self.slowness
@@ -177,7 +177,7 @@ class _Simulator:
     def _replay(
         self, before: NDArray[np.float64], last: NDArray[np.float64], wires: Sequence[Wire]
     ) -> Replay:
-        """From the start of the first forward to the end of the last reduction; the slowest rank counts."""
+        """Replay a step from the first forward to the end of the last reduction; the slowest rank counts."""
         begun_s = before * (self.forward_s + self.backward_s) + last * self.forward_s
         slowest = last.max()
 
@@ -247,7 +247,7 @@ class _Simulator:
         return step_s + other_s, slowness * (self.forward_s + self.backward_s) + other_s
 
     def _needed_s(self) -> list[float]:
-        """Of each bucket: seconds of forward before the first layer with a gradient in it."""
+        """Return the seconds of forward before the first layer with a gradient in each bucket."""
         layers = self.workload.layers
         begins_s = list(itertools.accumulate((layer.forward_s for layer in layers), initial=0.0))
         layer_of = [index for index in self.workload.order for _ in layers[index].gradient_bytes]
@@ -273,7 +273,7 @@ class _Load:
 
 
 def pulled(loads: Sequence[_Load], latency_s: float, two_way_ratio: float = 1.0) -> list[float]:
-    """When each bucket, in the order pushed, has been pulled by all; both ways at once run at `two_way_ratio`."""
+    """Return when all have pulled each bucket, in the order pushed; both ways at once run at `two_way_ratio`."""
     pieces = [
         _Load(load.ready_s, load.way_s / load.num_pieces) for load in loads for _ in range(load.num_pieces)
     ]

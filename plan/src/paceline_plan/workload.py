@@ -1,8 +1,8 @@
 """A training step as it was recorded: how long each layer computes, and how many bytes of gradients it produces.
 
 `RecordedWorkload.load` reads two kinds of file. A *trace* is what `observe.record_workload` writes while a script
-trains: a header, then a line a step, so that whatever was written before a crash can be read. A *workload* is what
-follows from it: medians, as one JSON object.
+trains: a header, then a line per step. So what was written before a crash can be read. A *workload* is what follows
+from it: medians, as one JSON object.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RecordedWorkload:
         layers: In the order of forward.
         optimizer_s: After the last backward: clipping, the optimizer.
         other_s: Before the forward of each micro-step, such as loading data.
-        samples_per_step: Of one device, in all micro-steps; None if nobody said.
+        samples_per_step: Of one device, in all micro-steps; None if unknown.
         relative_steps: Computing of each recorded micro-step over the median: how it varies. Empty: it does not.
         ready_order: Indices into `layers` in the order in which their gradients are ready. Empty: the last first.
         num_micro_steps: How many forwards and backwards, each of `layers`, a step had when it was recorded.
@@ -108,12 +108,12 @@ class RecordedWorkload:
 
     @property
     def forward_s(self) -> float:
-        """Of one micro-step."""
+        """Seconds of forward in one micro-step."""
         return sum(layer.forward_s for layer in self.layers)
 
     @property
     def backward_s(self) -> float:
-        """Of one micro-step."""
+        """Seconds of backward in one micro-step."""
         return sum(layer.backward_s for layer in self.layers)
 
     @property
@@ -284,7 +284,7 @@ def _from_trace(header: Mapping[str, Any], lines: Sequence[str], path: Path) -> 
 
 
 def _samples(steps: Sequence[Mapping[str, Any]]) -> int | None:
-    """Of a step; None if none says."""
+    """Return the samples of a step; None if no step says."""
     said: list[int] = [step["samples"] for step in steps if step.get("samples") is not None]
     return median_low(said) if said else None
 
@@ -315,7 +315,7 @@ def check_version(record: Mapping[str, Any], version: int, path: Path) -> None:
 
 
 def parsed(text: str) -> Any:
-    """What is written there as JSON; None if it is none, such as a line that was cut off."""
+    """Return the parsed JSON; None if it is none, such as a line that was cut off."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):  # the latter: nested more deeply than Python reads

@@ -2,7 +2,7 @@
 
 Accelerate gives rank r each batch whose number modulo the number of ranks is r. A `GlobalShuffle` hands out this rank's
 batches only, so the others would never be trained. Accelerate also sets the epoch of a sampler that it has not
-divided, in every iteration and counted from 0: a place that was loaded would be lost.
+divided, in every iteration and counted from 0. So a position that was loaded would be lost.
 """
 
 from __future__ import annotations

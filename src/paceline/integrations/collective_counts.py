@@ -1,8 +1,8 @@
 """Counts the collectives of scripts that use torch alone, where the launcher can read it (`observe/progress.py`).
 
-Two things are replaced as soon as torch's modules are imported, before anybody has taken references:
-torch.distributed's collectives, each by itself with a count around it; and the forward of torch's
-DistributedDataParallel, after which the end of the rank's own backward is counted: there it waits for the others.
+Two things are replaced as soon as torch's modules are imported, before other code holds references. One is
+torch.distributed's collectives, each with a count around it. The other is the forward of torch's
+DistributedDataParallel: after it the end of the rank's own backward is counted, where it waits for the others.
 
 Limits: `async_op=True` is counted as it is launched, the wait for it is not seen. Messages between two ranks are not
 counted. In a compiled region nothing is.
@@ -160,7 +160,7 @@ def _count_of_model(module: Any, model: Any) -> progress.Counter | None:
 
 
 def _count_of(c10d: Any, group: Any) -> progress.Counter | None:
-    """Of a group, the default one if None; None if it cannot be told."""
+    """Return the counter of a group, the default one if None; None if the group is unknown."""
     with contextlib.suppress(ValueError, RuntimeError, KeyError, AttributeError, TypeError):
         group = group or c10d._get_default_group()
         known = group.group_name, group.size(), progress.num_begun()

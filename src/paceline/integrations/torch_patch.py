@@ -1,12 +1,12 @@
 """`patch_torch`: torch's name DistributedDataParallel stands for ours, also where it has been imported already.
 
 Rules
-1. The stand-in is a subclass of ours, so what it makes is a Paceline module and, as ours is a subclass of torch's, a
-   torch one.
+1. The stand-in is a subclass of ours. So what it makes is a Paceline module and also a torch one, as ours is a subclass
+   of torch's.
 2. `isinstance(x, DistributedDataParallel)` under a patch asks what it asked before: is x wrapped by torch's class or a
    subclass? So a model that was wrapped before the patch is still recognised.
-3. torch's own modules, and ours, keep torch's class, except the two places that people import it from. Whatever module
-   of anybody else holds it, under whatever name, holds the stand-in while there is a patch.
+3. torch's own modules, and ours, keep torch's class, except the two places that people import it from. Every module
+   of other packages that holds it, under whatever name, holds the stand-in while there is a patch.
 4. The last `undo` puts torch's class back everywhere; models that were wrapped meanwhile stay ours.
 """
 
@@ -36,7 +36,7 @@ _patches: list[Patch] = []
 
 
 class Patch:
-    """What `patch_torch` has done, until `undo`; a context manager that undoes it at its end."""
+    """The effect of `patch_torch`, until `undo`; a context manager that undoes it at its end."""
 
     def __init__(self, defaults: dict[str, Any]) -> None:
         self.defaults = defaults
@@ -62,7 +62,7 @@ def patch_torch(
     reduction: str | Callable[[], Reduction] | None = None,
     compression: str | Compressor | Callable[[], Reduction] | None = None,
 ) -> Patch:
-    """Make `torch.nn.parallel.DistributedDataParallel` be Paceline's, for whoever wraps models by that name.
+    """Make `torch.nn.parallel.DistributedDataParallel` be Paceline's, for all code that wraps models by that name.
 
     Call it once before the model is wrapped, or use it as a context manager around what wraps it. Modules that have
     imported the class already, under whatever name, get Paceline's too.
@@ -103,7 +103,7 @@ def _holders(held: type) -> Iterator[tuple[Any, str]]:
     """Every module of Python that has `held` as an attribute, by the attribute's name."""
     for module_name, module in list(sys.modules.items()):
         if not hasattr(module, "__dict__"):
-            continue  # None, or whatever somebody put there
+            continue  # None, or any object put there
         if module_name.startswith(_OTHERS_OF_TORCH) and module_name not in _HOMES:
             continue
         # The dictionary itself: reading attributes would wake modules that import lazily.

@@ -1,4 +1,4 @@
-"""What the optimizer does with a reduced gradient, and how its rate moves over time."""
+"""Optimizers, the learning rate over time, and the use of a reduced gradient before all of them have arrived."""
 
 from paceline.optim.adasum_optimizer import AdasumOptimizer
 from paceline.optim.diloco import DiLoCo

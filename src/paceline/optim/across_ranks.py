@@ -1,8 +1,8 @@
 """Base of optimizers that step on each rank's own gradients and exchange what comes of it: LocalSGD, DiLoCo, Adasum.
 
 Rules
-1. Gradients are local. The model is not wrapped (or every backward is under `no_sync`); the first step that has
-   gradients looks whether they are the same on all ranks, and refuses if so.
+1. Gradients are local. The model is not wrapped, or every backward is under `no_sync`. The first step that has
+   gradients compares them over all ranks, and refuses if they are the same.
 2. Every parameter of every group takes part in every exchange, also frozen ones and those without a gradient. So what
    is sent depends on the groups alone.
 3. State (momentum, second moments) is each rank's own, and saved by each rank.
@@ -81,10 +81,10 @@ class AcrossRanks(Optimizer, ABC):
 
     @abstractmethod
     def _settings(self) -> str:
-        """What has to be equal on all ranks besides the parameters."""
+        """Return the settings that have to be equal on all ranks, besides the parameters."""
 
     def _cut(self, parameters: Sequence[Tensor]) -> list[FlatParameters]:
-        """What is exchanged at once."""
+        """Return the buffers that are exchanged, each at once."""
         return flatten(parameters)
 
     def _follow(self) -> None:
@@ -169,7 +169,7 @@ class AcrossRanks(Optimizer, ABC):
         return [bytes(each.tolist()) for each in rows]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; collective: the new parameters become rank 0's."""
+        """Add a group, as torch's; collective: the new parameters become rank 0's."""
         if not self._flats:
             super().add_param_group(param_group)  # within the constructor
             return

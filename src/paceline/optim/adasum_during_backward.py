@@ -81,7 +81,7 @@ class DuringBackward:
         self._backward: weakref.ref[Backward] | None = None
 
     def hook_unfrozen(self) -> None:
-        """Be told of the gradients of parameters that have been unfrozen (rule 6)."""
+        """Register hooks for the gradients of parameters that have been unfrozen (rule 6)."""
         note = _unowned(weakref.ref(self))
         for flat in self._flats:
             for p in flat.parameters:
@@ -90,7 +90,7 @@ class DuringBackward:
 
     @property
     def has_launched(self) -> bool:
-        """Whether updates are under way."""
+        """Return whether updates are under way."""
         return bool(self._pending)
 
     def note(self, parameter: Tensor) -> None:
@@ -199,7 +199,7 @@ class DuringBackward:
 
 
 def _refusal(is_changed_here: bool, changed_by: Sequence[int]) -> ConfigurationError | PeerAbortedError:
-    """Of a step whose gradients these ranks have changed after they had been used."""
+    """Return the error for a step whose gradients these ranks have changed after they had been used."""
     rule = (
         "clipped, unscaled, zeroed or replaced. AdasumOptimizer(overlap=True) has made its steps during backward, "
         "without that. Leave out overlap. The parameters and the optimizer's state are those of before this step, on "

@@ -2,8 +2,9 @@
 
 Rules
 1. Those of `across_ranks`.
-2. A step is: keep the parameters, step the optimizer, take the change, combine the changes of all ranks by Adasum,
-   and add the result to what was kept. What was kept is bitwise the same on all ranks, so the parameters stay so.
+2. A step keeps the parameters, steps the optimizer and takes the change. It combines the changes of all ranks by
+   Adasum, and adds the result to what was kept. What was kept is bitwise the same on all ranks, so the parameters
+   stay so.
 3. With `overlap` all but the last of that is done during backward, bucket by bucket (`adasum_during_backward`).
 
 Source: Maleki et al. 2021, "Scaling distributed training with adaptive summation", section 4 (post-optimizer form).
@@ -201,12 +202,15 @@ class AdasumOptimizer(AcrossRanks):
             self._during.hook_unfrozen()
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of `LocalSGD`; refused while updates are under way, as their state is one step ahead. Local."""
+        """Return this rank's state, as `LocalSGD` does. Local.
+
+        It is refused while updates are under way, as the state is then one step ahead.
+        """
         self._check_nothing_is_under_way("state_dict")
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As that of `LocalSGD`; refused while updates are under way. Local."""
+        """Load this rank's state, as `LocalSGD` does; refused while updates are under way. Local."""
         self._check_nothing_is_under_way("load_state_dict")
         super().load_state_dict(state_dict)
 

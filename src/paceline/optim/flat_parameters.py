@@ -86,7 +86,7 @@ class AveragedBuffers:
         return sum(flat.kept.nbytes for flat in self._flats)
 
     def layout(self) -> list[str]:
-        """What has to be equal on all ranks."""
+        """Return the dtypes and shapes, which have to be equal on all ranks."""
         return [f"{flat.kept.dtype} {tuple(b.shape)}" for flat in self._flats for b in flat.parameters]
 
     def launch(self) -> list[Work]:

@@ -146,7 +146,7 @@ def _corrections(tensors: Tensors, group: dict[str, Any]) -> list[tuple[float, f
 
 
 def _ratios(w: list[Tensor], update: list[Tensor], cs: list[float], group: dict[str, Any]) -> Factors:
-    """For each parameter; `update` times its c is u."""
+    """Return each parameter's trust ratio; `update` times its c is u."""
     if not group["layerwise"]:
         return [1.0] * len(w)
     (low, high), most = group["weight_norm_bounds"], group["max_trust_ratio"]

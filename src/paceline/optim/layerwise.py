@@ -2,12 +2,12 @@
 
 Rules
 1. The ratio that a parameter's update is multiplied by is found for each parameter tensor ("layer") by itself.
-2. The ratio is 1 where the parameter's or the update's norm is 0 (less, if `max_trust_ratio` is), and in groups with
-   `layerwise=False`, which `max_trust_ratio` does not concern.
+2. The ratio is 1 where the parameter's or the update's norm is 0, or `max_trust_ratio` if that is less. It is 1 in
+   groups with `layerwise=False`, which `max_trust_ratio` does not concern.
 3. No gradient (`.grad` is None): no update, and no change of state.
 4. The work of a step is a few passes over a group's tensors, by torch's foreach functions. On the host a large tensor
-   is taken by itself, all passes before the next one's, while it is in the cache: a third less time. There a
-   parameter's step is bitwise the same whichever others are stepped with it.
+   is taken by itself: all its passes come before the next tensor's, while it is in the cache. That saves a third.
+   There a parameter's step is bitwise the same whichever others are stepped with it.
 5. Norms and ratios of an accelerator's tensors stay there (`Factors`): the host does not wait for them.
 """
 
@@ -71,7 +71,7 @@ def scale(targets: list[Tensor], factor: float) -> None:
 
 
 def _is_one_large(tensors: list[Tensor]) -> bool:
-    """Whether a call for the tensor itself is faster. Depends on its size alone, so that a step's bits do, too."""
+    """Return whether a call for the tensor itself is faster: by its size alone, so that a step's bits are, too."""
     return len(tensors) == 1 and tensors[0].numel() > LARGE_ELEMENTS
 
 
@@ -146,16 +146,17 @@ def norms(*lists: list[Tensor]) -> list[list[float]]:
 
 
 def norms_on_device(tensors: list[Tensor]) -> list[Tensor]:
-    """Euclidean norms of K tensors of an accelerator: K numbers there, for which nobody waits.
+    """Return the Euclidean norms of K tensors of an accelerator, as K numbers there. The host does not wait.
 
-    In double precision, where the device has it, so that squares of narrower numbers neither overflow nor vanish.
+    They are in double precision, where the device has it, so that squares of narrower numbers neither overflow nor
+    vanish.
     """
     wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
     return list(torch._foreach_norm(tensors, 2.0, wide))
 
 
 def _is_in_range(norm: float, size: int, numbers: torch.finfo) -> bool:
-    """Whether a norm may be believed: no square overflowed, and what vanished of them does not count."""
+    """Return whether a norm may be believed: no square overflowed, and what vanished of them does not count."""
     return math.sqrt(size * numbers.tiny / numbers.eps) < norm < math.inf or size == 0
 
 
@@ -275,10 +276,10 @@ def check_max_trust_ratio(owner: str, group: dict[str, Any]) -> None:
 
 
 def trust_ratio(of_weights: float, of_update: float, most: float | None, dtype: torch.dtype) -> float:
-    """The quotient of two norms, at most `most`; rule 2 where one of them is 0.
+    """Return the quotient of two norms, at most `most`; rule 2 where one of them is 0.
 
-    At most the largest number of `dtype` (half precision: of float32) to the power of 3/4, too: a larger factor would
-    be infinite, and infinity times an element of 0 is not a number.
+    It is also at most the largest number of `dtype` to the power of 3/4; for half precision that of float32. A larger
+    factor would be infinite, and infinity times an element of 0 is not a number.
     """
     ratio = 1.0 if of_weights == 0 or of_update == 0 else of_weights / of_update
     return min(ratio, _most(most, dtype))
@@ -287,7 +288,7 @@ def trust_ratio(of_weights: float, of_update: float, most: float | None, dtype: 
 def trust_ratios_on_device(
     of_weights: Sequence[Tensor], of_updates: Sequence[Tensor], most: float | None, dtype: torch.dtype
 ) -> list[Tensor]:
-    """As `trust_ratio`, of K tensors of an accelerator, in the precision of their norms."""
+    """Return `trust_ratio` of K tensors of an accelerator, in the precision of their norms."""
     weights, updates = torch.stack(list(of_weights)), torch.stack(list(of_updates))
     ratios = torch.where((weights == 0) | (updates == 0), 1.0, weights / updates).clamp(
         max=_most(most, dtype)

@@ -36,7 +36,7 @@ def _require(holds: bool, message: str) -> None:
 
 
 def rate_factor(scaling: str, batch: int, reference_batch: int) -> float:
-    """What the reference rate is multiplied by for a batch of `batch` samples.
+    """Return the factor of the reference rate for a batch of `batch` samples.
 
     Args:
         scaling: "linear": by the ratio of the batches, for SGD with and without momentum. "sqrt": by its square

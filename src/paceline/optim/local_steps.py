@@ -2,9 +2,9 @@
 
 Rules
 1. Those of `across_ranks`.
-2. Between synchronizations nothing is communicated (but for the first step, see there). A synchronization replaces
-   every rank's parameters by what follows from where all ranks were after the last one, which is bitwise the same on
-   all of them, and from the mean of their changes since. So afterwards the parameters are bitwise the same again.
+2. Between synchronizations nothing is communicated (but for the first step, see there). A synchronization starts from
+   the parameters after the last one, which are bitwise the same on all ranks. It applies the mean of the ranks' changes
+   since. So afterwards the parameters are bitwise the same again.
 3. Before parameters are exchanged the ranks compare how many steps they took. If these differ nothing is changed.
 4. Parameters are written when everything has arrived: if a rank is lost, each keeps its own.
 """
@@ -210,14 +210,14 @@ class LocalSGD(AcrossRanks):
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank sent for synchronizations, and what reducing its gradients in every step would have sent.
+        """Bytes that this rank sent for synchronizations, and that reducing gradients in every step would have sent.
 
         Up to the last synchronization; without the few bytes by which ranks compare their steps.
         """
         return self._traffic
 
     def _sent_bytes(self) -> int:
-        """By a reduction that counts itself, until now."""
+        """Return the bytes sent so far by a reduction that counts itself."""
         return self.reduction.bytes_sent if isinstance(self.reduction, Lossy) else 0
 
     def _count(self, compressed_bytes: int) -> None:
@@ -234,7 +234,7 @@ class LocalSGD(AcrossRanks):
     # ---- groups and checkpoints
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; collective: the new parameters become rank 0's. What DiLoCo remembers starts again.
+        """Add a group, as torch's; collective: the new parameters become rank 0's. DiLoCo's momentum starts again.
 
         Raises:
             ConfigurationError: Steps have been taken since the last synchronization.
@@ -247,7 +247,7 @@ class LocalSGD(AcrossRanks):
         super().add_param_group(param_group)
 
     def _memories(self) -> list[Tensor]:
-        """What is remembered besides where the parameters were; the same on all ranks."""
+        """Return the tensors that are kept besides the parameters of the last synchronization; equal on all ranks."""
         return []
 
     def state_dict(self) -> dict[str, Any]:

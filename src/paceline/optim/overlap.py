@@ -1,7 +1,7 @@
 """`overlap`: an ordinary torch optimizer whose step is deferred, parameter by parameter, into the next forward.
 
 Rules
-1. A step is noted with the settings of the groups at that moment (rate, momentum, decay), and made for each bucket of
+1. A step is noted with the settings of the groups at that moment (rate, momentum, decay). It is made for each bucket of
    parameters when its gradients have arrived. For an optimizer that steps each parameter by its own gradient and state,
    that is the same arithmetic on the same numbers: bitwise the same parameters.
 2. What is there already is stepped at once; so with nothing under way it is the optimizer that it was.
@@ -56,13 +56,13 @@ class Defers(Protocol):
         """Held while a step is deferred, or a part of it completed."""
 
     def under_way(self, parameters: Iterable[Tensor]) -> Sequence[Defers]:
-        """Of each model, this one or another, that has a gradient of one of these parameters under way."""
+        """Return the models, this one or others, that have a gradient of one of these parameters under way."""
 
     def is_outstanding(self, parameter: Tensor) -> bool:
-        """Whether this parameter's gradient is, of whichever model."""
+        """Return whether this parameter's gradient is, of whichever model."""
 
     def later(self, action: Callable[[Sequence[Parameter]], None]) -> None:
-        """Do this with the parameters of each bucket that is under way, when it has arrived."""
+        """Run `action` with the parameters of each bucket that is under way, when it has arrived."""
 
     def zero_grad_of(self, parameters: Sequence[Tensor], set_to_none: bool) -> None:
         """Drop these gradients, or those that are under way when they have been used."""
@@ -206,7 +206,7 @@ class _Overlapped(Optimizer):
         return loss
 
     def _under_way(self) -> Sequence[Defers]:
-        """Of each model that has a step outstanding with parameters of this optimizer: it may have those of several."""
+        """Return the models with an outstanding step of this optimizer's parameters, which may belong to several."""
         found = self._steps.under_way(self._parameters())
         self._met += [steps for steps in found if steps not in self._met]
         return found

@@ -58,5 +58,5 @@ def parameter_groups(module: Module, weight_decay: float, **settings: Any) -> li
 
 
 def is_normalization(module: Module) -> bool:
-    """Whether a module normalises, by the name of its class or of one that it derives from."""
+    """Return whether a module normalises, by the name of its class or of one that it derives from."""
     return any(_NORMALIZATION.search(kind.__name__) for kind in type(module).__mro__)

@@ -81,7 +81,7 @@ class ServerOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; a step that was not installed is dropped, on the servers too. Local."""
+        """Drop the gradients, as torch's; a step that was not installed is dropped, on the servers too. Local."""
         self._stepped.drop()
         super().zero_grad(set_to_none)
 

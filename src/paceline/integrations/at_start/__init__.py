@@ -1,11 +1,11 @@
-"""How ranks learn, before the script begins, what is to happen once it has imported torch.
+"""Actions of a rank that wait until its script has imported torch, set up before the script begins.
 
-`paceline run`: collectives are counted, for whoever looks for hung ranks; with `--replace-ddp` torch's class is to be
-ours. `paceline doctor -- COMMAND`: what it trains is recorded.
+`paceline run` has collectives counted, so that the launcher finds hung ranks. With `--replace-ddp` torch's class
+becomes ours. `paceline doctor -- COMMAND` has the training recorded.
 
 The launcher puts this folder first on the ranks' PYTHONPATH, and what is to happen into variables. Python runs the
 first `sitecustomize.py` on its path as it starts; ours arranges for the patch as soon as the script has imported torch.
-So the script is started as ever: its `__main__`, its tracebacks and its modules are its own. Processes that it starts
+So the script starts as without us: its `__main__`, its tracebacks and its modules are its own. Processes that it starts
 do the same.
 """
 
