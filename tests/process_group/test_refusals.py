@@ -22,11 +22,12 @@ TIMEOUT = timedelta(seconds=20)
     ("name", "dtype", "says"),
     [
         ("MEDIAN", torch.float32, "the operations are "),
-        ("BAND", torch.float32, "bitwise operations are for integers and booleans"),
-        ("MAX", torch.complex64, "complex numbers have no order"),
-        ("SUM", torch.float8_e5m2, "cast to bfloat16 first"),
+        ("BAND", torch.float32, "not implemented for 'Float'; cast to another dtype first"),
+        ("MAX", torch.complex64, "not implemented for complex tensors"),
+        ("SUM", torch.float8_e5m2, "not implemented for 'Float8_e5m2'"),
         ("AVG", torch.uint16, "cast to int64 first"),
-        ("AVG", torch.bool, "booleans have no mean; cast first"),
+        ("AVG", torch.bool, "can't be cast to the desired output type Bool"),
+        ("PREMUL_SUM", torch.int64, "the factor is no integer; cast to float64 first"),
     ],
 )
 def test_an_operation_that_a_dtype_has_not(name, dtype, says):
@@ -34,7 +35,7 @@ def test_an_operation_that_a_dtype_has_not(name, dtype, says):
         fold_of(name, dtype)
 
 
-def shapes_refused(_rank, num_ranks):
+def shapes_refused(rank, num_ranks):
     """The words of each refusal; then what a sum on the same group is."""
     ours = dist.new_group(backend="paceline", timeout=TIMEOUT)
     two, rows = torch.ones(2), [torch.zeros(2) for _ in range(num_ranks)]
@@ -44,6 +45,10 @@ def shapes_refused(_rank, num_ranks):
         lambda: ours.all_gather_single(torch.zeros(2, num_ranks).t(), two),
         lambda: ours.allgather([rows[1:]], [two]),
         lambda: ours.broadcast([two, two], dist.BroadcastOptions()),
+        lambda: dist.all_reduce(two.short().to_sparse(), group=ours),
+        lambda: dist.all_reduce(two.to_sparse(), dist.ReduceOp.MAX, group=ours),
+        lambda: dist.isend(torch._neg_view(two), 1 - rank, group=ours),
+        lambda: dist.all_to_all([torch.zeros(3) for _ in rows], [two] * num_ranks, group=ours),
     ):
         with pytest.raises(ConfigurationError) as caught:
             ask()
@@ -59,6 +64,10 @@ def test_shapes_that_do_not_fit():
         assert f"all-gather on rank {rank}: the large tensor must be contiguous" in words[1]
         assert "needs 2 tensors of 2 elements; it got [2]" in words[2]
         assert "takes one tensor a rank, not 2" in words[3]
+        assert "cannot reduce sparse torch.int16 by SUM" in words[4]
+        assert "cannot reduce sparse torch.float32 by MAX" in words[5]
+        assert "whose memory is to be negated" in words[6]
+        assert "the input for this rank itself has 2 elements, and the output 3" in words[7]
         assert total == [2.0, 2.0]
 
 

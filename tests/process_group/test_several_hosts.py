@@ -1,6 +1,5 @@
 """Ranks on several hosts: reduced in each host, then by columns across hosts, with Gloo's results."""
 
-import contextlib
 import os
 import signal
 from datetime import timedelta
@@ -14,30 +13,15 @@ import paceline  # noqa: F401  registers the backend
 from harness.linear_oracle import train_linear
 from harness.models import digest, generator
 from harness.ranks import Ranks, pool
+from harness.several_hosts import LINKS, group_on
 from paceline.process_group.staging import STAGING_BYTES
 from paceline.transports.shared_memory.neighbours import SWITCH
 
 pytestmark = pytest.mark.processes
 
-LINKS = "within=2e-5/4e9 between=1e-4/1e9"
-
-
-@contextlib.contextmanager
-def group_on(hosts, rank, only=None):
-    """A group whose rank r believes to be on host hosts[r]; the links are given, not measured."""
-    words = {
-        SWITCH: f"host {hosts[rank]}",
-        "PACELINE_LINKS": LINKS,
-        **({"PACELINE_ALLREDUCE": only} if only else {}),
-    }
-    with mock.patch.dict(os.environ, words):
-        ours = dist.new_group(backend="paceline", timeout=timedelta(seconds=20))
-        yield ours
-        dist.destroy_process_group(ours)
-
 
 def reductions(rank, num_ranks, hosts, only, seed):
-    with group_on(hosts, rank, only) as ours:
+    with group_on(hosts, rank, only=only) as ours:
         return reduced(ours, rank, num_ranks, seed)
 
 
@@ -226,7 +210,7 @@ def test_an_unknown_schedule_is_refused_at_once():
 
 
 def name_no_schedule(rank, _num_ranks, hosts):
-    with pytest.raises(ValueError, match="PACELINE_ALLREDUCE"), group_on(hosts, rank, "halving"):
+    with pytest.raises(ValueError, match="PACELINE_ALLREDUCE"), group_on(hosts, rank, only="halving"):
         pass
 
 

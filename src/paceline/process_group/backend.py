@@ -31,6 +31,7 @@ from paceline.host.exit import end_before_exit
 from paceline.process_group.across_hosts import AcrossHosts
 from paceline.process_group.blocking_collectives import BlockingCollectives, reducible
 from paceline.process_group.connections import INTERFACE, OpenedWhenUsed, address_towards, make_gloo
+from paceline.process_group.folds import fold_by
 from paceline.process_group.host_collectives import HostCollectives
 from paceline.process_group.reconfiguring import Handle, in_order, store_of
 from paceline.process_group.rows import Rows, only
@@ -63,7 +64,7 @@ class ProcessGroup(dist.ProcessGroup):
         talks: bool = True,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # as a group in Python is made
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._rows = rank, size, Rows(rank, size)
         self._store, self._timeout = store, timeout
         self._talks = talks
         self._handle = Handle.of(store, rank)
@@ -83,7 +84,6 @@ class ProcessGroup(dist.ProcessGroup):
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, known: dist.Store | None = None
     ) -> None:
         """Meet the other members in a store of this group alone. Collective; blocks."""
-        self._rows = Rows(rank, size)
         self.host: Host = join_host(dist.PrefixStore("memory", store), rank, size, timeout, known)
         self._barrier = HostBarrier(self.host, timeout.total_seconds(), self._lane.is_here)
         num_shares = min(len(ranks) for ranks in self.host.hosts)
@@ -99,7 +99,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._messages = messages(connects_now=True) if self._talks else OpenedWhenUsed(messages)
         self._across = AcrossHosts(self._inner, self.host.hosts, self.host.index, timeout)
         self._collectives = BlockingCollectives(self.host, self._here, self._across, self._inner)
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._rows = rank, size, Rows(rank, size)
         end_before_exit(self, ProcessGroup._leave)
 
     # Queries of c10d
@@ -197,6 +197,9 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or dist.AllreduceOptions()
         op = opts.reduceOp
         folds = [reducible(op, tensor) for tensor in tensors]
+        for tensor, fold in zip(tensors, folds, strict=True):
+            if fold is not None:
+                self._rows.check("all-reduce", (), (tensor,))
 
         def perform() -> None:
             for tensor, fold in zip(tensors, folds, strict=True):
@@ -209,7 +212,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         tensor = only(tensors)
-        reducible(opts.reduceOp, tensor)
+        fold_by(opts.reduceOp, tensor.dtype)
+        self._rows.check("reduce", (), (tensor,), opts)
         return self._launch(lambda: self._collectives.reduce(tensor, opts), tensors, opts, "reduce")
 
     def reduce_scatter(
@@ -217,8 +221,9 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         opts = opts or dist.ReduceScatterOptions()
         for output, rows in zip(outputs, inputs, strict=True):
-            reducible(opts.reduceOp, output)
-            self._rows.check("reduce-scatter", rows, output.numel())
+            fold_by(opts.reduceOp, output.dtype)
+            self._rows.check("reduce-scatter", rows, (output,))
+            self._rows.check_lengths("reduce-scatter", rows, output.numel())
 
         def perform() -> None:
             for output, rows in zip(outputs, inputs, strict=True):
@@ -241,11 +246,13 @@ class ProcessGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         tensor = only(tensors)
+        self._rows.check("broadcast", (), (tensor,), opts)
         return self._launch(lambda: self._collectives.broadcast(tensor, opts), tensors, opts, "broadcast")
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         for rows, tensor in zip(outputs, inputs, strict=True):
-            self._rows.check("all-gather", rows, tensor.numel())
+            self._rows.check("all-gather", (tensor,), rows)
+            self._rows.check_lengths("all-gather", rows, tensor.numel())
 
         def perform() -> None:
             for rows, tensor in zip(outputs, inputs, strict=True):
@@ -289,10 +296,18 @@ class ProcessGroup(dist.ProcessGroup):
     # Over Gloo, also where memory is shared
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
-        return self._over_gloo("gather", lambda: self._inner.gather(outputs, inputs, opts), inputs, opts)
+        tensor = only(inputs)
+        rows = self._rows.at_root("gather", outputs, tensor.numel(), opts)
+        self._rows.check("gather", inputs, rows, opts)
+        return self._launch(
+            lambda: self._collectives.gather(rows, tensor, opts), rows or inputs, opts, "gather"
+        )
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
-        return self._over_gloo("scatter", lambda: self._inner.scatter(outputs, inputs, opts), outputs, opts)
+        output = only(outputs)
+        rows = self._rows.at_root("scatter", inputs, output.numel(), opts)
+        self._rows.check("scatter", rows, outputs, opts)
+        return self._launch(lambda: self._collectives.scatter(output, rows, opts), outputs, opts, "scatter")
 
     def all_to_all_single(
         self,
@@ -302,13 +317,17 @@ class ProcessGroup(dist.ProcessGroup):
         input_sizes: list[int],
         opts: Any = None,
     ) -> dist.Work:
+        self._rows.check("all-to-all", (tensor,), (output,))
         sizes = zip((output, tensor), (output_sizes, input_sizes), strict=True)
         outputs, inputs = (self._rows.split("all-to-all", whole, parts) for whole, parts in sizes)
         return self.alltoall(outputs, inputs, opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """Exchange lists of tensors, which Gloo itself cannot do."""
-        self._rows.check_exchange("all-to-all", outputs, inputs)
+        for rows in (inputs, outputs):
+            self._rows.check_lengths("all-to-all", rows, None)
+        self._rows.check("all-to-all", inputs, outputs)
+        self._rows.check_own("all-to-all", inputs, outputs)
         return self._launch(
             lambda: self._collectives.all_to_all(outputs, inputs), outputs, opts, "all-to-all"
         )
@@ -319,11 +338,6 @@ class ProcessGroup(dist.ProcessGroup):
         _reduce_scatter_base = reduce_scatter_single
         reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
         alltoall_base = all_to_all_single
-
-    def _over_gloo(
-        self, kind: str, launch: Callable[[], dist.Work], outputs: list[Tensor], opts: Any
-    ) -> dist.Work:
-        return self._launch(lambda: self._collectives.inner(kind, launch), outputs, opts, kind)
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
         self._check_usable()
@@ -474,10 +488,11 @@ class ProcessGroup(dist.ProcessGroup):
 
 
 def _check_on_host(tensors: list[Tensor]) -> None:
-    """Refuse to send or receive what the host cannot reach."""
+    """Refuse to send or receive what the host cannot reach, or what its memory does not hold as it is read."""
     for tensor in tensors:
-        if not tensor.is_cpu:
+        if not tensor.is_cpu or tensor.is_neg() or tensor.is_conj():
+            what = f"of {tensor.device}" if not tensor.is_cpu else "whose memory is to be negated"
             raise ConfigurationError(
-                f"the backend {BACKEND_NAME!r} sends and receives tensors of the CPU, not of {tensor.device}. Copy it "
-                "to the host first, or use a collective."
+                f"the backend {BACKEND_NAME!r} sends and receives tensors of the CPU, not {what}. Pass a copy, or use "
+                "a collective."
             )

@@ -10,14 +10,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 
+from paceline.errors import ConfigurationError
 from paceline.process_group.across_hosts import AcrossHosts
 from paceline.process_group.connections import Gloo
-from paceline.process_group.descriptor import described
-from paceline.process_group.folds import Fold, factor_of, flat_of, fold_by, write_back
+from paceline.process_group.descriptor import described, dtype_name
+from paceline.process_group.folds import (
+    Fold,
+    apart,
+    bytes_of,
+    factor_of,
+    flat_of,
+    fold_by,
+    op_name,
+    write_back,
+)
 from paceline.process_group.host_collectives import HostCollectives
 from paceline.process_group.shared_vectors import SharedVectors
 from paceline.process_group.staging import MOST_NUMBERS
 from paceline.transports.shared_memory import Host
+
+_SUMMED_BY_GLOO = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64),
+)
 
 
 class BlockingCollectives:
@@ -32,14 +47,21 @@ class BlockingCollectives:
         self._inner = inner
         self._alone = host.is_only_one
         self._num_ranks = sum(map(len, host.hosts))
+        self._rank = host.me.rank
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp, fold: Fold | None) -> None:
         if fold is None:
             options = AllreduceOptions()
             options.reduceOp = op
-            self.inner("all-reduce", lambda: self._inner.allreduce([tensor], options))
+            if self._alone:
+                self._here.barrier(described("all-reduce"))
+            self._inner.allreduce([tensor], options).wait()
             return
         flat = flat_of(tensor)
+        self._fold_all(flat, op, fold)
+        write_back(flat, tensor)
+
+    def _fold_all(self, flat: Tensor, op: dist.ReduceOp, fold: Fold) -> None:
         if fold.premultiplies:
             flat.mul_(factor_of(op))
         what = described("all-reduce", flat.dtype, flat.numel(), fold.name)
@@ -49,93 +71,103 @@ class BlockingCollectives:
         else:
             self._across.prepare()
             self._here.all_reduce(what, values, fold, lambda share: self._across.all_reduce(share, fold))
-        write_back(flat, tensor)
 
     def broadcast(self, tensor: Tensor, options: dist.BroadcastOptions) -> None:
         root = options.rootRank
-        if not self._alone:
-            sent = tensor if tensor.is_cpu else flat_of(tensor)
-            self.inner("broadcast", lambda: self._inner.broadcast([sent], options))
-            if sent is not tensor:
-                write_back(sent, tensor)
-            return
         flat = flat_of(tensor)
-        self._here.broadcast(described("broadcast", flat.dtype, flat.numel(), "", root), flat, root)
+        if self._alone:
+            self._here.broadcast(described("broadcast", flat.dtype, flat.numel(), "", root), flat, root)
+        else:
+            self._inner.broadcast([bytes_of(flat)], options).wait()
         write_back(flat, tensor)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        if not self._alone and tensor.is_cpu:
-            self._gather_by_gloo([*outputs], tensor)
-            return
-        flat, rows = flat_of(tensor), [flat_of(output) for output in outputs]
+        rows = [flat_of(output) for output in outputs]
+        flat = apart([flat_of(tensor)], rows, self._rank)[0]
         if self._alone:
             self._here.all_gather(described("all-gather", flat.dtype, flat.numel()), rows, flat)
         else:
-            self._gather_by_gloo(rows, flat)
+            seen = [bytes_of(row) for row in rows]
+            self._inner.allgather([seen], [bytes_of(flat)], AllgatherOptions()).wait()
         for row, output in zip(rows, outputs, strict=True):
             write_back(row, output)
 
-    def _gather_by_gloo(self, outputs: list[Tensor], tensor: Tensor) -> None:
-        self.inner("all-gather", lambda: self._inner.allgather([outputs], [tensor], AllgatherOptions()))
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, options: dist.GatherOptions) -> None:
+        """Give the root all tensors, over Gloo. Elsewhere there are no outputs."""
+        flat, rows = flat_of(tensor), [flat_of(output) for output in outputs]
+        if self._alone:
+            self._here.barrier(described("gather", flat.dtype, flat.numel(), "", options.rootRank))
+        seen = [[bytes_of(row) for row in rows]] if rows else []
+        self._inner.gather(seen, [bytes_of(flat)], options).wait()
+        for row, output in zip(rows, outputs, strict=True):
+            write_back(row, output)
+
+    def scatter(self, output: Tensor, rows: Sequence[Tensor], options: dist.ScatterOptions) -> None:
+        """Give every rank one of the root's tensors, over Gloo. Elsewhere there are no rows."""
+        flat = flat_of(output)
+        flat_rows = apart([flat_of(row) for row in rows], [flat], -self._rank)
+        if self._alone:
+            self._here.barrier(described("scatter", flat.dtype, flat.numel(), "", options.rootRank))
+        seen = [[bytes_of(row) for row in flat_rows]] if rows else []
+        self._inner.scatter([bytes_of(flat)], seen, options).wait()
+        write_back(flat, output)
 
     def reduce(self, tensor: Tensor, options: dist.ReduceOptions) -> None:
+        """Fold all tensors into the root's. Across hosts all ranks get the fold, which only the root keeps."""
         op, root = options.reduceOp, options.rootRank
         fold = fold_by(op, tensor.dtype)
-        flat = flat_of(tensor)
-        if fold.premultiplies:
-            flat.mul_(factor_of(op))
-        values = flat.view(fold.view_as)
+        is_root, flat = self._rank == root, flat_of(tensor)
+        if not is_root and (fold.premultiplies or not self._alone):
+            flat = flat.clone()
         if self._alone:
+            if fold.premultiplies:
+                flat.mul_(factor_of(op))
             what = described("reduce", flat.dtype, flat.numel(), fold.name, root)
-            self._here.reduce(what, values, fold, root)
+            self._here.reduce(what, flat.view(fold.view_as), fold, root)
         else:
-            wide = values.to(fold.accumulate_in)
-            _simplify(options, fold)
-            self._inner.reduce([wide], options).wait()
-            if self._inner.rank() == root:
-                self._finalize(values, wide, fold)
-        write_back(flat, tensor)
+            self._fold_all(flat, op, fold)
+        if is_root:
+            write_back(flat, tensor)
 
     def reduce_scatter(
         self, output: Tensor, rows: Sequence[Tensor], options: dist.ReduceScatterOptions
     ) -> None:
         op = options.reduceOp
         fold = fold_by(op, output.dtype)
-        flat_rows = [flat_of(row) for row in rows]
+        flat = flat_of(output)
+        flat_rows = apart([flat_of(row) for row in rows], [flat], -self._rank)
         if fold.premultiplies:
             factor = factor_of(op)
             flat_rows = [row.clone().mul_(factor) for row in flat_rows]
-        flat = flat_of(output)
         values, seen = flat.view(fold.view_as), [row.view(fold.view_as) for row in flat_rows]
         if self._alone:
             what = described("reduce-scatter", flat.dtype, flat.numel(), fold.name)
             self._here.reduce_scatter(what, values, seen, fold)
         else:
-            wide = values.to(fold.accumulate_in)
-            _simplify(options, fold)
-            wide_rows = [row.to(fold.accumulate_in) for row in seen]
-            self._inner.reduce_scatter([wide], [wide_rows], options).wait()
-            self._finalize(values, wide, fold)
+            received = [torch.empty_like(values) for _ in seen]
+            self._all_to_all_over_gloo(received, seen)
+            fold.all_of(received, values, self._num_ranks)
         write_back(flat, output)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Exchange rows, one for each rank; lengths may differ, dtypes may not."""
-        if not self._alone or self._num_ranks >= MOST_NUMBERS:
-            self._all_to_all_over_gloo(outputs, inputs)
-            return
-        places, rows = [flat_of(output) for output in outputs], [flat_of(row) for row in inputs]
-        self._here.all_to_all(described("all-to-all", inputs[0].dtype), places, rows)
+        places = [flat_of(output) for output in outputs]
+        rows = apart([flat_of(row) for row in inputs], places)
+        if self._alone and self._num_ranks < MOST_NUMBERS:
+            self._here.all_to_all(described("all-to-all", inputs[0].dtype), places, rows)
+        else:
+            self._all_to_all_over_gloo(places, rows)
         for place, output in zip(places, outputs, strict=True):
             write_back(place, output)
 
     def _all_to_all_over_gloo(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Through flat buffers: Gloo has it for one tensor only."""
-        flat = torch.cat([row.reshape(-1) for row in inputs])
-        sizes = [[row.numel() for row in rows] for rows in (outputs, inputs)]
+        flat = torch.cat([bytes_of(row) for row in inputs])
+        sizes = [[row.nbytes for row in rows] for rows in (outputs, inputs)]
         received = flat.new_empty(sum(sizes[0]))
         self._inner.alltoall_base(received, flat, *sizes, AllToAllOptions()).wait()
         for output, part in zip(outputs, received.split(sizes[0]), strict=True):
-            output.copy_(part.view(output.shape))
+            bytes_of(output).copy_(part)
 
     def on_all_vectors(self, kind: str, tensor: Tensor, perform: Callable[[SharedVectors], None]) -> None:
         """Let every rank work on its share of all ranks' vectors; where all are on one host."""
@@ -143,31 +175,20 @@ class BlockingCollectives:
         self._here.on_all_vectors(kind, flat, perform)
         write_back(flat, tensor)
 
-    def _finalize(self, target: Tensor, completed: Tensor, fold: Fold) -> None:
-        """Average what Gloo has summed, and round it into `target`."""
-        if fold.averages:
-            fold.average(completed, self._num_ranks)
-        if completed.data_ptr() != target.data_ptr():
-            target.copy_(completed)
-
     def barrier(self) -> None:
-        if not self._alone:
-            self.inner("barrier", lambda: self._inner.barrier(dist.BarrierOptions()))
-            return
-        self._here.barrier("barrier")
-
-    def inner(self, kind: str, launch: Callable[[], dist.Work]) -> None:
-        """Perform something over Gloo; on one host the ranks first compare what it is."""
         if self._alone:
-            self._here.barrier(kind)
-        launch().wait()
+            self._here.barrier(described("barrier"))
+        else:
+            self._inner.barrier(dist.BarrierOptions()).wait()
 
 
 def reducible(op: Any, tensor: Tensor) -> Fold | None:
-    """How to fold such tensors, None if they are sparse; ConfigurationError if the dtype has no such operation."""
-    return None if tensor.is_sparse else fold_by(op, tensor.dtype)
-
-
-def _simplify(options: Any, fold: Fold) -> None:
-    """Ask Gloo for an operation that it has: an average begins as a sum."""
-    options.reduceOp = getattr(dist.ReduceOp, "SUM" if fold.averages else fold.name)
+    """Return how to fold such tensors, None for a sum of sparse ones. ConfigurationError: nothing folds them."""
+    if not tensor.is_sparse:
+        return fold_by(op, tensor.dtype)
+    if op_name(op) != "SUM" or tensor.dtype not in _SUMMED_BY_GLOO:
+        raise ConfigurationError(
+            f"cannot reduce sparse {tensor.dtype} by {op_name(op)}: sparse tensors are summed, of Gloo's dtypes "
+            f"({', '.join(map(dtype_name, _SUMMED_BY_GLOO))}). Nothing was sent."
+        )
+    return None

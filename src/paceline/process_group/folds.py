@@ -85,30 +85,27 @@ class Fold:
 def fold_of(op_name: str, dtype: torch.dtype) -> Fold:
     """The fold for one of torch's reduce operations, by name; raises ConfigurationError if the dtype has none such."""
     premultiplies = op_name == PREMULTIPLIED
-    if premultiplies:
-        op_name = "SUM"
-    function = _FUNCTIONS.get(op_name)
-    floating, is_complex = dtype.is_floating_point, dtype.is_complex
-    ordered = op_name in {"MIN", "MAX"}
-    reason = None
-    if function is None:
-        reason = f"the operations are {', '.join(_FUNCTIONS)}"
-    elif (floating or is_complex) and op_name in {"BAND", "BOR", "BXOR"}:
-        reason = "bitwise operations are for integers and booleans"
-    elif is_complex and ordered:
-        reason = "complex numbers have no order"
-    elif floating and dtype.itemsize == 1:
-        reason = "8-bit floating point has no arithmetic; cast to bfloat16 first"
-    elif dtype in _SIGNED and (ordered or op_name == "AVG"):
-        reason = "torch has no such arithmetic for it; cast to int64 first"
-    elif dtype is torch.bool and op_name == "AVG":
-        reason = "booleans have no mean; cast first"
-    if function is None or reason is not None:
-        raise ConfigurationError(f"cannot reduce {dtype} by {op_name}: {reason}")
+    name = "SUM" if premultiplies else op_name
+    function, ordered = _FUNCTIONS.get(name), name in {"MIN", "MAX"}
     view_as = _SIGNED.get(dtype, dtype)
     widens = dtype in _NARROW and not ordered
-    accumulate_in = torch.float32 if widens else view_as
-    return Fold(op_name, view_as, accumulate_in, function, op_name == "AVG", premultiplies, widens)
+    if function is None:
+        reason = f"the operations are {', '.join(_FUNCTIONS)}"
+    elif view_as != dtype and (ordered or name == "AVG"):
+        reason = "torch has no such arithmetic for it; cast to int64 first"
+    elif premultiplies and not (dtype.is_floating_point or dtype.is_complex):
+        reason = "the factor is no integer; cast to float64 first"
+    else:
+        accumulate_in = torch.float32 if widens else view_as
+        fold = Fold(name, view_as, accumulate_in, function, name == "AVG", premultiplies, widens)
+        one = torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu").view(view_as)
+        try:
+            fold.all_of([one, one], one, 1)
+        except (RuntimeError, NotImplementedError) as error:
+            reason = f"{str(error).splitlines()[0]}; cast to another dtype first"
+        else:
+            return fold
+    raise ConfigurationError(f"cannot reduce {dtype} by {op_name}: {reason}. Nothing was sent.")
 
 
 @lru_cache(maxsize=256)
@@ -143,10 +140,11 @@ def factor_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> float:
 def flat_of(tensor: Tensor) -> Tensor:
     """Return the values as a contiguous 1-D tensor of the CPU: their own memory, or a copy, pinned for an accelerator.
 
-    A copy is made where that memory is not contiguous or not the host's. `write_back` ends with an output.
+    A copy is made where that memory is not contiguous, not the host's, or of negated or conjugated values, which torch
+    negates when it reads them. `write_back` ends with an output.
     """
     if not _is_in_place(tensor):
-        return (tensor.detach().contiguous() if tensor.is_cpu else to_host(tensor)).view(-1)
+        return (_plain(tensor.detach()) if tensor.is_cpu else to_host(tensor)).view(-1)
     return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
 
 
@@ -157,4 +155,28 @@ def write_back(flat: Tensor, tensor: Tensor) -> None:
 
 
 def _is_in_place(tensor: Tensor) -> bool:
-    return tensor.is_cpu and tensor.is_contiguous()
+    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+
+
+def bytes_of(flat: Tensor) -> Tensor:
+    """Return the same memory as bytes, for Gloo, which knows few dtypes. `flat` is of `flat_of`."""
+    return flat.view(torch.uint8)
+
+
+def apart(reads: Sequence[Tensor], writes: Sequence[Tensor], shift: int = 0) -> Sequence[Tensor]:
+    """Return `reads`, copied if writing one of `writes` might change one of them before it is read.
+
+    All are contiguous. Read i is in place, and needs no copy, if its memory is that of write i + `shift`.
+    """
+    for index, read in enumerate(reads):
+        first, num_bytes = read.data_ptr(), read.nbytes
+        for place, write in enumerate(writes):
+            start, end = write.data_ptr(), write.data_ptr() + write.nbytes
+            is_in_place = index + shift == place and start == first and end == first + num_bytes
+            if start < first + num_bytes and first < end and not is_in_place:
+                return [each.clone() for each in reads]
+    return reads
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous()

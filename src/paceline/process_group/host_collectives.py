@@ -243,8 +243,9 @@ class HostCollectives:
         perform(SharedVectors(tuple(views), *self._share(flat.numel()), all_reduce))
         self._staging.wait(what)
 
-    def barrier(self, kind: str) -> None:
-        self._staging.open(described(kind))
+    def barrier(self, what: Descriptor) -> None:
+        """Wait for all, and compare what they are about to do."""
+        self._staging.open(what)
 
 
 class HostVectors:
