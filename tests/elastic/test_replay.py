@@ -7,12 +7,14 @@ import socket
 import threading
 import types
 
+import numpy as np
 import pytest
 import torch
 
-from paceline.data import GlobalBatch
+from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.elastic.handover import Carried, Place, Standings, hand_over
 from paceline.elastic.replay import Giver, receive
+from paceline.elastic.state_tree import PackedState, unpack
 
 
 def training(kind):
@@ -189,3 +191,101 @@ def test_each_rank_receives_what_it_lacks_and_no_more(monkeypatch):
         assert it.carried.digest() == digest
         assert all(map(torch.equal, it.model.buffers(), ranks[0].model.buffers()))
         assert it.schedule.state_dict() == ranks[0].schedule.state_dict()
+
+
+class MasterSGD(torch.optim.Optimizer):
+    """Keeps weights and momentum in float32, and more that only its own `state_dict` has."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.num_steps += 1
+        self.state["all"] = {"num_steps": self.num_steps}
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                master = self.state[parameter].setdefault("master", parameter.float())
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(master))
+                master.sub_(0.01 * momentum.mul_(0.9).add_(parameter.grad.float()))
+                parameter.copy_(master)
+
+    def state_dict(self):
+        return {**super().state_dict(), "num_steps": self.num_steps}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.num_steps = state_dict["num_steps"]
+
+
+class Grows(torch.nn.Linear):
+    """Its extra state counts its steps, and its buffers get other shapes with them; `label` it saves by itself."""
+
+    def __init__(self):
+        super().__init__(4, 4, dtype=torch.bfloat16)
+        self.num_steps, self.label = 0, "new"
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("late", None)
+
+    def get_extra_state(self):
+        return {
+            "num_steps": self.num_steps,
+            "rows": np.arange(self.num_steps, dtype=np.uint32),
+            "is": b"\xff\0",
+        }
+
+    def set_extra_state(self, state):
+        assert state["rows"].dtype == np.uint32
+        assert len(state["rows"]) == state["num_steps"]
+        self.num_steps = state["num_steps"]
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "label"] = self.label
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self.label = state_dict.pop(prefix + "label")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def forward(self, x):
+        self.num_steps, self.label = self.num_steps + 1, f"after {self.num_steps}"
+        self.seen = torch.cat([self.seen, x.detach().float().mean()[None]])
+        self.late = self.seen.double()
+        return super().forward(x) * min(1, self.num_steps / 8)
+
+
+def grown(kind, num_steps):
+    """After so many steps."""
+    torch.manual_seed(3)
+    model = Grows()
+    it = types.SimpleNamespace(model=model, optimizer=kind(model.parameters()))
+    it.carried = Carried(model, [it.optimizer], [], GlobalShuffle(8, GlobalBatch((8,)), 0))
+    grow(it, num_steps)
+    return it
+
+
+def grow(it, num_steps):
+    for _ in range(num_steps):
+        it.optimizer.zero_grad()
+        it.model(torch.randn(8, 4).bfloat16()).square().mean().backward()
+        it.optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [MasterSGD, torch.optim.NAdam])
+@pytest.mark.parametrize("own_steps", [0, 2])
+def test_all_state_arrives_in_its_own_dtype_and_shape(kind, own_steps):
+    """Float32 state of bfloat16 parameters was rounded by `load_state_dict`, and ranks differed from then on."""
+    old, new = grown(kind, 3), grown(kind, own_steps)
+    found = {}
+    for packed in (old.carried.rest(Place(3, 0, 8), GlobalBatch((8,))), old.carried.whole()):
+        found |= unpack(PackedState(packed.words, [each.clone() for each in packed.tensors]))
+    new.carried.take(found, is_new=True)
+    assert (new.model.num_steps, new.model.label) == (3, "after 2")
+    for it in (old, new):
+        torch.manual_seed(4)
+        grow(it, 2)
+    assert new.carried.digest() == old.carried.digest()
+    assert all(map(torch.equal, new.model.buffers(), old.model.buffers()))
+    if kind is MasterSGD:
+        assert new.optimizer.num_steps == new.optimizer.state["all"]["num_steps"] == 5

@@ -14,9 +14,27 @@ def drawn():
     return torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()  # noqa: NPY002
 
 
+class Counts(torch.nn.BatchNorm1d):
+    """Counts its forwards where only `get_extra_state` shows it."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.counts = {"forwards": 0}
+
+    def get_extra_state(self):
+        return self.counts
+
+    def set_extra_state(self, state):
+        self.counts = state
+
+    def forward(self, x):
+        self.counts["forwards"] += 1
+        return super().forward(x)
+
+
 def test_what_a_given_up_step_has_changed_is_undone():
-    """Statistics of a forward, what was drawn in it, and a schedule that was stepped behind the window."""
-    model = torch.nn.BatchNorm1d(3)
+    """Statistics of a forward, what was drawn in it, extra state, and a schedule that was stepped behind the window."""
+    model = Counts(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     rollback = Rollback(model, [optimizer], [schedule])
@@ -31,6 +49,7 @@ def test_what_a_given_up_step_has_changed_is_undone():
     assert drawn() == numbers
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert schedule.last_epoch == 0
+    assert model.counts == {"forwards": 0}
 
 
 def test_a_learning_rate_that_is_a_tensor_is_undone_as_well():

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,7 +43,17 @@ def test_the_state_of_an_optimizer_arrives_in_all_its_bits():
 def test_containers_numbers_and_shapes_stay_what_they_are():
     """A tuple is no list, True is no 1, and a tensor of no elements has its shape."""
     tree = {"a": (1, [2.5, None]), 3: True, "nan": float("inf"), "t": torch.zeros(0, 4, dtype=torch.int32)}
+    twice, conjugate = torch.ones(2), torch.tensor([1 + 2j]).conj()
+    tree |= {"b": b"\xff\0", "one": np.float32(0.1), "rows": np.arange(6, dtype=np.uint16).reshape(2, 3).T}
+    tree |= {"none": (b"", np.zeros(0)), "twice": [twice, twice], "conjugate": conjugate}
     found = sent(tree)
+    assert (found["b"], found["none"][0], found["none"][1].shape) == (tree["b"], b"", (0,))
+    assert (type(found["one"]), found["one"]) == (np.float32, tree["one"])
+    assert found["rows"].dtype == np.uint16
+    assert np.array_equal(found["rows"], tree["rows"])
+    assert found["twice"][0] is found["twice"][1]
+    assert len(pack(tree["twice"]).tensors) == 1
+    assert torch.equal(found["conjugate"], conjugate)
     assert found["a"] == (1, [2.5, None])
     assert found[3] is True
     assert found["nan"] == float("inf")
@@ -50,7 +61,9 @@ def test_containers_numbers_and_shapes_stay_what_they_are():
     assert found["t"].dtype == torch.int32
 
 
-def test_what_would_have_to_be_unpickled_is_refused_by_its_place():
-    """The error says where it is."""
-    with pytest.raises(ConfigurationError, match=r"state\['x'\]\[1\] is a object"):
-        pack({"x": [1, object()]})
+@pytest.mark.parametrize("value", [object(), {1}, np.array(["x"]), torch.ones(2).to_sparse(), 1j], ids=str)
+def test_what_would_have_to_be_unpickled_is_refused_by_its_place(value):
+    """The error says where it is, and where it may come from."""
+    name = type(value).__name__
+    with pytest.raises(ConfigurationError, match=rf"state\['x'\]\[1\] is a {name}.* and get_extra_state"):
+        pack({"x": [1, value]})

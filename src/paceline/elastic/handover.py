@@ -6,7 +6,8 @@ Rules
 2. It is received into memory of its own, and taken over only when all of it is there. So a rank whose giver dies
    meanwhile has what it had.
 3. Numbers travel as JSON, tensors as they are. Nothing is unpickled.
-4. Schedules are loaded, not stepped: to step one as often gives other bits.
+4. Parameters' states in optimizers are put where they belong, in their own dtypes. `load_state_dict` would cast them.
+5. Schedules are loaded, not stepped: to step one as often gives other bits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.optim import Optimizer
 from paceline.comm.collectives import all_gather, pass_on
 from paceline.comm.given_up import aside
 from paceline.data import GlobalBatch, GlobalShuffle
-from paceline.elastic.rollback import Randomness, settings_of
+from paceline.elastic.rollback import Buffers, Randomness, extra_state, put_extra_state, settings_of
 from paceline.elastic.state_tree import PackedState, empty_tensors, pack, unpack
 
 _MESSAGE_BYTES = 16 << 20  # of tensors that are sent together
@@ -84,7 +85,7 @@ class Carried:
         self, module: Module, optimizers: Sequence[Optimizer], others: Sequence[Any], sampler: GlobalShuffle
     ) -> None:
         self._module, self.optimizers, self._others = module, optimizers, others
-        self._sampler = sampler
+        self._sampler, self._buffers = sampler, Buffers(module)
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -101,12 +102,13 @@ class Carried:
         with torch.no_grad():
             parameter.copy_(given[0])
         for optimizer, state in zip(self.optimizers, given[1:], strict=True):
+            optimizer.state.pop(parameter, None)
             if state is not None:
                 optimizer.state[parameter] = state
 
     def digest(self) -> int:
         """A number by which other bits of parameters and optimizers' states show; not 0. Local: reads all of them."""
-        packed = pack([self.of(each) for each in self.parameters])
+        packed = self.whole()
         found = zlib.crc32(packed.words)
         for tensor in packed.tensors:
             found = (found * _FACTOR + _sum_of(bytes_of(tensor))) % _MODULUS
@@ -116,8 +118,8 @@ class Carried:
         """Parameters and optimizers' states, for a rank that does not hold them, between two steps. Local."""
         return pack(
             {
-                "parameters": [each.detach() for each in self.parameters],
-                "optimizers": [each.state_dict() for each in self.optimizers],
+                "parameters": [self.of(each) for each in self.parameters],
+                "optimizers": [_own_state(each) for each in self.optimizers],
             }
         )
 
@@ -128,7 +130,8 @@ class Carried:
             "batch": batch.as_dict(),
             "sampler": dict(self._sampler.state_dict()),
             "randomness": Randomness().as_tree(),
-            "buffers": list(self._module.buffers()),
+            "buffers": self._buffers.named(),
+            "extra_state": extra_state(self._module),
             "settings": [[settings_of(group) for group in each.param_groups] for each in self.optimizers],
             "others": [each.state_dict() for each in self._others],
         }
@@ -136,15 +139,13 @@ class Carried:
 
     def take(self, tree: Any, *, is_new: bool) -> None:
         """Be where the giver was; `is_new`: with its random numbers, which a rank a step behind has drawn. Local."""
-        mine: list[Tensor] = list(self._module.buffers())
-        given = tree["buffers"]
         if "parameters" in tree:
-            mine, given = [*mine, *self.parameters], [*given, *tree["parameters"]]
-            for each, state in zip(self.optimizers, tree["optimizers"], strict=True):
-                each.load_state_dict(state)
-        with torch.no_grad():
-            for own, other in zip(mine, given, strict=True):
-                own.copy_(other)
+            for each, own_state in zip(self.optimizers, tree["optimizers"], strict=True):
+                _put_own_state(each, own_state)
+            for parameter, given in zip(self.parameters, tree["parameters"], strict=True):
+                self.put(parameter, given)
+        self._buffers.put(tree["buffers"])
+        put_extra_state(self._module, tree["extra_state"])
         for each, settings in zip(self.optimizers, tree["settings"], strict=True):
             for group, its in zip(each.param_groups, settings, strict=True):
                 group.update(its)
@@ -154,6 +155,28 @@ class Carried:
             state = tree["sampler"]
             self._sampler.load_state_dict(state, batch_may_change="tokens" not in state)
             Randomness.from_tree(tree["randomness"]).restore()
+
+
+def _own_state(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer has besides parameters' states and groups' settings: if its class keeps or saves more."""
+    saved = {} if _saves_as_torch_does(optimizer) else optimizer.state_dict()
+    return {
+        "saved": {name: each for name, each in saved.items() if name != "param_groups"},
+        "kept": {key: each for key, each in optimizer.state.items() if not isinstance(key, Tensor)},
+    }
+
+
+def _put_own_state(optimizer: Optimizer, given: dict[str, Any]) -> None:
+    """Take what `_own_state` was; parameters' states come later."""
+    if given["saved"]:
+        optimizer.load_state_dict({**optimizer.state_dict(), **given["saved"]})
+    optimizer.state.update(given["kept"])
+
+
+def _saves_as_torch_does(optimizer: Optimizer) -> bool:
+    kind, has_hooks = type(optimizer), bool(optimizer._optimizer_state_dict_post_hooks)
+    methods = (kind.state_dict, kind.load_state_dict)
+    return methods == (Optimizer.state_dict, Optimizer.load_state_dict) and not has_hooks
 
 
 def bytes_of(tensor: Tensor) -> npt.NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""What a step has changed before its parameters change: buffers, random numbers, schedules. So that it can be undone.
+"""What a step changes before its parameters change: buffers, extra state, random numbers, schedules. It can be undone.
 
 Rules
 1. `note` is called before a step's data are fetched, `undo` if the step is given up: the next one then begins as this
@@ -50,17 +50,12 @@ class Randomness:
 
     def as_tree(self) -> dict[str, Any]:
         """For another rank."""
-        inner: dict[str, Any] = dict(self._numpy)
-        state = {**inner["state"], "key": torch.from_numpy(inner["state"]["key"].astype(np.int64))}
-        return {"torch": self._torch, "numpy": {**inner, "state": state}, "python": self._python}
+        return {"torch": self._torch, "numpy": self._numpy, "python": self._python}
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Randomness:
         made = cls.__new__(cls)
-        numpy = dict(tree["numpy"])
-        key = numpy["state"]["key"].numpy().astype(np.uint32)
-        made._torch, made._python = tree["torch"], tree["python"]
-        made._numpy = {**numpy, "state": {**numpy["state"], "key": key}}
+        made._torch, made._numpy, made._python = tree["torch"], tree["numpy"], tree["python"]
         made._words = None
         return made
 
@@ -73,33 +68,65 @@ def _words_of_numpy() -> bytes | None:
     return ctypes.string_at(generator.ctypes.state_address, _NUMPY_BYTES)
 
 
-class Rollback:
-    """Remembers how one step began: buffers, optimizers' settings, and the state of what else steps behind a window.
+class Buffers:
+    """All buffers of a module, those that are None as well, by (place among its modules, name).
 
-    Modules that are put into `module` later are not looked for.
+    Modules that are put into it later are not looked for.
     """
 
-    def __init__(self, module: Module, optimizers: Sequence[Optimizer], others: Sequence[Any]) -> None:
+    def __init__(self, module: Module) -> None:
         self._holders = [each._buffers for each in module.modules()]
+
+    def named(self) -> dict[tuple[int, str], Tensor | None]:
+        return {(place, name): each for place, it in enumerate(self._holders) for name, each in it.items()}
+
+    @torch.no_grad()
+    def put(self, given: Mapping[tuple[int, str], Tensor | None]) -> None:
+        """Take these values, and their shapes and dtypes."""
+        for (place, name), value in given.items():
+            own = self._holders[place].get(name)
+            if own is None or value is None:
+                self._holders[place][name] = None if value is None else value.clone()
+            elif (own.shape, own.dtype) == (value.shape, value.dtype):
+                own.copy_(value)
+            else:
+                own.data = value.clone()
+
+
+def extra_state(module: Module) -> dict[str, Any]:
+    """What its `state_dict()` has besides parameters and buffers: by `get_extra_state`, or saved by its own code."""
+    own = {id(each) for each in (*module.parameters(), *module.buffers())}
+    return {name: each for name, each in module.state_dict(keep_vars=True).items() if id(each) not in own}
+
+
+def put_extra_state(module: Module, given: Mapping[str, Any]) -> None:
+    """Take what `extra_state` was."""
+    if given:
+        state = module.state_dict()
+        state.update(given)
+        module.load_state_dict(state)
+
+
+class Rollback:
+    """Remembers how one step began: buffers, optimizers' settings, and the state of what else steps behind a window."""
+
+    def __init__(self, module: Module, optimizers: Sequence[Optimizer], others: Sequence[Any]) -> None:
+        self._module, self._buffers = module, Buffers(module)
         self._optimizers, self._others = optimizers, others
         self._kept: dict[tuple[int, str], Tensor] = {}
+        self._has_extra_state = bool(extra_state(module))
         self._randomness: Randomness | None = None
-
-    def _buffers(self) -> dict[tuple[int, str], Tensor]:
-        return {
-            (place, name): each
-            for place, holder in enumerate(self._holders)
-            for name, each in holder.items()
-            if each is not None
-        }
 
     def note(self) -> None:
         """A step begins. Local."""
-        now = self._buffers()
-        if [each.shape for each in now.values()] != [each.shape for each in self._kept.values()]:
+        now = {place: each for place, each in self._buffers.named().items() if each is not None}
+        if [(each.shape, each.dtype) for each in now.values()] != [
+            (each.shape, each.dtype) for each in self._kept.values()
+        ]:
             self._kept = {place: torch.empty_like(buffer) for place, buffer in now.items()}
         if now:
             torch._foreach_copy_(list(self._kept.values()), [each.detach() for each in now.values()])
+        self._extra_state = copied(extra_state(self._module)) if self._has_extra_state else {}
         self._randomness = Randomness(self._randomness)
         self._settings = [[settings_of(group) for group in each.param_groups] for each in self._optimizers]
         self._states = [copied(each.state_dict()) for each in self._others]
@@ -108,10 +135,8 @@ class Rollback:
         """Be as the step began. Local."""
         assert self._randomness is not None
         self._randomness.restore()
-        with torch.no_grad():
-            for place, buffer in self._buffers().items():
-                if place in self._kept:
-                    buffer.copy_(self._kept[place])
+        self._buffers.put(self._kept)
+        put_extra_state(self._module, copied(self._extra_state))
         for each, settings in zip(self._optimizers, self._settings, strict=True):
             for group, kept in zip(each.param_groups, settings, strict=True):
                 group.update(copied(kept))
@@ -133,4 +158,4 @@ def copied(value: Any) -> Any:
         return {name: copied(each) for name, each in value.items()}
     if kind in (list, tuple):
         return kind(map(copied, value))
-    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)

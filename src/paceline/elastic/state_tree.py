@@ -1,19 +1,23 @@
 """State as words and tensors: what `state_dict()`s return, so that it can be sent, and nothing is unpickled.
 
-A tree of dicts, lists, tuples, numbers, texts, None and tensors becomes JSON, in which each tensor is a place in a
-list, with its shape and dtype. So whoever receives knows what to allocate, and tensors travel without a copy.
-Numbers arrive in all their bits: Python writes the shortest text that reads as the same double.
+A tree of dicts, lists, tuples, numbers, texts, None, bytes, arrays and tensors becomes JSON, in which each tensor is a
+place in a list, with its shape and dtype. So a receiver knows what to allocate, and tensors travel without a copy. A
+tensor that is in the tree twice travels once. Numbers arrive in all their bits: Python writes the shortest text that
+reads as the same double, and a number of numpy's is an array.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from paceline.errors import ConfigurationError, ProtocolError
 
@@ -30,34 +34,45 @@ class PackedState:
 
 def pack(tree: Any) -> PackedState:
     """Take a tree apart; tensors are not copied. Raises ConfigurationError for any other object in it."""
-    tensors: list[Tensor] = []
-    return PackedState(json.dumps(_described(tree, "", tensors), separators=(",", ":")).encode(), tensors)
+    found: dict[int, tuple[int, Tensor]] = {}
+    words = json.dumps(_described(tree, "", found), separators=(",", ":"))
+    tensors = [each.detach().resolve_conj().resolve_neg() for _, each in found.values()]
+    return PackedState(words.encode(), tensors)
 
 
-def _described(value: Any, where: str, tensors: list[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        tensors.append(value.detach())
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {"t": len(tensors) - 1, "shape": list(value.shape), "dtype": dtype}
+def _described(value: Any, where: str, found: dict[int, tuple[int, Tensor]]) -> Any:
+    """Describe `value` as JSON. `found` has the place of each tensor by its id, and keeps the tensor alive."""
+
+    def inner(each: Any, name: object = None) -> Any:
+        return _described(each, where if name is None else f"{where}[{name!r}]", found)
+
     if type(value) in _PLAIN:
         return value
+    if _is_plain_tensor(value):
+        place, _ = found.setdefault(id(value), (len(found), value))
+        return {"t": place, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, Mapping):
-        pairs = [
-            [_described(key, where, tensors), _described(each, f"{where}[{key!r}]", tensors)]
-            for key, each in value.items()
-        ]
-        return {"d": pairs}
+        return {"d": [[inner(key), inner(each, key)] for key, each in value.items()]}
     if isinstance(value, (list, tuple)):
-        items = [_described(each, f"{where}[{place}]", tensors) for place, each in enumerate(value)]
+        items = [inner(each, place) for place, each in enumerate(value)]
         return {"l" if isinstance(value, list) else "u": items}
-    if isinstance(value, _PLAIN):  # numpy's float64 is a float
+    if isinstance(value, bytes):
+        return {"b": inner(torch.from_numpy(np.frombuffer(value, np.uint8).copy()))}
+    if isinstance(value, (np.ndarray, np.number, np.bool_)):
+        kind = "a" if isinstance(value, np.ndarray) else "n"
+        with contextlib.suppress(TypeError, ValueError):  # its elements are no numbers of torch's
+            return {kind: inner(torch.from_numpy(np.array(value, order="C")))}
+    if isinstance(value, _PLAIN):  # an enumeration's member
         return next(kind(value) for kind in (bool, int, float, str) if isinstance(value, kind))
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a number of numpy's
-        return _described(value.item(), where, tensors)
     raise ConfigurationError(
-        f"state{where} is a {type(value).__name__}, and another rank is sent numbers, texts, lists, dicts and tensors "
-        "only. Leave it out of state_dict()."
+        f"state{where} is a {type(value).__name__}, and another rank is sent numbers, texts, bytes, lists, dicts, "
+        "arrays and tensors only. Leave it out of state_dict() and get_extra_state()."
     )
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    """Whether its bytes and dtype are all that it is."""
+    return type(value) in (Tensor, Parameter) and value.layout is torch.strided and not value.is_quantized
 
 
 def empty_tensors(words: bytes) -> list[Tensor]:
@@ -67,20 +82,17 @@ def empty_tensors(words: bytes) -> list[Tensor]:
         dtype = getattr(torch, node["dtype"], None)
         if not isinstance(dtype, torch.dtype):
             raise ProtocolError(f"another rank's state has a tensor of dtype {node['dtype']!r}.")
-        found[node["t"]] = torch.empty(node["shape"], dtype=dtype)
+        if node["t"] not in found:
+            found[node["t"]] = torch.empty(node["shape"], dtype=dtype)
     return [found[place] for place in range(len(found))]
 
 
 def _tensors_of(node: Any) -> Iterable[Any]:
-    if not isinstance(node, dict):
-        return
-    if "t" in node:
+    if isinstance(node, dict) and "t" in node:
         yield node
-    for pair in node.get("d", ()):
-        for each in pair:
+    elif isinstance(node, (dict, list)):
+        for each in node.values() if isinstance(node, dict) else node:
             yield from _tensors_of(each)
-    for each in (*node.get("l", ()), *node.get("u", ())):
-        yield from _tensors_of(each)
 
 
 def unpack(packed: PackedState) -> Any:
@@ -93,8 +105,11 @@ def _built(node: Any, tensors: list[Tensor]) -> Any:
         return node
     if "t" in node:
         return tensors[node["t"]]
-    if "d" in node:
-        return {_built(key, tensors): _built(each, tensors) for key, each in node["d"]}
-    if "l" in node:
-        return [_built(each, tensors) for each in node["l"]]
-    return tuple(_built(each, tensors) for each in node["u"])
+    ((kind, inside),) = node.items()
+    if kind == "d":
+        return {_built(key, tensors): _built(each, tensors) for key, each in inside}
+    if kind in ("l", "u"):
+        items = [_built(each, tensors) for each in inside]
+        return items if kind == "l" else tuple(items)
+    array = _built(inside, tensors).numpy()
+    return array if kind == "a" else array.tobytes() if kind == "b" else array[()]
