@@ -82,14 +82,14 @@ def test_random_delays_give_the_reference_result(num_ranks, name, seed):
 def launch_in_pairs(by_readiness):
     """A `Reducer._launch_ready` that waits for two full buckets and launches them by readiness, or by index."""
 
-    def launch_ready(self):
+    def launch_ready(self, backward):
         last = len(self.buckets) - 1
-        while (place := self._flight.num_launched) + 1 < last:
+        while (place := backward.flight.num_launched) + 1 < last:
             pair = self.buckets[place : place + 2]
             if not all(bucket.ready_s for bucket in pair):
                 return
             for bucket in sorted(pair, key=lambda b: b.ready_s if by_readiness else b.index):
-                self._launch(bucket)
+                self._launch(backward, bucket)
 
     return launch_ready
 

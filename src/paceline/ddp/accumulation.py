@@ -24,7 +24,7 @@ from typing_extensions import Self
 
 from paceline.comm.device import empty_cache
 from paceline.ddp.coordinator import StepCoordinator
-from paceline.ddp.flight import Terms
+from paceline.ddp.step import Terms
 from paceline.ddp.verdict import Status
 from paceline.ddp.weights import REFUSED, StepWeights, WeightExchange, checked_weight
 from paceline.errors import (

@@ -25,7 +25,7 @@ from paceline.comm.peers import Peers
 from paceline.data import GlobalBatch
 from paceline.ddp import conflicts, inputs_outputs, sync_batch_norm
 from paceline.ddp.buffers import Broadcast, Buffers, BufferSync
-from paceline.ddp.flight import Flights, Terms
+from paceline.ddp.flight import Flights
 from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.joining import Joining, NextStep
 from paceline.ddp.layout import ManagedParameters
@@ -37,7 +37,7 @@ from paceline.ddp.reducer import Reducer
 from paceline.ddp.replicas import Description, Verified, verify
 from paceline.ddp.setting import Setting
 from paceline.ddp.skipping import Skipping
-from paceline.ddp.step import Step
+from paceline.ddp.step import Step, Terms
 from paceline.ddp.step_shares import Standing
 from paceline.ddp.weights import StepWeights, Weighing, WeightExchange
 from paceline.errors import ConfigurationError
@@ -261,8 +261,9 @@ class StepCoordinator:
     def rebuild_reducer(self, managed: ManagedParameters) -> None:
         """Put another reducer in the place of the one that there is. Local."""
         self.setting.reduction.prepare(managed.named(), self.membership.process_group)
+        step = self.reducer.step
         self.reducer.retire()
-        self.build_reducer(managed, self.reducer.step)
+        self.build_reducer(managed, step)
 
     def let_go(self) -> None:
         """The wrapper is gone: leave the parameters alone, and keep nothing of the module alive."""

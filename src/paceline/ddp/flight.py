@@ -1,23 +1,19 @@
-"""How the buckets of one backward travel, and what the step counts: decided when it begins, by others than the reducer.
+"""The plain way of the buckets of one backward, and what makes the `Flight` of each: `Flights`.
 
-`Terms` are returned by whoever knows them: a plain step, a window of micro-batches, a rank that shadows others.
-`Flights` make the `Flight` of each backward. The reducer calls it and never asks which one it is. Here is the plain
-one; subclasses change what differs. The order of calls is the order of collectives, the same on every rank.
+The reducer calls a flight and never asks which one it is. Subclasses of these change what differs. The order of calls
+is the order of collectives, the same on every rank.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch.distributed import ProcessGroup
 
-from paceline.comm.backward import Backward
 from paceline.comm.collectives import Work
 from paceline.comm.device import devices_of
 from paceline.comm.peers import Peers
@@ -25,6 +21,7 @@ from paceline.ddp.bucket import Bucket
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Groups
 from paceline.ddp.open_forwards import OpenForwards
+from paceline.ddp.step import BackwardPass, Flight
 from paceline.observe import BucketTiming, StepTimings
 from paceline.observe.device_times import DeviceTimes
 from paceline.observe.timings import profiler_range
@@ -34,98 +31,6 @@ from paceline.reductions.hook import is_users_hook
 # Smaller messages are looked at instead of calling back. For a callback the backend's thread needs Python's lock, and
 # has to get it before it ends the message and begins the next one.
 LEAST_CALLED_BACK_BYTES = 256 * 1024
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What one backward counts."""
-
-    synchronizes: bool = True  # whether it reduces gradients
-    weight: float = 1.0  # of this rank's gradients in the mean; over the ranks, weights average to 1
-    # This rank's fraction of all that counts in the step; None: the step is not weighed.
-    share: float | None = None
-    num_averaged: int | None = None  # by how many ranks sums are divided; None: by all
-    active_ratio: float = 1.0  # the fraction of the ranks that have samples in the step
-
-
-@dataclass(frozen=True)
-class BeginningBackward:
-    """A backward that begins, for whoever makes its flight."""
-
-    backward: Backward
-    reduction: Reduction  # what combines its gradients
-    number: int  # of its step
-    forward_s: float  # duration of the last forward before it
-    # No other module over these groups is in a synchronized backward: it may launch before the end.
-    goes_first: bool
-    used_before: set[int]  # as of `step.Step`
-    reached: Callable[[], list[bool] | None]  # which parameters it touches; None: not known before it ends
-
-
-class Flight(ABC):
-    """The buckets of one backward on their way. The methods stand in the order in which they are called."""
-
-    not_expected: frozenset[int] = frozenset()
-    """Indices of parameters that the caller has declared not to be used."""
-
-    def __init__(self, peers: Peers, times: DeviceTimes | None) -> None:
-        """Wait for `peers`; `times` are taken where gradients are on an accelerator."""
-        self._peers, self._times = peers, times
-        self.num_launched = 0  # buckets that have had their turn
-
-    def may_launch(self) -> bool:
-        """A bucket is full: whether the first ones may leave before backward has ended. Local."""
-        return True
-
-    def leaves(self, bucket: Bucket) -> bool:
-        """Whether any rank needs the bucket. Local."""
-        return True
-
-    @abstractmethod
-    def launch(self, bucket: Bucket) -> None:
-        """It is the bucket's turn: send it, once it is collected. Collective; does not wait."""
-
-    def close(self) -> Exception | None:
-        """Autograd is done: come to know which buckets leave. Local in a plain flight; else collective, and blocks.
-
-        Returns what this rank has to raise once it has completed the step's collectives. Raises StepDroppedError, on
-        every rank, if the ranks do not agree; nothing was launched.
-        """
-        if self._times is not None:
-            self._times.end()
-        return None
-
-    def wait_for_words(self) -> bool:
-        """Wait for what brings the ranks' status words; False: they are summed apart. Raises PeerLostError."""
-        return False
-
-    def hand_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> bool:
-        """Every rank's backward has ended well: whether somebody else completes each bucket when it is needed.
-
-        Then `attach` gives a bucket's parameters their gradients, and `conclude` is told, after the last bucket, the
-        seconds spent waiting.
-        """
-        return False
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Wait for every bucket that has not been waited for, in order. Raises as `wait_for_words`."""
-
-    @abstractmethod
-    def launch_late(self, bucket: Bucket, scale: float) -> Work:
-        """Start summing what arrived after the bucket had left, or though it was left out. Collective."""
-
-    def unexplained(self, unused: list[int]) -> list[int]:
-        """Of these indices of unused parameters those that nobody has declared."""
-        return unused
-
-    @abstractmethod
-    def timings(self) -> tuple[BucketTiming, ...]:
-        """One record a bucket, by index."""
-
-    def device_times(self) -> DeviceTimes | None:
-        """When a device comes to the same; None on the CPU."""
-        return self._times
 
 
 class _Launched:
@@ -242,9 +147,9 @@ class Flights:
         self._groups, self._peers = groups.for_gradients, peers
         self._devices = devices_of(managed.parameters)[:1]
 
-    def begin(self, beginning: BeginningBackward, buckets: Sequence[Bucket]) -> Flight:
+    def begin(self, backward: BackwardPass, buckets: Sequence[Bucket]) -> Flight:
         """A backward begins. Collective where ranks have to agree on something first, local otherwise."""
-        return PlainFlight(beginning.reduction, self._groups, self._peers, buckets, self._times())
+        return PlainFlight(backward.reduction, self._groups, self._peers, buckets, self._times())
 
     def _times(self) -> DeviceTimes | None:
         return DeviceTimes.begin(self._devices[0]) if self._devices else None

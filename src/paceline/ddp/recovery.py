@@ -21,9 +21,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm.backward import Backward
-from paceline.ddp.flight import Terms
 from paceline.ddp.open_forwards import OpenForwards
-from paceline.ddp.step import Step
+from paceline.ddp.step import Step, Terms
 from paceline.ddp.verdict import Status
 from paceline.errors import ProtocolError
 
@@ -35,7 +34,7 @@ class Interruptible(Protocol):
     process_groups: list[ProcessGroup]
     step: Step
 
-    def arm(self, backward: Backward, terms: Terms) -> None:
+    def arm(self, token: Backward, terms: Terms) -> object:
         """A backward begins."""
 
     def complete_aborted(self, status: Status) -> tuple[int, ...]:

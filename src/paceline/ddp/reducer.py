@@ -36,14 +36,14 @@ from paceline.comm.collectives import device_for_metadata
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.bucket_cuts import BucketCuts
-from paceline.ddp.flight import BeginningBackward, Flight, Flights, Terms
+from paceline.ddp.flight import Flights
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Groups
 from paceline.ddp.open_forwards import Owner, accumulates_everywhere
 from paceline.ddp.ready_tracking import ReadyTracker
 from paceline.ddp.recovery import Recovery
 from paceline.ddp.setting import Setting
-from paceline.ddp.step import Step
+from paceline.ddp.step import BackwardPass, Step, Terms
 from paceline.ddp.verdict import Status, Verdict
 from paceline.errors import ConfigurationError, ProtocolError, StepDroppedError
 from paceline.observe import StepTiming, StepTimings
@@ -84,12 +84,6 @@ class Reducer:
         apart_on = device_for_metadata(group, setting.device) if setting.any_on_accelerator else None
         self._on_reduced: Callable[[Parameter], None] | None = None
         self._is_retired = False
-        # Of the backward under way, from `arm` on.
-        self._by_autograd = True
-        self._goes_first = True  # of the modules in this backward, it is the one that launches before the end
-        self._scale = 1.0  # of gradients on their way into a bucket
-        self._mean_scale = 1.0  # of what bypasses the reduction
-        self._flight: Flight
 
         # Whether every rank's ended well
         self.verdict = Verdict(group.rank(), self._num_ranks, list(managed.named().items()), number, apart_on)
@@ -119,8 +113,7 @@ class Reducer:
         self._is_retired = True
         self.process_groups.clear()
         self.buckets.clear()
-        self.__dict__.pop("_flight", None)  # there is none before the first backward
-        del self.cuts, self.verdict, self._flights, self._peers, self._group_for_numbers
+        del self.step, self.cuts, self.verdict, self._flights, self._peers, self._group_for_numbers
 
     @property
     def num_steps(self) -> int:
@@ -168,51 +161,47 @@ class Reducer:
 
     # ---- a backward begins
 
-    def begin(self, owner: Owner | None = None) -> Backward:
+    def begin(self, owner: Owner | None = None) -> BackwardPass:
         """Backward has reached the module: does it synchronize? Without an `owner`, its forward, it is local."""
         if self.recovery.is_interrupted:
             self.recovery.recover()
         terms = self._terms(owner)
-        synchronizes = terms.synchronizes
         if owner is not None:
             self.open_forwards.note_backward()
-        elif synchronizes:
-            synchronizes = False
+        elif terms.synchronizes:
+            terms = Terms(synchronizes=False)
             self.verdict.warn_of_local_backward()
         ends_with_inner = owner is not None and owner.is_recomputed
-        backward = Backward(synchronizes, self._end, ends_with_inner=ends_with_inner)
-        torch.autograd.Variable._execution_engine.queue_callback(backward.end)
-        self.arm(backward, terms)
-        return backward
+        token = Backward(terms.synchronizes, self._end, ends_with_inner=ends_with_inner)
+        torch.autograd.Variable._execution_engine.queue_callback(token.end)
+        return self.arm(token, terms)
 
-    def arm(self, backward: Backward, terms: Terms) -> None:
+    def arm(self, token: Backward, terms: Terms) -> BackwardPass:
         """Make ready for a backward: its scales, its flight, how many gradients each bucket waits for."""
         with profiler_range("started"):
-            self.recovery.watch(backward)
-            self._by_autograd = backward.by_autograd
-            self._goes_first = self.recovery.is_first_over_its_groups()
+            self.recovery.watch(token)
             reduction, expected = self.setting.reduction, self.tracker.pending
             expected.begin()
-            beginning = BeginningBackward(
-                backward,
-                reduction,
-                self.step.number,
-                self.step.times.last_forward_s,
-                self._goes_first,
-                self.step.used_before,
-                expected.reached,
-            )
-            self._flight = self._flights.begin(beginning, self.buckets)  # the step before is over now
-            num_averaged = terms.num_averaged or self._num_ranks
-            if backward.synchronizes:
+            goes_first = self.recovery.is_first_over_its_groups()
+            backward = BackwardPass(token, terms, self.step, reduction, goes_first, expected.reached)
+            self.step.begin(backward)
+            try:
+                flight = self._flights.begin(backward, self.buckets)  # the step before is over now
+            except Exception as error:
+                self.recovery.fail(error)
+                raise
+            num_averaged, factor = terms.num_averaged or self._num_ranks, 1.0
+            if terms.synchronizes:
                 factor = reduction.begin_step(num_averaged, terms.active_ratio, terms.share)
-                self._scale = terms.weight * factor
-            self._mean_scale = terms.weight / num_averaged
-            self.tracker.arm(backward.synchronizes, backward.started_s, self._flight.not_expected)
+            backward.start(flight, terms.weight * factor, terms.weight / num_averaged)
+            self.tracker.arm(terms.synchronizes, token.started_s, flight.not_expected)
+        return backward
 
-    def _running(self) -> Backward:
+    def _running(self) -> BackwardPass:
         """The backward under way. It begins here if it has made a gradient, but passed no output that is watched."""
-        return self.recovery.current() or self.begin(self.open_forwards.owner_of_running_backward())
+        if self.recovery.current() is None or (backward := self.step.backward) is None:
+            return self.begin(self.open_forwards.owner_of_running_backward())
+        return backward
 
     # ---- a gradient is there
 
@@ -220,54 +209,56 @@ class Reducer:
         """Autograd has finished a large gradient; the small ones it has added into the buffer itself."""
         backward = self._running()
         if not self.tracker.has_foreign_hooks(parameter) and bucket.expected:
-            if backward.synchronizes:
-                bucket.enter(slot, self._scale)
+            if backward.terms.synchronizes:
+                bucket.enter(slot, backward.scale)
             else:
                 bucket.accumulate(slot)
 
     def _on_full(self, bucket: Bucket) -> None:
         backward = self._running()
-        if bucket.is_collected or not backward.synchronizes or len(bucket.touched) != bucket.expected:
+        if bucket.is_collected or not backward.terms.synchronizes or len(bucket.touched) != bucket.expected:
             return
         if not self.tracker.is_full(bucket):
             return  # one parameter twice, another not yet: this bucket leaves when backward has ended
         with profiler_range("ready"):
             bucket.note_ready(time.perf_counter())
         if not self.tracker.has_foreign_hooks(bucket.touched[-1]):
-            self._launch_ready()  # otherwise with the next full bucket: those hooks want to see `.grad`
+            self._launch_ready(backward)  # else with the next full bucket: those hooks want `.grad`
 
-    def _launch_ready(self) -> None:
-        last = len(self.buckets) - 1 if self._goes_first else 0
+    def _launch_ready(self, backward: BackwardPass) -> None:
+        last = len(self.buckets) - 1 if backward.goes_first else 0
         try:
-            if not self._flight.may_launch():
+            if not backward.flight.may_launch():
                 return
         except Exception as error:
             self.recovery.fail(error)
             raise
-        while (place := self._flight.num_launched) < last and self.buckets[place].ready_s:
-            self._launch(self.buckets[place])
+        while (place := backward.flight.num_launched) < last and self.buckets[place].ready_s:
+            self._launch(backward, self.buckets[place])
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch(self, backward: BackwardPass, bucket: Bucket) -> None:
         with profiler_range("launched"):
-            if not bucket.is_collected and self._flight.leaves(bucket):
+            if not bucket.is_collected and backward.flight.leaves(bucket):
                 if (origins := self.tracker.origins) is not None:
                     origins.order()
-                bucket.collect(self._scale, self._mean_scale, self.step.used_before, has_ended=False)
+                used_before = backward.step.used_before
+                bucket.collect(backward.scale, backward.mean_scale, used_before, has_ended=False)
             try:
-                self._flight.launch(bucket)
+                backward.flight.launch(bucket)
             except Exception as error:
                 self.recovery.fail(error)
                 raise
 
     # ---- backward has ended
 
-    def _end(self, backward: Backward) -> None:
+    def _end(self, token: Backward) -> None:
         """Called by autograd when it has nothing left to do."""
-        if self.recovery.current() is not backward or backward.waits_for_outer_end():
+        backward = self.step.backward
+        if backward is None or self.recovery.current() is not token or token.waits_for_outer_end():
             return
         ended_well = False
         try:
-            if backward.synchronizes:
+            if backward.terms.synchronizes:
                 self._finish(backward)
                 ended_well = True
                 if not self.cuts.has_followed and self.cuts.follow():
@@ -283,7 +274,7 @@ class Reducer:
             raise
         finally:
             self.rest()
-            if backward.synchronizes and not self.recovery.has_failed:
+            if backward.terms.synchronizes and not self.recovery.has_failed:
                 self.begin_step(ended_well)
 
     def _end_unsynchronized(self) -> None:
@@ -293,7 +284,7 @@ class Reducer:
             )
             bucket.drop_installed()
 
-    def _finish(self, backward: Backward) -> None:
+    def _finish(self, backward: BackwardPass) -> None:
         """Reduce what is left, wait for everything, give every parameter its gradient.
 
         Collective: once a synchronized backward; blocks. Gradients are bitwise equal afterwards, and undefined after an
@@ -301,27 +292,27 @@ class Reducer:
         hangs.
         """
         ended_s = time.perf_counter()
-        flight = self._flight
+        flight, step = backward.flight, backward.step
         if (error := flight.close()) is not None:
-            self._complete(Status.ABORTED)
+            self._complete(backward, Status.ABORTED)
             raise error
-        unused = self._complete(Status.GOOD)
+        unused = self._complete(backward, Status.GOOD)
         waited_s = time.perf_counter() - ended_s
         try:
-            has_late = self.verdict.reach(self.step.number, self.setting.reduction)
+            has_late = self.verdict.reach(step.number, self.setting.reduction)
         except ProtocolError:
             flight.wait()  # the words came last: for Gloo, whose threads may end in another order
             self.recovery.drop_gradients()
             raise
         if backward.by_autograd and (unused or self.setting.find_unused_parameters):
-            self._note_unused(unused)
+            self._note_unused(backward, unused)
         self.tracker.pending.learn(self.buckets)
-        self._peers.note_step(self.step.number)
+        self._peers.note_step(step.number)
         last_gradient_s = max(bucket.ready_s for bucket in self.buckets)
-        self.step.times.end_backward(backward.started_s, ended_s, last_gradient_s)
+        step.times.end_backward(backward.started_s, ended_s, last_gradient_s)
         is_used = self.verdict.status.is_used
         unused_by_all = [self.managed.parameters[index] for index in unused if not is_used(index)]
-        record = functools.partial(self._record, flight, self.step, unused_by_all)
+        record = functools.partial(self._record, backward, unused_by_all)
         # Gradients that are not finite are looked at before the next forward.
         is_plain = not has_late and not self.verdict.status.ranks_not_finite()
         is_whole = backward.by_autograd and self._on_reduced is None and is_plain
@@ -329,13 +320,14 @@ class Reducer:
             return
         flight.wait()
         if has_late:
-            self._reduce_late()
+            self._reduce_late(backward)
         self._attach()
-        self.verdict.suspect_first_not_finite(self.step.number, self.cuts.order)
+        self.verdict.suspect_first_not_finite(step.number, self.cuts.order)
         record(waited_s)
 
-    def _record(self, flight: Flight, step: Step, unused_by_all: list[Parameter], waited_s: float) -> None:
+    def _record(self, backward: BackwardPass, unused_by_all: list[Parameter], waited_s: float) -> None:
         """All gradients of a step have arrived, and it has waited so long for them."""
+        flight, step = backward.flight, backward.step
         buckets = flight.timings()
         exposed_s = min(waited_s, sum(bucket.waited_s for bucket in buckets))
         timing = step.times.record(step.number, exposed_s, buckets)
@@ -348,18 +340,19 @@ class Reducer:
         assert self.timings.last is not None
         return self.timings.last
 
-    def _complete(self, status: Status) -> list[int]:
+    def _complete(self, backward: BackwardPass, status: Status) -> list[int]:
         """Launch the remaining buckets, the last with status words, and wait for these. Returns unused parameters."""
         unused: list[int] = []
         not_finite: list[Tensor] = []
         has_late = False
-        remaining = self.buckets[self._flight.num_launched :]
+        flight, step = backward.flight, backward.step
+        remaining = self.buckets[flight.num_launched :]
         for bucket in remaining:
             if not bucket.ready_s:
                 with profiler_range("ready"):
                     bucket.note_ready(time.perf_counter())
-            if self._flight.leaves(bucket):
-                bucket.collect(self._scale, self._mean_scale, self.step.used_before, has_ended=True)
+            if flight.leaves(bucket):
+                bucket.collect(backward.scale, backward.mean_scale, step.used_before, has_ended=True)
         for bucket in self.buckets:
             has_late = has_late or bucket.has_late_gradients()
             unused += bucket.untouched_members()
@@ -369,20 +362,20 @@ class Reducer:
             status = Status.LATE_GRADIENTS
             self.tracker.pending.wait_for_end()
             self.verdict.warn_of_late_gradients()
-        num_open = self.open_forwards.word(self._by_autograd)
+        num_open = self.open_forwards.word(backward.by_autograd)
         self.verdict.status.write(unused, status, num_open, not_finite)
         for bucket in remaining:
-            self._launch(bucket)
-        self.step.buffers.launch_at_end(self.setting.reduction)
-        if not self._flight.wait_for_words():
+            self._launch(backward, bucket)
+        step.buffers.launch_at_end(self.setting.reduction)
+        if not flight.wait_for_words():
             self.verdict.exchange(self._group_for_numbers, self._peers)
-        self.step.buffers.finish()
+        step.buffers.finish()
         return unused
 
-    def _reduce_late(self) -> None:
+    def _reduce_late(self, backward: BackwardPass) -> None:
         """Sum what arrived after its bucket had left, or in one that was left out, on all ranks (rule 5)."""
         for bucket in self.buckets:
-            pending = self._flight.launch_late(bucket, self._mean_scale)
+            pending = backward.flight.launch_late(bucket, backward.mean_scale)
             self._peers.wait(pending, "reducing late gradients")
 
     def _attach(self) -> None:
@@ -395,18 +388,19 @@ class Reducer:
                 for parameter in self.managed.parameters:
                     self._on_reduced(parameter)
 
-    def _note_unused(self, unused: list[int]) -> None:
+    def _note_unused(self, backward: BackwardPass, unused: list[int]) -> None:
         looks = self.setting.find_unused_parameters
-        if unused := self._flight.unexplained(unused):
+        if unused := backward.flight.unexplained(unused):
             self.tracker.pending.look()
             if not (looks or self.setting.static_graph):
                 self.verdict.warn_of_unused(unused)
-        elif looks and self.step.number == 1 and self.verdict.status.all_used_everywhere():
+        elif looks and backward.step.number == 1 and self.verdict.status.all_used_everywhere():
             self.verdict.warn_of_none_unused()
 
     def rest(self) -> None:
         """No backward is under way any more."""
         self.recovery.forget()
+        self.step.end_backward()
         self.tracker.rest()
 
     def begin_step(self, ended_well: bool) -> None:
@@ -417,17 +411,20 @@ class Reducer:
 
     def run_without_autograd(self, terms: Terms) -> None:
         """A synchronized backward that touches nothing here: `sync_gradients`, or a joined rank's. Collective."""
-        backward = Backward(True, self._end, by_autograd=False)
-        self.arm(backward, terms)
-        backward.end()
+        token = Backward(True, self._end, by_autograd=False)
+        self.arm(token, terms)
+        token.end()
 
     def complete_aborted(self, status: Status) -> tuple[int, ...]:
         """As `Interruptible.complete_aborted`."""
+        backward = self.step.backward
+        assert backward is not None, "no backward was interrupted"
+        flight = backward.flight
         self.tracker.expect_nothing()
         with suppress(StepDroppedError):  # the other ranks raise it; nothing was launched
-            self._flight.close()
-            self._complete(status)
-            self._flight.wait()  # as in `_finish`
+            flight.close()
+            self._complete(backward, status)
+            flight.wait()  # as in `_finish`
             return self.verdict.only_out_of_memory()
         return ()
 

@@ -34,11 +34,12 @@ from paceline.comm.gradient_group import is_beside
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.droppable import Parts, Unit, flat
-from paceline.ddp.flight import BeginningBackward, Flight, Flights, PlainFlight
+from paceline.ddp.flight import Flights, PlainFlight
 from paceline.ddp.late_gradients import collect_left_out
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Groups
 from paceline.ddp.open_forwards import OpenForwards, out_of_step
+from paceline.ddp.step import BackwardPass, Flight
 from paceline.ddp.verdict import describe_ranks
 from paceline.errors import ConfigurationError, SkipError
 from paceline.observe import StepTimings
@@ -79,17 +80,16 @@ class Skipping(Flights):
         is_private = groups.for_numbers is not None or all(map(is_beside, groups.for_gradients))
         self._ranks = _Ranks(managed, groups.numbers, peers, open_forwards, self._units, members, is_private)
 
-    def begin(self, beginning: BeginningBackward, buckets: Sequence[Bucket]) -> Flight:
+    def begin(self, backward: BackwardPass, buckets: Sequence[Bucket]) -> Flight:
         """As `Flights.begin`: take down what is declared, and ask the other ranks if this one may launch now."""
-        backward = beginning.backward
         declared = frozenset[int]().union(*self._contexts) if backward.by_autograd else frozenset[int]()
-        plain = beginning.reduction, self._groups, self._peers, buckets, self._times()
+        plain = backward.reduction, self._groups, self._peers, buckets, self._times()
         flight = SkippingFlight(self._ranks, declared, self._looks, *plain)
-        if backward.synchronizes:
+        if backward.terms.synchronizes:
             flight.propose(
-                backward.by_autograd, beginning.reached() if self._looks else None, beginning.used_before
+                backward.by_autograd, backward.reached() if self._looks else None, backward.step.used_before
             )
-            if beginning.goes_first:
+            if backward.goes_first:
                 flight.ask()
         return flight
 

@@ -1,16 +1,135 @@
-"""One training step of a wrapped module, on one rank: what has to be known of it until it ends.
+"""One training step of a wrapped module on one rank, and each of its backwards: what is known of them until they end.
 
-There is always exactly one under way. It ends with a synchronized backward, well or not, or is given up; then the next
-one begins. What belongs to a step is a field of this object, so nothing of it is found in the next one.
+There is always exactly one step under way. It ends with a synchronized backward, well or not, or is given up; then the
+next one begins. What belongs to a step is a field of this object, so nothing of it is found in the next one.
+
+A step may have several backwards: all but the last do not synchronize. A step that is deferred (`forward_overlap`)
+keeps its last `BackwardPass` until all gradients have arrived, while the next step is under way.
+
+`Terms` say what a backward counts; a plain step, a window of micro-batches or the shadow of another rank returns them.
+A `Flight` is how its buckets travel. What a graph may keep, a forward or a hook, refers to none of these objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
+from paceline.comm.backward import Backward
+from paceline.comm.collectives import Work
+from paceline.comm.peers import Peers
+from paceline.ddp.bucket import Bucket
 from paceline.ddp.buffers import BufferSync
+from paceline.observe import BucketTiming
+from paceline.observe.device_times import DeviceTimes
 from paceline.observe.timings import StepTimes
 from paceline.recording.sample_counts import BatchCounts
+from paceline.reductions import Reduction
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What one backward counts."""
+
+    synchronizes: bool = True  # whether it reduces gradients
+    weight: float = 1.0  # of this rank's gradients in the mean; over the ranks, weights average to 1
+    # This rank's fraction of all that counts in the step; None: the step is not weighed.
+    share: float | None = None
+    num_averaged: int | None = None  # by how many ranks sums are divided; None: by all
+    active_ratio: float = 1.0  # the fraction of the ranks that have samples in the step
+
+
+class Flight(ABC):
+    """The buckets of one backward on their way. The methods stand in the order in which they are called."""
+
+    not_expected: frozenset[int] = frozenset()
+    """Indices of parameters that the caller has declared not to be used."""
+
+    def __init__(self, peers: Peers, times: DeviceTimes | None) -> None:
+        """Wait for `peers`; `times` are taken where gradients are on an accelerator."""
+        self._peers, self._times = peers, times
+        self.num_launched = 0  # buckets that have had their turn
+
+    def may_launch(self) -> bool:
+        """A bucket is full: whether the first ones may leave before backward has ended. Local."""
+        return True
+
+    def leaves(self, bucket: Bucket) -> bool:
+        """Whether any rank needs the bucket. Local."""
+        return True
+
+    @abstractmethod
+    def launch(self, bucket: Bucket) -> None:
+        """It is the bucket's turn: send it, once it is collected. Collective; does not wait."""
+
+    def close(self) -> Exception | None:
+        """Autograd is done: come to know which buckets leave. Local in a plain flight; else collective, and blocks.
+
+        Returns what this rank has to raise once it has completed the step's collectives. Raises StepDroppedError, on
+        every rank, if the ranks do not agree; nothing was launched.
+        """
+        if self._times is not None:
+            self._times.end()
+        return None
+
+    def wait_for_words(self) -> bool:
+        """Wait for what brings the ranks' status words; False: they are summed apart. Raises PeerLostError."""
+        return False
+
+    def hand_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> bool:
+        """Every rank's backward has ended well: whether somebody else completes each bucket when it is needed.
+
+        Then `attach` gives a bucket's parameters their gradients, and `conclude` is told, after the last bucket, the
+        seconds spent waiting.
+        """
+        return False
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait for every bucket that has not been waited for, in order. Raises as `wait_for_words`."""
+
+    @abstractmethod
+    def launch_late(self, bucket: Bucket, scale: float) -> Work:
+        """Start summing what arrived after the bucket had left, or though it was left out. Collective."""
+
+    def unexplained(self, unused: list[int]) -> list[int]:
+        """Of these indices of unused parameters those that nobody has declared."""
+        return unused
+
+    @abstractmethod
+    def timings(self) -> tuple[BucketTiming, ...]:
+        """One record a bucket, by index."""
+
+    def device_times(self) -> DeviceTimes | None:
+        """When a device comes to the same; None on the CPU."""
+        return self._times
+
+
+class BackwardPass:
+    """One run of autograd through the module, or what stands for one: what it counts, and how its buckets travel."""
+
+    flight: Flight  # from `start` on
+
+    def __init__(
+        self,
+        token: Backward,  # which autograd owns
+        terms: Terms,
+        step: Step,  # to which it belongs
+        reduction: Reduction,  # what combines its gradients
+        goes_first: bool,  # no other module over these groups is in a synchronized backward (rule 6 of `reducer`)
+        # Which parameters it touches; None: not known before it ends
+        reached: Callable[[], list[bool] | None],
+    ) -> None:
+        self.terms, self.step, self.reduction = terms, step, reduction
+        self.by_autograd, self.started_s = token.by_autograd, token.started_s
+        self.goes_first, self.reached = goes_first, reached
+        self.scale = 1.0  # of gradients on their way into a bucket
+        self.mean_scale = 1.0  # of what bypasses the reduction
+
+    def start(self, flight: Flight, scale: float, mean_scale: float) -> None:
+        """Let its buckets travel so, with these scales. Local."""
+        self.flight, self.scale, self.mean_scale = flight, scale, mean_scale
 
 
 class Step:
@@ -30,8 +149,17 @@ class Step:
         self.batch = batch
         self.buffers = buffers
         self.divisor: int | None = None  # by how many ranks its sums are divided, in `join`; None: by all
+        self.backward: BackwardPass | None = None  # the one under way, or interrupted
         # Ids of parameters that its unsynchronized backwards have touched; they outlast a reducer
         self.used_before = set(used_before)
+
+    def begin(self, backward: BackwardPass) -> None:
+        """A backward of it begins. Local."""
+        self.backward = backward
+
+    def end_backward(self) -> None:
+        """No backward of it is under way any more. Local."""
+        self.backward = None
 
     def divide_by(self, divisor: int | None) -> None:
         """Divide its sums by so many ranks. Local; the same on every rank."""

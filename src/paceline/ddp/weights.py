@@ -25,9 +25,9 @@ from torch.distributed import ProcessGroup
 from paceline.comm.collectives import Done, Work, all_reduce, device_for_metadata
 from paceline.comm.peers import Peers
 from paceline.ddp.buffers import BufferSync
-from paceline.ddp.flight import Terms
 from paceline.ddp.membership import Membership
 from paceline.ddp.setting import Setting
+from paceline.ddp.step import Terms
 from paceline.ddp.step_shares import NO_REPORT
 from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError
 from paceline.numbers_given import number

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.comm.opened_groups import close
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
-from paceline.ddp.flight import BeginningBackward, Flight, Flights
+from paceline.ddp.flight import Flights
 from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.forward_overlap.agreement import Agreement
 from paceline.ddp.forward_overlap.open_step import (
@@ -51,6 +51,7 @@ from paceline.ddp.forward_overlap.piece_flight import HALF_STEPPED, PieceFlight
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Groups
 from paceline.ddp.open_forwards import OpenForwards
+from paceline.ddp.step import BackwardPass, Flight
 from paceline.errors import PeerLostError, ProtocolError
 from paceline.observe import StepTimings
 from paceline.planning.forward_overlap import Gain
@@ -134,13 +135,13 @@ class ForwardOverlap(Flights):
         self._piece_group = piece_group
         self._agreement.move_to(process_group, peers)
 
-    def begin(self, beginning: BeginningBackward, buckets: Sequence[Bucket]) -> Flight:
+    def begin(self, backward: BackwardPass, buckets: Sequence[Bucket]) -> Flight:
         """As `Flights.begin`; flush, as it needs the buffers. Collective when ranks agree or compare."""
         self.flush()
-        if not beginning.backward.synchronizes:
-            return super().begin(beginning, buckets)
+        if not backward.terms.synchronizes:
+            return super().begin(backward, buckets)
         defers = self._agreement.defers(
-            buckets, beginning.number - 1, self._timings, beginning.forward_s, self._needs
+            buckets, backward.step.number - 1, self._timings, backward.step.times.last_forward_s, self._needs
         )
         if self._agreement.verdict:
             self._timings.decide("overlap_forward", self._agreement.verdict, self._tells)
@@ -150,13 +151,13 @@ class ForwardOverlap(Flights):
             else:
                 self.is_idle = False  # hooks note what forward needs when
             self._needs.begin()
-            return super().begin(beginning, buckets)
+            return super().begin(backward, buckets)
         self.is_idle = True
         assert self._piece_group is not None, "the wrapper is gone"
         self._flight = PieceFlight(
             buckets,
             self._agreement.pieces,
-            beginning.reduction,
+            backward.reduction,
             self._piece_group,
             self._peers,
             self._times(),

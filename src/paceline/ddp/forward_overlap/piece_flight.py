@@ -27,7 +27,8 @@ from paceline.comm.device import Mark
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.dense_bucket import DenseBucket
-from paceline.ddp.flight import Flight, describe_bucket
+from paceline.ddp.flight import describe_bucket
+from paceline.ddp.step import Flight
 from paceline.observe import BucketTiming
 from paceline.observe.device_times import DeviceTimes
 from paceline.observe.timings import profiler_range

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.comm.backward import Backward
 from paceline.ddp.open_forwards import Owner
 from paceline.ddp.reducer import Reducer
+from paceline.ddp.step import BackwardPass
 from paceline.ddp.torch_compat.dynamo import refuse_compiled_autograd
 
 
@@ -22,7 +22,7 @@ class TorchsReducer(Reducer):
     _unused: list[int] | None = None  # by the last synchronized backward
     _is_static = True  # whether that was the same in each
 
-    def begin(self, owner: Owner | None = None) -> Backward:
+    def begin(self, owner: Owner | None = None) -> BackwardPass:
         """Begin as every reducer does, unless compiled autograd runs the backward: raise ConfigurationError then."""
         refuse_compiled_autograd()
         return super().begin(owner)
@@ -42,8 +42,8 @@ class TorchsReducer(Reducer):
         words = self.verdict.status.words[: len(self.managed)]
         return words.real.round().to(torch.int32)
 
-    def _note_unused(self, unused: list[int]) -> None:
-        super()._note_unused(unused)
+    def _note_unused(self, backward: BackwardPass, unused: list[int]) -> None:
+        super()._note_unused(backward, unused)
         self._is_static, self._unused = self._is_static and self._unused in (None, unused), unused
 
     def _ddp_graph_static(self) -> bool:
