@@ -20,7 +20,7 @@ from device.cases import NUM_STEPS, gradients, made, sparse, state, steps, vecto
 from device.ranks import Here
 from harness.models import Mlp, sgd, squares
 from harness.running_servers import in_threads
-from paceline.process_group.connections import store_of_job
+from paceline.comm import store_of_job
 from paceline.transports import Bound, LossyTransport, Sum
 from paceline.transports.lossy_transport import Losses
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from enum import Enum
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -18,15 +17,7 @@ import typer.core
 from paceline import __version__
 from paceline.cli import doctor, explain
 from paceline.errors import ConfigurationError, PacelineError
-
-# Commands that come with another package of this repository: what brings them, and where it lies in a checkout.
-_ELSEWHERE = {
-    "bench": ("paceline-lab", "lab"),
-    "emulate": ("paceline-lab", "lab"),
-    "plan": ("paceline-plan", "plan"),
-    "study": ("paceline-lab", "lab"),
-    "svm": ("paceline-svm", "svm"),
-}
+from paceline.extras import COMMANDS, added, raise_if_missing
 
 
 class _Commands(typer.core.TyperGroup):
@@ -34,12 +25,8 @@ class _Commands(typer.core.TyperGroup):
 
     def resolve_command(self, context: Any, words: list[str]) -> Any:
         name = words[0] if words else ""
-        if name in _ELSEWHERE and self.get_command(context, name) is None:
-            package, folder = _ELSEWHERE[name]
-            raise ConfigurationError(
-                f"`paceline {name}` comes with the package {package}, which is not installed here. In a clone of "
-                f"Paceline {__version__}, install it: `pip install ./{folder}`."
-            )
+        if self.get_command(context, name) is None:
+            raise_if_missing(COMMANDS, name, f"`paceline {name}`")
         return super().resolve_command(context, words)
 
 
@@ -212,7 +199,7 @@ def _report(
 
 
 app.command("explain")(explain.explain)
-for _package in sorted(entry_points(group="paceline.commands"), key=lambda entry: entry.name):
+for _package in added(COMMANDS).values():
     _package.load()(app)
 
 

@@ -1,4 +1,30 @@
-"""Communication over any process group: launch a collective, wait for it, detect lost ranks. Imports no torch."""
+"""Communication over any process group: launch a collective, wait for it, detect lost ranks.
+
+Imports torch on first use. These names are what a reduction outside of the package needs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.late_imports import on_first_use
+
+if TYPE_CHECKING:
+    from paceline.comm.collectives import (
+        C10dWork,
+        Chain,
+        Done,
+        Work,
+        all_gather,
+        all_reduce,
+        all_to_all,
+        launch_session_name,
+        timeout_of,
+    )
+    from paceline.comm.completion import Completion
+    from paceline.comm.device import host_memory, to_device, to_host
+    from paceline.comm.lane import HandedOn, Lane, LaneWork
+    from paceline.comm.rendezvous import Rendezvous, store_of_job
 
 BACKEND_NAME = "paceline"  # under which c10d knows our own backend
 OWN_GROUPS = "paceline/"  # how names of groups begin that Paceline opens for itself
@@ -6,3 +32,48 @@ TOKEN = "PACELINE_TOKEN"  # noqa: S105  the variable's name
 """Environment variable: a secret that all ranks of a job share. `paceline run` makes one where there is one machine."""
 SERVERS = "PACELINE_SERVERS"
 """Environment variable: addresses of parameter servers, `host:port,host:port`. `paceline run --servers` sets it."""
+
+__all__ = [
+    "C10dWork",
+    "Chain",
+    "Completion",
+    "Done",
+    "HandedOn",
+    "Lane",
+    "LaneWork",
+    "Rendezvous",
+    "Work",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "host_memory",
+    "launch_session_name",
+    "store_of_job",
+    "timeout_of",
+    "to_device",
+    "to_host",
+]
+
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "C10dWork": "collectives",
+        "Chain": "collectives",
+        "Completion": "completion",
+        "Done": "collectives",
+        "HandedOn": "lane",
+        "Lane": "lane",
+        "LaneWork": "lane",
+        "Rendezvous": "rendezvous",
+        "Work": "collectives",
+        "all_gather": "collectives",
+        "all_reduce": "collectives",
+        "all_to_all": "collectives",
+        "host_memory": "device",
+        "launch_session_name": "collectives",
+        "store_of_job": "rendezvous",
+        "timeout_of": "collectives",
+        "to_device": "device",
+        "to_host": "device",
+    },
+)

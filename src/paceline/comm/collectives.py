@@ -80,7 +80,7 @@ def all_gather(rows: list[Tensor], row: Tensor, group: ProcessGroup, at_once: bo
 
 
 def all_to_all(received: Tensor, sent: Tensor, group: ProcessGroup) -> C10dWork:
-    """Send part i of `sent` to rank i, receive theirs. Collective; does not wait. If `can_all_to_all`."""
+    """Send part i of `sent` to rank i; receive a part from every rank. Collective; does not wait. If `can_all_to_all`."""
     exchange = getattr(group, _ALL_TO_ALL)
     return C10dWork(exchange(received, sent, [], [], dist.AllToAllOptions()))
 
@@ -166,7 +166,7 @@ def _device_types(group: ProcessGroup) -> list[str]:
 
 
 def launch_session_name(process_group: ProcessGroup, device: torch.device) -> Callable[[], str]:
-    """Rank 0 draws a name and broadcasts it; the result waits and returns it. Collective; does not wait."""
+    """Let rank 0 draw a name for new connections; the returned function waits for it. Collective; does not wait."""
     number = torch.tensor([secrets.randbits(62)], device=device_for_metadata(process_group, device))
     sent = broadcast(number, process_group, source=0)
 
@@ -190,11 +190,11 @@ class Work(Protocol):
         """Call `callback` once it is done, on whichever thread notices; not at all where that cannot be known."""
 
     def is_done(self) -> bool:
-        """Whether it is done, as far as that is known without waiting."""
+        """Return whether it is done, as far as that is known without waiting."""
         return False
 
     def failure(self) -> Exception | None:
-        """What went wrong, if that is known without waiting; within a callback of `on_done`, too."""
+        """Return what went wrong, if that is known without waiting; within a callback of `on_done`, too."""
         return None
 
 
@@ -276,7 +276,7 @@ class FutureWork(Work):
 
 
 class Done(Work):
-    """The handle of what needed no communication."""
+    """The handle of a reduction that needed no communication."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
         return True
@@ -286,7 +286,7 @@ class Done(Work):
 
 
 class Chain(Work):
-    """The handle of collectives that follow each other, and of what is done locally between and after them.
+    """The handle of collectives that follow each other, with local work between and after them.
 
     Args:
         stages: A generator that yields the handle of each, and continues, in `wait`, once that is done. So it may

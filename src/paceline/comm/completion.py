@@ -1,4 +1,4 @@
-"""`Completion`: the handle of something that another thread ends."""
+"""`Completion`: the handle of work that another thread ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Completion:
-    """A `Work`: wait for it, or be called back."""
+    """A `Work` that another thread ends, by `complete`."""
 
     def __init__(self) -> None:
         self._has_ended = threading.Event()

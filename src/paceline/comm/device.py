@@ -166,7 +166,7 @@ def _can_pin() -> bool:
 
 
 def host_memory(like: Tensor) -> Tensor:
-    """Memory of the host, contiguous, shape and dtype as `like`; pinned if that is on an accelerator. Undefined."""
+    """Return memory of the host with the shape and dtype of `like`; pinned if that is on an accelerator. Undefined."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=not like.is_cpu and _can_pin())
 
 

@@ -35,13 +35,13 @@ from paceline.host.exit import end_before_exit
 class LaneWork(dist.Work):
     """A collective that has been launched on a lane.
 
-    It is performed without autograd. On accelerators it runs on streams of the lane, behind all that the current
-    streams were told before the launch; so it delays nothing, and waits for nothing later. `wait` lets the current
-    streams wait for it. The host waits until it has been performed, which is not when the device is done.
+    It is performed without autograd. On accelerators it runs on streams of the lane, behind the work that the current
+    streams were given before the launch. `wait` lets the current streams wait for it. The host waits until it has been
+    performed, which is not when the device is done.
 
     Args:
-        perform: May block.
-        outputs: What it writes; decides on which devices it is performed.
+        perform: Does the work, on the lane. May block.
+        outputs: The tensors that it writes. They decide on which devices it is performed.
         what: Its name, for the profiler and errors.
     """
 
@@ -208,7 +208,7 @@ _OPERATORS = {
 
 
 class Lane:
-    """Performs works one after another, on a thread of this name; those of accelerators on its `streams`."""
+    """A thread that performs works one after another; those of accelerators on streams of its own."""
 
     def __init__(self, name: str) -> None:
         self.streams = SideStreams()
@@ -223,7 +223,7 @@ class Lane:
         self._closed = False
 
     def launch(self, work: LaneWork, at_once: bool) -> LaneWork:
-        """Perform `work` after all before it; `at_once`: the caller waits, so it may run on this very thread."""
+        """Perform `work` after all earlier ones. `at_once`: the caller waits, so it may run on the calling thread."""
         work.note_launch(self)
         if self._performer == threading.get_ident():
             work.perform()  # launched by a callback of the collective that has just ended
@@ -242,11 +242,11 @@ class Lane:
         return work
 
     def is_here(self) -> bool:
-        """Whether the calling thread is the lane's own, beside which the program computes."""
+        """Return whether the calling thread is the lane's own."""
         return threading.current_thread() is self._thread
 
     def help_with(self, work: LaneWork) -> None:
-        """Perform, on this thread, which waits for `work`, what is before it and itself, as far as nobody does."""
+        """Run the queued works up to `work` on this thread, which waits for it, if the lane is idle."""
         while not work.is_completed() and self._turn.acquire(blocking=False):
             try:
                 performed = self._perform_next()
@@ -312,10 +312,10 @@ class Lane:
 
 
 class HandedOn(Work):
-    """The handle of what a lane begins and others go on with: a `Work`.
+    """The handle of work that a lane begins, and that goes on elsewhere.
 
-    `begin` runs on the lane, and may block; it returns the handle of the rest. `finish` is called once, by the first
-    `wait` that sees the end of that.
+    `begin` runs on the lane, and may block. It returns the handle of the rest. `finish` is called once, by the first
+    `wait` that sees the end of the rest.
     """
 
     def __init__(

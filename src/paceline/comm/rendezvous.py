@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from paceline.comm.sealed_store import SealedStore
-from paceline.errors import PeerLostError
+from paceline.errors import ConfigurationError, PeerLostError
 from paceline.host.processes import GONE, UNKNOWN, ProcessCard, is_stopped
 
 SLICE_S = 0.5  # between two looks at those who are missing
@@ -133,3 +133,14 @@ class Rendezvous:
             if rank not in self._cards and (words := place.get(f"{_PROCESS}/{rank}")) is not None:
                 self._cards[rank] = ProcessCard.from_words(words)
         return self._cards.get(rank)
+
+
+def store_of_job(who: str) -> dist.Store:
+    """Return the job's store, for connections that `who` makes; raises ConfigurationError if there is none."""
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{who} makes connections of its own and finds the other ranks by the job's store, but this job has none "
+            "(it was launched by MPI?). Call init_process_group with a store or an init_method, as torchrun does."
+        ) from error

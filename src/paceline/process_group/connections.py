@@ -27,7 +27,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"  # Gloo's variable: the network interface to us
 
 
 def address_towards(num_hosts: int) -> str:
-    """This host's address on the route to the master; "" where GLOO_SOCKET_IFNAME decides, or it is unknown."""
+    """Return this host's address on the route to the master; "" if GLOO_SOCKET_IFNAME decides, or it is unknown."""
     if os.environ.get(INTERFACE):
         return ""
     if num_hosts == 1:
@@ -79,7 +79,7 @@ class OpenedWhenUsed:
 
 
 def open_vectors(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> HostVectors | None:
-    """Let ranks see each other's vectors, beside any process group; None where they are not all on one host.
+    """Let ranks see each other's vectors in memory of their own. Returns None if they are not all on one host.
 
     Nothing else uses `store`. Collective; blocks until every rank has come.
     """
@@ -88,7 +88,7 @@ def open_vectors(store: dist.Store, rank: int, num_ranks: int, timeout: timedelt
 
 
 def open_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> Transport:
-    """Connect the ranks for messages of their own, beside any process group. As `open_vectors`."""
+    """Connect the ranks for messages of a reduction's own. Collective; blocks until every rank has come."""
     address = address_towards(num_ranks)
     return C10dTransport(make_gloo(dist.PrefixStore("gloo", store), rank, num_ranks, timeout, address))
 
@@ -147,14 +147,3 @@ def datagram_address(num_ranks: int) -> str:
     if not interface:
         return address_towards(num_ranks) or LOOPBACK
     return str(bounded_loss("udp_socket").address_of(interface))
-
-
-def store_of_job(who: str) -> dist.Store:
-    """The job's store, for connections that `who` makes; raises ConfigurationError if there is none."""
-    try:
-        return dist.distributed_c10d._get_default_store()
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"{who} makes connections of its own and finds the other ranks by the job's store, but this job has none "
-            "(it was launched by MPI?). Call init_process_group with a store or an init_method, as torchrun does."
-        ) from error

@@ -58,9 +58,12 @@ class Executor:
     ) -> None:
         """Perform `schedule` on `flat`. Collective: every rank, same order; blocks. An all-reduce is bitwise equal.
 
-        After an error `flat` is undefined, and the transport can't be used any more: CollectiveMismatchError if a peer
-        is in another collective, PeerLostError if one died or was late. ConfigurationError if it cannot be reduced:
-        nothing was sent.
+        After an error `flat` is undefined, and the transport can't be used any more.
+
+        Raises:
+            CollectiveMismatchError: A peer is in another collective.
+            PeerLostError: A peer died or was late.
+            ConfigurationError: Such a tensor cannot be reduced. Nothing was sent.
         """
         _check(schedule, flat, self.transport)
         fold = fold_of(op_name(op), flat.dtype) if schedule.folds else None

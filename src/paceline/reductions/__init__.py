@@ -10,13 +10,23 @@ from typing import TYPE_CHECKING
 from paceline.late_imports import on_first_use
 from paceline.reductions.by_name import choose_reduction
 from paceline.reductions.hook import GradBucket, HookReduction
-from paceline.reductions.reduction import Mean, Message, NarrowMean, Reduction, StepEnd
+from paceline.reductions.reduction import (
+    Mean,
+    Message,
+    NarrowMean,
+    Reduction,
+    StepEnd,
+    launch_sparse_sum,
+    real_numel,
+)
 
 if TYPE_CHECKING:
     from paceline.reductions.adasum import Adasum
     from paceline.reductions.auto import Auto
     from paceline.reductions.bounded_loss_mean import BoundedLoss
     from paceline.reductions.compressed import Compressed
+    from paceline.reductions.error_feedback import Memory, Slot
+    from paceline.reductions.kept_state import Keeper, check_one_model
     from paceline.reductions.loss_report import LossReport
     from paceline.reductions.lossy import Lossy
     from paceline.reductions.noise_scale import GradientNoiseScale
@@ -31,16 +41,22 @@ __all__ = [
     "GradBucket",
     "GradientNoiseScale",
     "HookReduction",
+    "Keeper",
     "LossReport",
     "Lossy",
     "Mean",
+    "Memory",
     "Message",
     "NarrowMean",
     "ParameterServers",
     "PowerSGD",
     "Reduction",
+    "Slot",
     "StepEnd",
+    "check_one_model",
     "choose_reduction",
+    "launch_sparse_sum",
+    "real_numel",
 ]
 
 __getattr__ = on_first_use(
@@ -51,6 +67,10 @@ __getattr__ = on_first_use(
         "BoundedLoss": "bounded_loss_mean",
         "Compressed": "compressed",
         "GradientNoiseScale": "noise_scale",
+        "Keeper": "kept_state",
+        "Memory": "error_feedback",
+        "Slot": "error_feedback",
+        "check_one_model": "kept_state",
         "LossReport": "loss_report",
         "Lossy": "lossy",
         "ParameterServers": "parameter_servers",

@@ -24,12 +24,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from paceline.comm import store_of_job
 from paceline.comm.collectives import Done, Work, launch_session_name, timeout_of
 from paceline.comm.device import to_device, to_host
 from paceline.comm.lane import HandedOn, Lane
 from paceline.compression import Layout
 from paceline.errors import ConfigurationError
-from paceline.process_group.connections import bounded_loss, open_lossy_transport, store_of_job
+from paceline.process_group.connections import bounded_loss, open_lossy_transport
 from paceline.reductions.error_feedback import RESIDUAL, Memory, Slot
 from paceline.reductions.kept_state import Keeper, check_one_model
 from paceline.reductions.loss_report import LossReport

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from paceline import compression as compressors
 from paceline.compression import Compressor
 from paceline.errors import ConfigurationError
+from paceline.extras import REDUCTIONS, added, raise_if_missing
 from paceline.reductions.reduction import Mean, Reduction
 
 
@@ -30,7 +31,7 @@ BY_NAME: dict[str, Callable[[], Reduction]] = {
     "bounded_loss": functools.partial(_make, "bounded_loss_mean", "BoundedLoss"),
     "parameter_servers": functools.partial(_make, "parameter_servers", "ParameterServers"),
 }
-"""What `reduction=` takes."""
+"""What `reduction=` takes besides the names that other packages add."""
 
 COMPRESSIONS: dict[str, Callable[[], Reduction]] = {
     **{name: lambda kind=kind: _compress_by(kind()) for name, kind in compressors.BY_NAME.items()},  # type: ignore[misc]
@@ -50,7 +51,7 @@ def choose_reduction(
     """Return the reduction that `DistributedDataParallel`'s two arguments stand for; the mean if both are None.
 
     Args:
-        reduction: A name of `BY_NAME`, or a reduction, which is returned.
+        reduction: A name of `BY_NAME`, a name that another package adds, or a reduction, which is returned.
         compression: A name of `COMPRESSIONS`, "auto", "none", a compressor, or a reduction that compresses.
 
     Raises:
@@ -73,11 +74,17 @@ def _find(given: object, argument: str, table: dict[str, Callable[[], Reduction]
         return given
     if isinstance(given, str) and given in table:
         return table[given]()
+    others = added(REDUCTIONS) if argument == "reduction" else {}
+    if isinstance(given, str) and given in others:
+        made: Reduction = others[given].load()()
+        return made
+    if isinstance(given, str) and argument == "reduction":
+        raise_if_missing(REDUCTIONS, given, f"reduction={given!r}")
     if isinstance(given, type) and issubclass(given, Compressor | Reduction):
         raise ConfigurationError(
             f"{argument}={given.__name__} is a class. Make one of it: {given.__name__}()."
         )
-    what, known = "a paceline.reductions.Reduction", list(table)
+    what, known = "a paceline.reductions.Reduction", [*table, *others]
     if argument == "compression":
         what = "a paceline.compression.Compressor, or " + what
         known.append("none")

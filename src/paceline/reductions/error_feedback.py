@@ -44,14 +44,14 @@ class _Home:
 
 
 class Memory:
-    """One number for every gradient element, zero at first, kept from step to step by parameter."""
+    """A store of one number for every gradient element: zero at first, kept from step to step by parameter."""
 
     def __init__(self) -> None:
         self._slots: dict[tuple[str, ...], Slot] = {}
         self._homes: dict[str, _Home] = {}
 
     def slot(self, names: tuple[str, ...], layout: Layout) -> Slot:
-        """The state of a bucket's parameters; the caller must write all of `proposed` in this step."""
+        """Return the state of a bucket's parameters. The caller must write all of `proposed` in this step."""
         if names not in self._slots:
             self._slots[names] = self._gather(names, layout)
             alive = {id(home.slot) for home in self._homes.values()}
@@ -94,7 +94,7 @@ class Memory:
             slot.kept.mul_(factor)
 
     def by_name(self) -> dict[str, Tensor]:
-        """Copies of the state of every parameter, shape (n,) each."""
+        """Return copies of the state of every parameter, shape (n,) each."""
         return {name: home.kept.clone() for name, home in self._homes.items()}
 
     def load(self, by_name: Mapping[str, Tensor]) -> None:

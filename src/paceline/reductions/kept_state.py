@@ -1,4 +1,4 @@
-"""Whose state it is that a checkpoint of a reduction holds: residuals belong to one rank of so many, and one model."""
+"""Marks a reduction's checkpoint with its owner: residuals belong to one rank of a number of ranks, and to one model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Keeper:
-    """Who keeps state."""
+    """The owner of a reduction's state: one rank, with one model and its settings."""
 
     kind: str  # the reduction, with those settings alone that its state depends on
     kept: str  # what the state is, for messages: "what compression had left out of earlier gradients"
@@ -22,11 +22,11 @@ class Keeper:
     num_ranks: int = 1  # how many there are
 
     def words(self) -> dict[str, Any]:
-        """What a checkpoint says of it."""
+        """Return what a checkpoint says of its owner."""
         return {"kind": self.kind, "rank": self.rank, "num_ranks": self.num_ranks, "sizes": dict(self.sizes)}
 
     def has_saved(self, state: Mapping[str, Any], strict: bool) -> bool:
-        """Whether `state` was saved by this rank of as many ranks.
+        """Return whether `state` was saved by this rank of as many ranks.
 
         Raises ConfigurationError if it is another reduction's or model's; or, if `strict`, another rank's.
         """

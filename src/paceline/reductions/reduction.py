@@ -223,7 +223,7 @@ class NarrowMean(Reduction):
 
 
 def real_numel(tensor: Tensor) -> int:
-    """The number of real elements of a tensor, or of its gradient: a complex element counts as two."""
+    """Return the number of real elements of a tensor, or of its gradient: a complex element counts as two."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 

@@ -28,19 +28,22 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import C10dWork, Done, Work, launch_session_name, timeout_of
-from paceline.comm.lane import Lane, LaneWork
+from paceline.comm import C10dWork, Done, Lane, LaneWork, Work, launch_session_name, store_of_job, timeout_of
 from paceline.errors import ConfigurationError
 from paceline.host.processes import whereabouts
-from paceline.process_group.connections import open_transport, open_vectors, store_of_job
-from paceline.process_group.executor import Executor
-from paceline.process_group.folds import flat_of, write_back
-from paceline.process_group.host_collectives import HostVectors
-from paceline.process_group.shared_vectors import shared_vectors_of
+from paceline.process_group import (
+    Executor,
+    HostVectors,
+    flat_of,
+    open_transport,
+    open_vectors,
+    shared_vectors_of,
+    write_back,
+)
+from paceline.reductions import Message, Reduction, StepEnd, real_numel
 from paceline.reductions.adasum.in_shared_memory import combine_shared
 from paceline.reductions.adasum.operator import Norms, Segments
 from paceline.reductions.adasum.over_ranks import AdasumOverRanks
-from paceline.reductions.reduction import Message, Reduction, StepEnd, real_numel
 from paceline.schedules import Topology
 from paceline.schedules.flat import circulant
 from paceline.schedules.vector_halving import vector_halving

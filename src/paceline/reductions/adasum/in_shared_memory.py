@@ -19,7 +19,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from paceline.process_group.shared_vectors import SharedVectors
+from paceline.process_group import SharedVectors
 from paceline.reductions.adasum.operator import (
     LEFT,
     NUM_DOTS,

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.process_group.executor import PIECE_BYTES, Executor, KeptMemory
+from paceline.process_group import PIECE_BYTES, Executor, KeptMemory
 from paceline.reductions.adasum.operator import (
     LEFT,
     NUM_DOTS,

@@ -18,9 +18,8 @@ from paceline.comm import SERVERS, TOKEN
 from paceline.comm.collectives import C10dWork, launch_session_name, timeout_of
 from paceline.comm.device import host_memory, to_device, to_host
 from paceline.comm.lane import HandedOn, Lane, LaneWork
-from paceline.comm.rendezvous import Rendezvous
+from paceline.comm.rendezvous import Rendezvous, store_of_job
 from paceline.errors import ConfigurationError
-from paceline.process_group.connections import store_of_job
 from paceline.reductions.parameter_servers.pieces import Cutting, spans_of
 from paceline.reductions.reduction import Message
 from paceline.servers.link import Identity, ServerLink

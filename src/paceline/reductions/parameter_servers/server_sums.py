@@ -24,8 +24,9 @@ from torch.distributed import ProcessGroup
 
 from paceline.comm import TOKEN
 from paceline.comm.collectives import launch_session_name, timeout_of
+from paceline.comm.rendezvous import store_of_job
 from paceline.errors import PeerLostError, ServerLostError
-from paceline.process_group.connections import introduce, open_met_transport, store_of_job
+from paceline.process_group.connections import introduce, open_met_transport
 from paceline.reductions.parameter_servers.server_connections import of_all_launchers
 from paceline.servers.link import GRACE_S, PATIENCE_S, Identity, ServerLink
 from paceline.servers.response_future import ResponseFuture
