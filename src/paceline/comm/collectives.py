@@ -80,7 +80,7 @@ def all_gather(rows: list[Tensor], row: Tensor, group: ProcessGroup, at_once: bo
 
 
 def all_to_all(received: Tensor, sent: Tensor, group: ProcessGroup) -> C10dWork:
-    """Send part i of `sent` to rank i; receive a part from every rank. Collective; does not wait. If `can_all_to_all`."""
+    """Send part i of `sent` to rank i; receive one from each. Collective, without waiting. See `can_all_to_all`."""
     exchange = getattr(group, _ALL_TO_ALL)
     return C10dWork(exchange(received, sent, [], [], dist.AllToAllOptions()))
 

@@ -1,4 +1,4 @@
-"""Marks a reduction's checkpoint with its owner: residuals belong to one rank of a number of ranks, and to one model."""
+"""Marks a reduction's checkpoint with its owner: residuals belong to one rank of a number of ranks, and one model."""
 
 from __future__ import annotations
 
