@@ -25,11 +25,11 @@ help:
 	@echo "make clean   remove .venv and caches"
 
 # hatchling first and no build isolation: so the build itself is pinned as well.
-$(STAMP): pyproject.toml lab/pyproject.toml plan/pyproject.toml svm/pyproject.toml constraints.txt
+$(STAMP): pyproject.toml lab/pyproject.toml lossy/pyproject.toml plan/pyproject.toml servers/pyproject.toml svm/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt hatchling
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
-	  --no-build-isolation -e '.[all,dev,docs]' -e plan -e lab -e svm
+	  --no-build-isolation -e '.[all,dev,docs]' -e lossy -e plan -e servers -e lab -e svm
 	@touch $(STAMP)
 
 demo: $(STAMP)
@@ -46,7 +46,7 @@ test: $(STAMP)
 # All of lab/tests, and what is long elsewhere: whole experiments, peers, thousands of schedules.
 test-lab: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --hypothesis-profile=explore $(ARGS) lab/tests
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --hypothesis-profile=explore -m lab $(ARGS) tests plan/tests svm/tests
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --hypothesis-profile=explore -m lab $(ARGS) tests lossy/tests plan/tests servers/tests svm/tests
 
 test-svm: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS) svm/tests
@@ -68,7 +68,7 @@ test-quick: $(STAMP)
 test-newest:
 	$(PYTHON) -m venv $(VENV)-newest
 	$(VENV)-newest/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --upgrade \
-	  $$(grep ^torch== constraints.txt) -e '.[all]' -e plan -e lab -e svm pytest pytest-rerunfailures pytest-timeout pytest-xdist hypothesis pyyaml accelerate pytorch-lightning transformers \
+	  $$(grep ^torch== constraints.txt) -e '.[all]' -e lossy -e plan -e servers -e lab -e svm pytest pytest-rerunfailures pytest-timeout pytest-xdist hypothesis pyyaml accelerate pytorch-lightning transformers \
 	  'ray[train]' kubeflow-training
 	$(VENV)-newest/bin/python -m pytest tests/integrations tests/launch/test_clusters.py $(ARGS)
 	$(VENV)-newest/bin/python -m pytest tests/journeys/test_docs.py -k guide/ray.md $(ARGS)

@@ -25,7 +25,8 @@ from harness.running_servers import in_threads
 from paceline import DistributedDataParallel
 from paceline.optim import overlap
 from paceline.process_group.connections import make_gloo
-from paceline.reductions import BoundedLoss, ParameterServers
+from paceline_lossy import BoundedLoss
+from paceline_servers import ParameterServers
 
 pytestmark = pytest.mark.processes
 

@@ -19,7 +19,9 @@ from harness.terminal import REPOSITORY
 from paceline import DistributedDataParallel
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.errors import ServerLostError
-from paceline.reductions import BoundedLoss, GradientNoiseScale, ParameterServers
+from paceline.reductions import GradientNoiseScale
+from paceline_lossy import BoundedLoss
+from paceline_servers import ParameterServers
 
 PAGE = REPOSITORY / "docs/reference/combinations.md"
 _LOW = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)

@@ -13,8 +13,8 @@ from torch import nn
 from harness.ranks import LIMIT_S, pool
 from harness.running_servers import in_threads
 from paceline import DistributedDataParallel
-from paceline.optim import AdasumOptimizer, DiLoCo, LocalSGD, ServerOptimizer
-from paceline.reductions import ParameterServers
+from paceline.optim import AdasumOptimizer, DiLoCo, LocalSGD
+from paceline_servers import ParameterServers, ServerOptimizer
 
 pytestmark = pytest.mark.processes
 

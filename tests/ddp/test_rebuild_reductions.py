@@ -8,7 +8,8 @@ from harness.models import digest, squares
 from harness.ranks import pool
 from harness.rebuilding import batch, bits_of, mlp, train_steps
 from paceline import DistributedDataParallel
-from paceline.reductions import GradientNoiseScale, ParameterServers, PowerSGD
+from paceline.reductions import GradientNoiseScale, PowerSGD
+from paceline_servers import ParameterServers
 
 pytestmark = pytest.mark.processes
 

@@ -374,7 +374,7 @@ def unequal_shares(here: Here, side: str) -> list[Tensor]:
 
 
 def _bounded_loss() -> Any:
-    from paceline.reductions import BoundedLoss
+    from paceline_lossy import BoundedLoss
 
     return BoundedLoss(0.0)
 

@@ -21,8 +21,8 @@ from device.ranks import Here
 from harness.models import Mlp, sgd, squares
 from harness.running_servers import in_threads
 from paceline.comm import store_of_job
-from paceline.transports import Bound, LossyTransport, Sum
-from paceline.transports.lossy_transport import Losses
+from paceline_lossy import Bound, LossyTransport, Sum
+from paceline_lossy.lossy_transport import Losses
 
 
 def overlapped(here: Here, side: str) -> list[Tensor]:
@@ -285,7 +285,7 @@ class _EveryThird(LossyTransport):
 
 def lost_and_sent_later(here: Here, side: str) -> list[Tensor]:
     """What the network has lost is added to the next step's gradients, by residuals of the device."""
-    from paceline.reductions import BoundedLoss
+    from paceline_lossy import BoundedLoss
 
     name = [secrets.token_hex(8)]
     dist.broadcast_object_list(name, 0)
@@ -296,7 +296,7 @@ def lost_and_sent_later(here: Here, side: str) -> list[Tensor]:
 @contextlib.contextmanager
 def _servers(here: Here) -> Iterator[Any]:
     """`ParameterServers` of two servers, which are threads of rank 0."""
-    from paceline.reductions import ParameterServers
+    from paceline_servers import ParameterServers
 
     running: Any = in_threads(2) if here.rank == 0 else contextlib.nullcontext([])
     with running as addresses:
@@ -315,18 +315,18 @@ def parameter_servers(here: Here, side: str) -> list[Tensor]:
 
 def servers_that_step(here: Here, side: str) -> list[Tensor]:
     """They step AdamW as well, and ranks get parameters; then its state is read."""
-    from paceline import optim
+    from paceline_servers import ServerOptimizer
 
     with _servers(here) as servers:
         model = wrapped(made(Mlp, here), here, side, reduction=servers)
-        optimizer = optim.ServerOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05), model)
+        optimizer = ServerOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05), model)
         found = steps(here, model, optimizer)
         return [*found, *(each["exp_avg"] for each in optimizer.state_dict()["state"].values())]
 
 
 def lossy_servers(here: Here, side: str) -> list[Tensor]:
     """Datagrams carry gradients to servers, and none may be lost."""
-    from paceline.reductions import BoundedLoss
+    from paceline_lossy import BoundedLoss
 
     with _servers(here) as servers:
         reduction = BoundedLoss(0.0, servers=servers)

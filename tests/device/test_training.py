@@ -14,7 +14,7 @@ from device.marks import device
 from device.nccl.group import Members
 from device.ranks import differences, ranks
 from harness.models import Mlp, sgd, squares
-from paceline.transports.bounded_loss.datagram_loop import compile_all
+from paceline_lossy.datagrams.datagram_loop import compile_all
 
 pytestmark = device
 

@@ -18,7 +18,7 @@ from device.ranks import differences, on_cpu, on_device, ranks
 from harness.models import Mlp, sgd, squares
 from paceline.comm.device import why_without_streams
 from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError
-from paceline.transports.bounded_loss.datagram_loop import compile_all
+from paceline_lossy.datagrams.datagram_loop import compile_all
 
 pytestmark = device
 

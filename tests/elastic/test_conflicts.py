@@ -16,7 +16,8 @@ from paceline.data import GlobalBatch, GlobalShuffle, GlobalStream
 from paceline.elastic import conflicts
 from paceline.elastic.line import Line, Ready, difference
 from paceline.errors import ConfigurationError
-from paceline.reductions import GradientNoiseScale, ParameterServers
+from paceline.reductions import GradientNoiseScale
+from paceline_servers import ParameterServers
 
 
 def layers():

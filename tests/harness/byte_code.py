@@ -35,7 +35,7 @@ for name in sys.argv[1:]:
         if name == "numba":
             module.njit(lambda x: x + 1)(1)  # as the server does: this imports what compiles
 with contextlib.suppress(ImportError):
-    from paceline.transports.bounded_loss.datagram_loop import compile_all
+    from paceline_lossy.datagrams.datagram_loop import compile_all
     compile_all()
 """
 

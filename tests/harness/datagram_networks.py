@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.transports import Bound
-from paceline.transports.bounded_loss import endpoint_state as e
-from paceline.transports.bounded_loss.endpoint import Endpoint
+from paceline_lossy import Bound
+from paceline_lossy.datagrams import endpoint_state as e
+from paceline_lossy.datagrams.endpoint import Endpoint
 
 PAYLOAD, TICK_US, ROWS = 64, 500, 64
 HEADERS = 14 + 20 + 8  # Ethernet, IP, UDP

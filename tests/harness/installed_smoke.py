@@ -21,10 +21,19 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # The folder of each package of this repository, and what it is built from.
-PACKAGES = {"paceline": ".", "paceline_plan": "plan", "paceline_lab": "lab", "paceline_svm": "svm"}
+PACKAGES = {
+    "paceline": ".",
+    "paceline_lossy": "lossy",
+    "paceline_plan": "plan",
+    "paceline_servers": "servers",
+    "paceline_lab": "lab",
+    "paceline_svm": "svm",
+}
 BUILT_FROM = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "src")
 PAGES = ("docs/glossary.md", "docs/troubleshooting.md")  # which the package holds links to
 FIT = "from paceline_svm import SVC; print(SVC().fit([[0.0], [1], [2], [3]], [0, 0, 1, 1]).predict([[0.5], [2.5]]))"
+CHOOSE = """from paceline.reductions import choose_reduction as choose
+print(choose("bounded_loss"), choose("parameter_servers"))"""
 _BUILD = "import sys; from hatchling import build; print(build.build_{kind}(sys.argv[1]))"
 
 
@@ -118,7 +127,7 @@ def smoke(python: str, wheel: Path, others: Sequence[Path]) -> None:
             if said not in " ".join(out.split()):  # a terminal's width breaks lines
                 raise SystemExit(f"{' '.join(command)} did not say {said!r} but:\n{out}")
         # What comes with another package says which.
-        for missing in ("bench", "emulate", "plan", "study", "svm"):
+        for missing in ("bench", "emulate", "plan", "serve", "study", "svm"):
             out = _run(folder, str(own / "paceline"), missing, code=2)
             if "pip install ./" not in " ".join(out.split()):
                 raise SystemExit(
@@ -132,6 +141,8 @@ def smoke(python: str, wheel: Path, others: Sequence[Path]) -> None:
             ((str(own / "paceline"), "study", "--help"), "large-batch"),
             ((str(own / "paceline"), "plan", "resnet50", "--to", "8"), "devices"),
             ((str(own / "paceline"), "svm", "--help"), "cross-validate"),
+            ((str(own / "paceline"), "serve", "--help"), "--listen"),
+            ((str(own / "python"), "-c", CHOOSE), "BoundedLoss(bound=0.01"),
             ((str(own / "python"), "-c", FIT), "[0 1]"),
         ):
             out = _run(folder, *command)

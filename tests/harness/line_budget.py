@@ -8,7 +8,9 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGES = {
     "paceline": "src",
     "paceline_lab": "lab/src",
+    "paceline_lossy": "lossy/src",
     "paceline_plan": "plan/src",
+    "paceline_servers": "servers/src",
     "paceline_svm": "svm/src",
 }
 

@@ -36,7 +36,14 @@ PAGES = (
     "docs/reference/*.md",
 )
 WORDS_ONLY = ("CONTRIBUTING.md", "docs/architecture.md", "docs/decisions/*.md", "docs/notebook/*.md")
-SOURCES = ("src/paceline", "lab/src/paceline_lab", "plan/src/paceline_plan", "svm/src/paceline_svm")
+SOURCES = (
+    "src/paceline",
+    "lab/src/paceline_lab",
+    "lossy/src/paceline_lossy",
+    "plan/src/paceline_plan",
+    "servers/src/paceline_servers",
+    "svm/src/paceline_svm",
+)
 HARNESS = "tests/harness"
 # Files and folders whose every docstring and comment is held to `OPENINGS`, `PRONOUNS` and the length of sentences.
 PLAIN: tuple[str, ...] = (

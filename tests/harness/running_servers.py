@@ -9,8 +9,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from paceline.servers.process import listen
-from paceline.servers.server import Server
+from paceline_servers.process import listen
+from paceline_servers.server import Server
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def in_threads(number: int, token: str = "") -> Iterator[list[str]]:
 @contextlib.contextmanager
 def as_processes(number: int) -> Iterator[tuple[list[str], list[subprocess.Popen[str]]]]:
     """Addresses of so many servers, and their processes; both end here."""
-    command = [sys.executable, "-m", "paceline.servers", "--until-closed"]
+    command = [sys.executable, "-m", "paceline_servers", "--until-closed"]
     started = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(number)

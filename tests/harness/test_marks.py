@@ -42,7 +42,7 @@ def test_each_declared_mark_is_used():
     """An unknown one is an error of pytest's (`--strict-markers`)."""
     sources = [
         path
-        for folder in ("tests", "lab/tests", "plan/tests", "svm/tests")
+        for folder in ("tests", "lab/tests", "lossy/tests", "plan/tests", "servers/tests", "svm/tests")
         for path in REPOSITORY.glob(f"{folder}/**/*.py")
     ]
     used = {name for path in sources if path != Path(__file__) for name in MARK.findall(path.read_text())}

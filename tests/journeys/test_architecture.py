@@ -10,7 +10,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "paceline"
 OTHERS = {
     "paceline_lab": ROOT / "lab/src/paceline_lab",
+    "paceline_lossy": ROOT / "lossy/src/paceline_lossy",
     "paceline_plan": ROOT / "plan/src/paceline_plan",
+    "paceline_servers": ROOT / "servers/src/paceline_servers",
     "paceline_svm": ROOT / "svm/src/paceline_svm",
 }
 
@@ -36,9 +38,9 @@ NO_GROUPS = {
 }  # the SVM's own class, whose collectives go through comm
 # Sockets and what sends on them, or is their protocol; import-linter keeps torch from the servers. And a generator.
 SOCKETS = {
-    "servers": {"connected", "connection", "_wake", "_woken"},
+    "paceline_servers": {"connected", "connection", "_wake", "_woken"},
     "launch": {"connected", "end", "socket", "_wake", "_woken"},
-    "transports": {"endpoint"},
+    "paceline_lossy": {"endpoint"},
     "preflight": {"accepted", "line"},
     "ddp": {"_course"},
 }
@@ -238,10 +240,10 @@ def test_the_laboratory_and_the_svm_use_no_private_name_of_paceline():
 @pytest.mark.parametrize(
     "source",
     [
-        "from paceline.transports.bounded_loss.datagram_loop import _room",
+        "from paceline.comm.lane import _record",
         "from paceline.transports._raw import read",
         "import paceline.ddp.plan as plan\nplan._caps(1)",
-        "from paceline.transports.bounded_loss import datagram_loop as loop\nloop.Io._fields",
+        "from paceline.comm import lane as line\nline.Lane._fields",
         "import paceline.ddp\npaceline.ddp._reducer",
     ],
 )
@@ -256,7 +258,14 @@ def test_public_names_and_other_packages_private_ones_are_no_offence():
 
 
 # What each folder of tests may import of the other packages. The SVM's ranks can be threads of one process.
-TESTS = {"tests": (), "plan/tests": ("paceline_plan",), "svm/tests": ("paceline_svm", "paceline_lab.doubles")}
+# Options are tested with every reduction that they go together with.
+TESTS = {
+    "tests": ("paceline_lossy", "paceline_servers"),
+    "lossy/tests": ("paceline_lossy",),
+    "plan/tests": ("paceline_plan",),
+    "servers/tests": ("paceline_lossy", "paceline_servers"),
+    "svm/tests": ("paceline_svm", "paceline_lab.doubles"),
+}
 TESTS_OF_ALL = ("journeys", "harness")
 
 

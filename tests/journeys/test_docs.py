@@ -23,7 +23,11 @@ from paceline_lab.emulation import ClusterSpec, EmulatedCluster
 from paceline_lab.errors import UnsupportedError
 
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
-_ROOTS = (REPOSITORY / "src" / "paceline", REPOSITORY / "lab" / "src", REPOSITORY / "svm" / "src", REPOSITORY)
+_ROOTS = (
+    REPOSITORY / "src" / "paceline",
+    *(REPOSITORY / name / "src" for name in ("lab", "lossy", "plan", "servers", "svm")),
+    REPOSITORY,
+)
 _FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -183,7 +187,9 @@ def test_every_link_leads_somewhere(page):
 
 def test_every_message_that_points_into_the_docs_points_at_a_heading():
     sources = [
-        path for folder in ("src", "lab/src", "svm/src") for path in (REPOSITORY / folder).rglob("*.py")
+        path
+        for folder in ("src", "lab/src", "lossy/src", "plan/src", "servers/src", "svm/src")
+        for path in (REPOSITORY / folder).rglob("*.py")
     ]
     for source in sorted(sources):
         # A message may be broken over several lines of source.

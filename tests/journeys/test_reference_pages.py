@@ -13,7 +13,8 @@ from harness.terminal import REPOSITORY
 from paceline import DistributedDataParallel
 
 REFERENCE = REPOSITORY / "docs/reference"
-SOURCES = [path for root in ("src", "lab/src", "svm/src") for path in (REPOSITORY / root).rglob("*.py")]
+ROOTS = ("src", "lab/src", "lossy/src", "plan/src", "servers/src", "svm/src")
+SOURCES = [path for root in ROOTS for path in (REPOSITORY / root).rglob("*.py")]
 
 
 def names_in_first_column(table):

@@ -1,7 +1,6 @@
 """What the backend refuses: in words, on the rank that asked, before anything is launched; and the group goes on."""
 
 import os
-import sys
 from datetime import timedelta
 from unittest import mock
 
@@ -89,21 +88,6 @@ def test_several_tensors_in_one_collective():
     first, second = pool(2).run(several_at_once)
     assert first[:-1] == second[:-1] == [[[1, 2], [3, 3, 3, 4, 4, 4]], [[1], [3, 3, 3]], [[2], [4, 4, 4]]]
     assert (first[-1], second[-1]) == ([[2], [6, 6, 6]], [[4], [8, 8, 8]])
-
-
-def test_without_numba_it_says_what_to_install():
-    without = {
-        f"paceline.transports.bounded_loss.{name}": None
-        for name in ("lossy_link", "datagram_loop", "udp_socket")
-    }
-    store = dist.HashStore()
-    with mock.patch.dict(sys.modules, without):
-        for ask in (
-            lambda: connections.open_lossy_transport(store, 0, 1, TIMEOUT),
-            lambda: connections.introduce("127.0.0.1"),
-        ):
-            with pytest.raises(ConfigurationError, match="needs the package numba: pip install numba"):
-                ask()
 
 
 def test_the_address_that_other_hosts_are_told():

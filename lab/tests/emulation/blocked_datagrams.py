@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import DistributedDataParallel
-from paceline.reductions import BoundedLoss
+from paceline_lossy import BoundedLoss
 
 VICTIM = 1
 # A socket filter that drops IP packets of UDP (protocol 17) longer than 1,000 bytes.

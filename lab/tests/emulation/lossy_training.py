@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import DistributedDataParallel
-from paceline.reductions import BoundedLoss
+from paceline_lossy import BoundedLoss
 
 STEPS = 5
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.transports.bounded_loss.datagram_loop import compile_all
+from paceline_lossy.datagrams.datagram_loop import compile_all
 
 pytestmark = pytest.mark.processes
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from lossy_training import STEPS
 
-from paceline.transports.bounded_loss.datagram_loop import compile_all
+from paceline_lossy.datagrams.datagram_loop import compile_all
 
 RANKS, BOUND = 3, 0.1
 

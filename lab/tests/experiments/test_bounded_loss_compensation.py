@@ -10,10 +10,10 @@ import torch
 from torch.nn import Parameter
 
 from paceline.errors import ConfigurationError
-from paceline.reductions import BoundedLoss
-from paceline.reductions.bounded_loss_mean import _classes
 from paceline_lab.doubles.lossy_in_memory import LossyMemory
 from paceline_lab.experiments.accuracy.in_process_ranks import RankReductions
+from paceline_lossy import BoundedLoss
+from paceline_lossy.bounded_loss import _classes
 
 RANKS, PER_CHUNK = 4, 8
 SIZES = {"first": (5, 8), "second": (40,)}  # 80 elements: shards of 20, chunks of 8, 8 and 4

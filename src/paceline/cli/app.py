@@ -81,21 +81,6 @@ def _run(context: typer.Context) -> None:
     launch(parse(context.args), note=lambda line: print(f"paceline run: {line}", file=sys.stderr))
 
 
-@app.command("serve")
-def _serve(
-    listen: Annotated[
-        str,
-        typer.Option(
-            help="Address of this machine and port; port 0 takes a free one. Printed once it listens."
-        ),
-    ] = "127.0.0.1:0",
-) -> None:
-    """Run a parameter server until it is stopped. Ranks reach it by paceline run --servers HOST:PORT."""
-    from paceline.servers.process import serve_on
-
-    serve_on(listen)
-
-
 class _Dtype(str, Enum):
     float64 = "float64"
     float32 = "float32"

@@ -17,7 +17,7 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +34,10 @@ from paceline.launch import rendezvous_endpoint
 from paceline.launch.command_line import LaunchArguments, num_cores, port_is_taken
 from paceline.launch.elastic import agent as elastic_agent
 from paceline.launch.elastic.several_hosts import find_own_address
+from paceline.launch.extra_options import Running
 from paceline.launch.hang_watch import HangWatch
 from paceline.launch.launch_errors import InterruptedLaunchError, LaunchError
 from paceline.launch.live_view import LiveView
-from paceline.launch.local_servers import LocalServers
 from paceline.launch.machines import MachineRendezvous, MachinesDifferError, NodeInfo
 from paceline.launch.stores import Listening
 from paceline.launch.tcp_tuning import advice_towards
@@ -84,7 +84,7 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
         if arguments.hang_after_s:
             enter(_environment(at_start.counting_environment(watchdog.folder)))
             enter(hangs)
-        servers = enter(LocalServers(arguments.num_servers, arguments.servers, own_address, note))
+        companions = [enter(each.running(own_address, note)) for each in arguments.companions]
         when_met = hangs.meet if arguments.hang_after_s else None
         enter(Listening(arguments.num_machines, note, rendezvous, when_met))
         if arguments.shows_timings:
@@ -95,7 +95,7 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
         if arguments.torchrun.log_dir is None:
             # torch would leave a folder in /tmp behind for every run that does not name one.
             arguments.torchrun.log_dir = _kept_logs(arguments, note) or str(watchdog.folder)
-        enter(_in_words(arguments, servers, hangs))
+        enter(_in_words(arguments, companions, hangs))
         if arguments.min_ranks is not None:
             elastic_agent.run(arguments, hangs, note)
         else:
@@ -103,7 +103,7 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
 
 
 @contextlib.contextmanager
-def _in_words(arguments: LaunchArguments, servers: LocalServers, hangs: HangWatch) -> Iterator[None]:
+def _in_words(arguments: LaunchArguments, companions: Sequence[Running], hangs: HangWatch) -> Iterator[None]:
     """Turn what torch's launcher raises within into one paragraph."""
     started_s, port = time.monotonic(), arguments.local_port
     try:
@@ -111,7 +111,8 @@ def _in_words(arguments: LaunchArguments, servers: LocalServers, hangs: HangWatc
     except MachinesDifferError as error:
         raise LaunchError(str(error)) from error
     except ChildFailedError as error:
-        first = f"{died}; then " if (died := servers.who_died()) else ""
+        died = "; ".join(words for each in companions if (words := each.who_died()))
+        first = f"{died}; then " if died else ""
         failed = _ranks_failed(arguments, error, time.monotonic() - started_s)
         raise LaunchError(first + failed + hangs.last_words) from error
     except SignalException as error:

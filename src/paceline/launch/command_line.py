@@ -1,7 +1,7 @@
 """Parses torchrun's command line for `paceline run`, and refuses what cannot work before anything starts.
 
 The parser is torch's own, so every flag, both spellings and the PET_* environment variables work; what is ours
-is the wording of what is wrong, and the flags `--share-devices`, `--servers`, `--min-ranks` and `--replace-ddp` with
+is the wording of what is wrong, and the flags `--share-devices`, `--min-ranks` and `--replace-ddp` with
 `--reduction` and `--compression`.
 """
 
@@ -25,11 +25,12 @@ import torch
 from torch.distributed import run as torchrun
 
 from paceline.errors import ConfigurationError
+from paceline.extras import LAUNCH_OPTIONS, raise_if_missing
 from paceline.host.addresses import is_loopback
 from paceline.integrations import at_start
 from paceline.launch import rendezvous_endpoint
+from paceline.launch.extra_options import Companion, ExtraOption, attribute_of, extra_options
 from paceline.launch.hang_watch import QUIET_S
-from paceline.launch.local_servers import parse_servers
 from paceline.launch.option_values import LOST_AFTER_S, MOST_MACHINES, MOST_RANKS, check_elastic, check_values
 
 _FILLED_IN = ("rdzv_backend", "node_rank", "master_addr")
@@ -48,8 +49,7 @@ class LaunchArguments:
     environment: Mapping[str, str] = field(default_factory=dict)
     words: tuple[str, ...] = ()  # the command line itself
     is_first: bool = False  # whether this machine has to say where the others come to
-    num_servers: int = 0  # parameter servers to start on this machine
-    servers: tuple[str, ...] = ()  # addresses of parameter servers that run already
+    companions: tuple[Companion, ...] = ()  # processes next to the ranks, by options of other packages
     shows_timings: bool = False  # whether to print at the end where the time of a step went
     shows_live: bool = False  # whether to show a line a rank while they train
     hang_after_s: float = 0.0  # how long nothing may move before a rank is called hung; 0: nobody looks
@@ -65,7 +65,8 @@ def num_cores() -> int:
 
 def parse(arguments: list[str]) -> LaunchArguments:
     """Parse torchrun's command line; raises ConfigurationError that says what to type instead."""
-    args = _parser().parse_args(arguments)
+    extra = extra_options()
+    args = _parser(extra).parse_args(arguments)
     _check_script(args)
     num_nodes = _num_nodes(args.nnodes)
     is_first = rendezvous_endpoint.choose_backend(args, num_nodes)
@@ -78,9 +79,11 @@ def parse(arguments: list[str]) -> LaunchArguments:
             "--watch draws a table in a terminal, and stderr is none here. Leave it out; `paceline doctor -- paceline "
             "run ...` writes a line whenever something delays the steps."
         )
-    num_servers, servers = parse_servers(args.servers)
+    given = {name: getattr(args, attribute_of(name)) for name in extra}
+    companions = tuple(extra[name].parse(text) for name, text in given.items() if text is not None)
     check_values(args, num_local_ranks, num_nodes)
-    check_elastic(args, num_local_ranks, num_nodes)
+    exclusive = {name: extra[name].why_not_elastic for name, text in given.items() if text is not None}
+    check_elastic(args, num_local_ranks, num_nodes, exclusive)
     return LaunchArguments(
         torchrun=args,
         script=args.training_script,
@@ -90,8 +93,7 @@ def parse(arguments: list[str]) -> LaunchArguments:
         environment=_rank_environment(args),
         words=tuple(arguments),
         is_first=is_first,
-        num_servers=num_servers,
-        servers=servers,
+        companions=companions,
         shows_timings=args.timings,
         shows_live=args.watch,
         hang_after_s=args.hang_after,
@@ -100,7 +102,7 @@ def parse(arguments: list[str]) -> LaunchArguments:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(extra: Mapping[str, ExtraOption]) -> argparse.ArgumentParser:
     parser = torchrun.get_args_parser()
     parser.prog = "paceline run"
     parser.usage = "paceline run [options] training_script [the script's own options]"
@@ -124,8 +126,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--watch", words, action="store_true")
     words = f"Name the missing ranks after so many seconds without progress. 0: never. Default: {QUIET_S:g}."
     add("--hang-after", words, metavar="SECONDS", type=float, default=QUIET_S)
-    words = "Parameter servers (reduction=ParameterServers()): how many to start here, or where they run."
-    add("--servers", words, metavar="N or HOST:PORT,...")
+    for name, option in extra.items():
+        add(name, option.words, metavar=option.metavar)
     words = (
         "Go on when ranks are lost, as long as N are left, and start replacements; the script uses "
         "paceline.Elastic."
@@ -176,7 +178,9 @@ def _usage(message: str, known: list[str]) -> str:
         )
     if message.startswith("unrecognized arguments: "):
         unknown = message.removeprefix("unrecognized arguments: ").partition(" ")[0]
-        close = _closest(unknown.split("=")[0], known)
+        option = unknown.split("=")[0]
+        raise_if_missing(LAUNCH_OPTIONS, option, f"`paceline run {option}`")
+        close = _closest(option, known)
         hint = f"Did you mean {close}? " if close else ""
         return (
             f"unknown option {unknown}. {hint}Options of the launcher come before the script, the script's own "

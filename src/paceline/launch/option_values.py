@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch.distributed import run as torchrun
@@ -157,8 +158,13 @@ def _check_log_folder(text: str | None) -> None:
         )
 
 
-def check_elastic(args: argparse.Namespace, num_local_ranks: int, num_machines: int) -> None:
-    """Raise ConfigurationError for values of --min-ranks and --lost-after that cannot be."""
+def check_elastic(
+    args: argparse.Namespace, num_local_ranks: int, num_machines: int, exclusive: Mapping[str, str]
+) -> None:
+    """Raise ConfigurationError for values of --min-ranks and --lost-after that cannot be.
+
+    `exclusive` are options of other packages that were given, and why they exclude --min-ranks.
+    """
     least = args.min_ranks
     if least is None:
         if args.lost_after is not None:
@@ -182,7 +188,7 @@ def check_elastic(args: argparse.Namespace, num_local_ranks: int, num_machines: 
     for option, is_given, why in (
         ("--nnodes MIN:MAX", is_range, "the job begins with a fixed number of hosts, and goes on with fewer"),
         ("--max-restarts", args.max_restarts > 0, "lost ranks are replaced one by one, never all together"),
-        ("--servers", args.servers is not None, "a step on servers cannot be computed again"),
+        *((option, True, why) for option, why in exclusive.items()),
         ("--watch", args.watch, "it shows the ranks that were there at the start"),
         ("--run-path", args.run_path, "a replacement is a process of its own"),
         (

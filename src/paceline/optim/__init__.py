@@ -12,7 +12,6 @@ from paceline.optim.learning_rate import (
 from paceline.optim.local_steps import LocalSGD
 from paceline.optim.overlap import overlap
 from paceline.optim.parameter_groups import parameter_groups
-from paceline.optim.server_optimizer import ServerOptimizer
 
 __all__ = [
     "LAMB",
@@ -22,7 +21,6 @@ __all__ = [
     "DiLoCo",
     "LocalSGD",
     "MomentumCorrection",
-    "ServerOptimizer",
     "overlap",
     "parameter_groups",
     "rate_factor",

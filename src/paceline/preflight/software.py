@@ -15,8 +15,9 @@ from paceline.version import __version__
 
 _OLDEST_TORCH = (2, 8)
 _EXTRAS = {
-    "numba": "gradients over UDP, and parameter servers (in a clone: pip install '.[lossy]')",
-    "scipy": "the integer program of `paceline plan` (in a clone: pip install '.[plan]')",
+    "paceline-lossy": "gradients over UDP (in a clone: pip install ./lossy)",
+    "paceline-plan": "`paceline plan` (in a clone: pip install ./plan)",
+    "paceline-servers": "parameter servers (in a clone: pip install ./servers)",
     "matplotlib": "pictures (in a clone: pip install '.[plot]')",
 }
 

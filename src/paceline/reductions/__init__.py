@@ -1,4 +1,4 @@
-"""How the ranks' gradients are combined: a mean (plain, compressed, with bounded loss, by servers), Adasum, or a hook.
+"""How the ranks' gradients are combined: a mean (plain or compressed), Adasum, or a hook.
 
 Most classes are imported on first access (PEP 562), so that wrapping a model costs little on top of importing torch.
 """
@@ -23,32 +23,26 @@ from paceline.reductions.reduction import (
 if TYPE_CHECKING:
     from paceline.reductions.adasum import Adasum
     from paceline.reductions.auto import Auto
-    from paceline.reductions.bounded_loss_mean import BoundedLoss
     from paceline.reductions.compressed import Compressed
     from paceline.reductions.error_feedback import Memory, Slot
     from paceline.reductions.kept_state import Keeper, check_one_model
-    from paceline.reductions.loss_report import LossReport
     from paceline.reductions.lossy import Lossy
     from paceline.reductions.noise_scale import GradientNoiseScale
-    from paceline.reductions.parameter_servers import ParameterServers
     from paceline.reductions.powersgd import PowerSGD
 
 __all__ = [
     "Adasum",
     "Auto",
-    "BoundedLoss",
     "Compressed",
     "GradBucket",
     "GradientNoiseScale",
     "HookReduction",
     "Keeper",
-    "LossReport",
     "Lossy",
     "Mean",
     "Memory",
     "Message",
     "NarrowMean",
-    "ParameterServers",
     "PowerSGD",
     "Reduction",
     "Slot",
@@ -64,16 +58,13 @@ __getattr__ = on_first_use(
     {
         "Adasum": "adasum",
         "Auto": "auto",
-        "BoundedLoss": "bounded_loss_mean",
         "Compressed": "compressed",
         "GradientNoiseScale": "noise_scale",
         "Keeper": "kept_state",
         "Memory": "error_feedback",
         "Slot": "error_feedback",
         "check_one_model": "kept_state",
-        "LossReport": "loss_report",
         "Lossy": "lossy",
-        "ParameterServers": "parameter_servers",
         "PowerSGD": "powersgd",
     },
 )

@@ -28,8 +28,6 @@ def _compress_by(compressor: Compressor) -> Reduction:
 BY_NAME: dict[str, Callable[[], Reduction]] = {
     "mean": Mean,
     "adasum": functools.partial(_make, "adasum", "Adasum"),
-    "bounded_loss": functools.partial(_make, "bounded_loss_mean", "BoundedLoss"),
-    "parameter_servers": functools.partial(_make, "parameter_servers", "ParameterServers"),
 }
 """What `reduction=` takes besides the names that other packages add."""
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import ProtocolError
-from paceline.transports.lossy_sums import add_survivors, lost_ranges
-from paceline.transports.lossy_transport import Bound, Losses, LossyTransport, Sum
+from paceline_lossy.lossy_sums import add_survivors, lost_ranges
+from paceline_lossy.lossy_transport import Bound, Losses, LossyTransport, Sum
 
 LossPattern = Callable[[int, int, int, NDArray[Any]], NDArray[np.bool_]]
 """(collective, source, owner, magnitudes) to which of the chunks that `source` sends `owner` are lost, shape (chunks,);

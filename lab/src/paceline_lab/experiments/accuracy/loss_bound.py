@@ -18,7 +18,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from paceline.reductions.bounded_loss_mean import COMPENSATIONS
 from paceline_lab.experiments.accuracy.loss_bound_runs import (
     BACK,
     FRONT,
@@ -52,6 +51,7 @@ from paceline_lab.report.figures import draw_figure
 from paceline_lab.report.look import CURVE_COLORS
 from paceline_lab.report.panels import Line, Lines
 from paceline_lab.report.terminal import progress_bar
+from paceline_lossy.bounded_loss import COMPENSATIONS
 
 Outcomes = Mapping[LossTrial, LossOutcome]
 _PUBLISHED = {

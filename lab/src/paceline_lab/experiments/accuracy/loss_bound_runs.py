@@ -18,13 +18,13 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.errors import ConfigurationError
-from paceline.reductions import BoundedLoss
-from paceline.reductions.bounded_loss_mean import COMPENSATIONS
 from paceline_lab.doubles.lossy_in_memory import LossPattern, LossyMemory
 from paceline_lab.experiments.accuracy.splits import Part, Samples
 from paceline_lab.experiments.accuracy.store import Trial
 from paceline_lab.experiments.accuracy.tasks import TASKS
 from paceline_lab.experiments.accuracy.trial_training import Reduced, batches
+from paceline_lossy import BoundedLoss
+from paceline_lossy.bounded_loss import COMPENSATIONS
 
 RANDOM, TAIL, BURST = "random", "tail", "burst"
 FRONT, BACK, SMALLEST, LARGEST = "front", "back", "smallest", "largest"

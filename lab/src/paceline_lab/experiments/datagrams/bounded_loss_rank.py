@@ -17,9 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.process_group.connections import open_lossy_transport
-from paceline.transports import Bound
-from paceline.transports.lossy_transport import LossyTransport
+from paceline_lossy import Bound, open_lossy_transport
+from paceline_lossy.lossy_transport import LossyTransport
 
 BOUNDS = {"ours, bound 0": 0.0, "ours, bound 5 %": 0.05}
 GLOO = "Gloo"
@@ -280,7 +279,8 @@ def _wrapped(
     """A model under data parallelism, with its wrapper's default buckets, scaled like its gradients."""
     from paceline import DistributedDataParallel
     from paceline.planning.bucket_assignment import BucketCaps
-    from paceline.reductions import BoundedLoss, Mean
+    from paceline.reductions import Mean
+    from paceline_lossy import BoundedLoss
 
     mebibyte = 2**20
     if side == TORCH:

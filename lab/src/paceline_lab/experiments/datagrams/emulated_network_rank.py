@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.rendezvous import Rendezvous
-from paceline.process_group.connections import datagram_address
-from paceline.transports import Bound
-from paceline.transports.bounded_loss.lossy_link import LossyLink
-from paceline.transports.bounded_loss.udp_socket import meet
+from paceline_lossy import Bound
+from paceline_lossy.connecting import datagram_address
+from paceline_lossy.datagrams.lossy_link import LossyLink
+from paceline_lossy.datagrams.udp_socket import meet
 
 
 def main() -> None:

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from paceline.process_group.connections import open_lossy_transport
-from paceline.transports import Bound
-from paceline.transports.lossy_transport import LossyTransport
+from paceline_lossy import Bound, open_lossy_transport
+from paceline_lossy.lossy_transport import LossyTransport
 
 _UNDER_WAY = 4
 _ALONE_S = 1.0  # before TCP begins

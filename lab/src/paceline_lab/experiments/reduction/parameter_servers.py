@@ -168,9 +168,9 @@ class _Trainee:
     def __init__(self, side: str, config: Config, addresses: Sequence[str]) -> None:
         import torch.distributed as dist
 
-        from paceline.reductions import ParameterServers
         from paceline_lab.bench.sides import wrap
         from paceline_lab.bench.timed_model import SleepingOptimizer, TimedModel
+        from paceline_servers import ParameterServers
 
         profile, scale = _profile(config)
         self.module = TimedModel(profile, dist.get_rank(), scale)

@@ -1,6 +1,6 @@
 """Workers and parameter servers as processes on the hosts of an emulated cluster, and how busy this machine was.
 
-Servers are `python -m paceline.servers`, as `paceline serve` is. They have the last hosts.
+Servers are `python -m paceline_servers`, as `paceline serve` is. They have the last hosts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run_workers(
         try:
             addresses = []
             for host in cluster.hosts[num_workers:]:
-                command = [sys.executable, "-m", "paceline.servers", "--address", host.address]
+                command = [sys.executable, "-m", "paceline_servers", "--address", host.address]
                 processes.append(_start(host.command([*command, "--until-closed"]), environment))
                 assert processes[-1].stdout is not None
                 addresses.append(processes[-1].stdout.readline().strip())

@@ -45,7 +45,7 @@ from paceline_lab.report.publication import Report, Verdict
 from paceline_lab.report.summary import Summary, ratios
 
 if TYPE_CHECKING:
-    from paceline.transports import LossyTransport
+    from paceline_lossy import LossyTransport
 
 TORCH, ALL_REDUCE, DATAGRAMS, SERVERS = "torch", "all-reduce", "all-reduce, UDP, exact", "servers"
 EXACT, BOUNDED = "servers, UDP, exact", "servers, UDP, 5 %"
@@ -122,8 +122,9 @@ class _Trainee:
         import torch
         from torch import nn
 
-        from paceline.reductions import BoundedLoss, ParameterServers
         from paceline_lab.bench.sides import wrap
+        from paceline_lossy import BoundedLoss
+        from paceline_servers import ParameterServers
 
         torch.manual_seed(job.seed)
         self.network = nn.Sequential(
@@ -168,10 +169,10 @@ def worker() -> None:
     import torch
     import torch.distributed as dist
 
-    from paceline.process_group.connections import open_lossy_transport
     from paceline_lab.bench.ranks import gather
     from paceline_lab.bench.sides import digest
     from paceline_lab.workloads import load_images
+    from paceline_lossy import open_lossy_transport
 
     told = told_to_worker()
     job = Job(**told["job"])
@@ -204,7 +205,7 @@ def _begin_together(link: LossyTransport) -> None:
     """Wait for all ranks, over datagrams: a barrier over TCP would let some wait for a lost segment."""
     import numpy as np
 
-    from paceline.transports import Bound
+    from paceline_lossy import Bound
 
     link.launch(np.zeros(1, np.float32), Bound(0)).wait()
 

@@ -1,0 +1,48 @@
+"""The mean of gradients over UDP, which may lose a bounded part: `reduction="bounded_loss"`, and its transport.
+
+Names are imported on first use: numba, which compiles the transport, takes half a second.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.late_imports import on_first_use
+
+if TYPE_CHECKING:
+    from paceline_lossy.bounded_loss import BoundedLoss
+    from paceline_lossy.connecting import open_lossy_transport
+    from paceline_lossy.datagrams.datagram_loop import compile_all
+    from paceline_lossy.datagrams.lossy_link import LossyLink
+    from paceline_lossy.datagrams.udp_socket import Introduction
+    from paceline_lossy.loss_report import LossReport
+    from paceline_lossy.lossy_transport import Bound, Losses, LossyTransport, Sum
+
+__all__ = [
+    "Bound",
+    "BoundedLoss",
+    "Introduction",
+    "LossReport",
+    "Losses",
+    "LossyLink",
+    "LossyTransport",
+    "Sum",
+    "compile_all",
+    "open_lossy_transport",
+]
+
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "Bound": "lossy_transport",
+        "BoundedLoss": "bounded_loss",
+        "Introduction": "datagrams.udp_socket",
+        "LossReport": "loss_report",
+        "Losses": "lossy_transport",
+        "LossyLink": "datagrams.lossy_link",
+        "LossyTransport": "lossy_transport",
+        "Sum": "lossy_transport",
+        "compile_all": "datagrams.datagram_loop",
+        "open_lossy_transport": "connecting",
+    },
+)

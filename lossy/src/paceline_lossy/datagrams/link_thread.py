@@ -1,0 +1,221 @@
+"""`LinkThread`: the thread that owns a socket and an endpoint, and drives the datagrams between them.
+
+Rules
+1. The socket listens on one address of this host, and takes datagrams of this job's ranks only.
+2. Only this thread touches the endpoint. It answers peers also while the callers compute.
+3. After an error the link cannot be used any more: all that is under way, and whatever comes later, raises it.
+4. There is one timeout, the user's: a network that is cut for less is ridden out. What is known earlier is said
+   earlier: a peer's kernel answers that nobody has its port any more (`ClosedPorts`), or nothing long has ever reached
+   a peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+
+from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
+from paceline_lossy.datagrams import datagram_loop as loop
+from paceline_lossy.datagrams import endpoint_state as e
+from paceline_lossy.datagrams import system_calls as system
+from paceline_lossy.datagrams.closed_ports import ClosedPorts
+from paceline_lossy.datagrams.datagram_end import DatagramEnd
+from paceline_lossy.datagrams.udp_socket import Met, dropped_by_kernel, socket_addresses
+
+_ROWS = 64
+_SLICE_US = 100_000
+_NEVER_S = 20.0  # that nothing long reached a peer which is heard, and nothing ever had
+LINGER_S = 2.0
+
+
+class LinkThread(ABC):
+    """What the thread works on.
+
+    Args:
+        endpoint: Of this rank.
+        met: Its sockets, and the others' places.
+        timeout_s: How long something may be under way.
+        name: Of the thread.
+    """
+
+    def __init__(self, endpoint: DatagramEnd, met: Met, timeout_s: float, name: str) -> None:
+        self.end = endpoint
+        self.place: tuple[str, int] = met.sockets[0].getsockname()
+        self._rank = endpoint.rank
+        self._timeout_s = timeout_s
+        self._met = met
+        self._sockets = met.sockets
+        self._socket = met.sockets[0]
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._io = loop.new_io(
+            [each.fileno() for each in met.sockets],
+            self._wake,
+            _ROWS,
+            endpoint.row_bytes,
+            socket_addresses(met.places),
+            system.MOST_SEGMENTS,
+        )
+        self._lock = threading.RLock()
+        self._is_closing = self._are_closed = False
+        self._came_to_senders = 0
+        self._failure: Exception | None = None
+        self._closed_ports = ClosedPorts(met.places)
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Let the endpoint begin what was handed in, as far as there is room. On the thread."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Tell those who wait what the endpoint has finished. On the thread."""
+
+    @abstractmethod
+    def _is_under_way(self) -> bool:
+        """Whether anything was handed in that has not ended. On the thread."""
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Raise what only this kind of link can go wrong with. On the thread."""
+
+    @abstractmethod
+    def _give_up(self, error: Exception) -> None:
+        """End all that was handed in with this error."""
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Datagrams: sent, repeated, of strangers, duplicates, replayed, of what has ended, with congestion marks."""
+        n = self.end.tables.numbers
+        names = {
+            "sent": e.SENT,
+            "repeated": e.REPEATED,
+            "strangers": e.STRANGERS,
+            "duplicates": e.DUPLICATES,
+            "replayed": e.REPLAYED,
+            "stale": e.STALE,
+            "marked": e.MARKED,
+        }
+        found = {name: int(n[column]) for name, column in names.items()}
+        with self._lock:
+            found["strangers"] += self._num_at_senders()
+        return found
+
+    def _num_at_senders(self) -> int:
+        """Datagrams that came to the ports which only send; with the lock."""
+        if not self._are_closed:
+            self._came_to_senders = sum(map(dropped_by_kernel, self._sockets[1:]))
+        return self._came_to_senders
+
+    def close(self, timeout_s: float) -> bool:
+        """End the thread, after peers have what they need of this rank; returns whether it has ended."""
+        with self._lock:
+            if not self._is_closing:
+                self._is_closing = True
+                os.eventfd_write(self._wake, 1)
+        if self.thread is not threading.current_thread():
+            self.thread.join(timeout_s)
+        return not self.thread.is_alive()
+
+    @property
+    def _name(self) -> str:
+        return self._met.name_of(self._rank)
+
+    def _usable(self) -> bool:
+        """Whether something may be handed in; with the lock."""
+        if self._failure is None and self._is_closing:
+            self._failure = self._closed()
+        return self._failure is None
+
+    def _run(self) -> None:
+        """The thread: drive the datagrams, begin what was handed in, end what is finished."""
+        try:
+            self._drive()
+        except Exception as error:  # noqa: BLE001  whatever it is, it is raised for those who wait
+            self._fail(error)
+        with self._lock:
+            self._is_closing = True
+            self._num_at_senders()
+            self._are_closed = True
+            self._closed_ports.close()
+            for each in self._sockets:
+                each.close()
+            os.close(self._wake)
+
+    def _drive(self) -> None:
+        closed_s: float | None = None
+        while True:
+            self._begin()
+            why = loop.drive(self.end.tables, self._io, _SLICE_US)
+            if why == loop.CALLED:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+            self.end.go_on(time.monotonic_ns() // 1000)
+            self._end()
+            if why == loop.FAILED:
+                raise self._too_long()
+            if self._is_under_way():
+                self._raise_if_lost()
+                self._check()
+            if self._is_closing:
+                closed_s = closed_s or time.monotonic()
+                is_needed = self._is_under_way() or not self.end.is_idle
+                if not is_needed or time.monotonic() - closed_s > LINGER_S:
+                    self._fail(self._closed())
+                    return
+
+    def _raise_if_lost(self) -> None:
+        now_us = time.monotonic_ns() // 1000
+        gone = self._closed_ports.find(self.end.silent_peers(now_us), now_us)
+        if gone is not None:
+            raise PeerLostError(
+                f"{self._met.name_of(gone)} has gone: its host ({self._met.places[gone][0]}) answers {self._name} that "
+                f"nobody has its UDP port {self._met.places[gone][1]} any more. Its process has ended, or a firewall "
+                "rejects UDP.",
+                gone,
+            )
+        never_s = min(self._timeout_s, _NEVER_S)
+        never = self.end.never_reached(now_us, int(never_s * 1e6))
+        stuck, waited_s = (never, never_s) if never is not None else (self.end.stuck_peer, self._timeout_s)
+        if stuck is not None:
+            raise self._unreached(stuck, waited_s)
+        if self.end.lost_peer is not None:
+            raise self._unheard(self.end.lost_peer, self._timeout_s)
+
+    def _unreached(self, peer: int, waited_s: float) -> PeerLostError:
+        return PeerLostError(
+            f"{self._name} hears {self._met.name_of(peer)} ({self._met.places[peer][0]}), but none of its datagrams "
+            f"of {self.end.row_bytes + 28} bytes got there for {waited_s:g} s. A router between them silently drops "
+            "packets that are longer than its MTU. Set the smallest MTU of the path on every host, for example: ip "
+            "link set dev eth0 mtu 1400.",
+            peer,
+        )
+
+    def _unheard(self, peer: int, waited_s: float) -> PeerLostError:
+        address, port = self._met.places[peer]
+        never = (
+            ""
+            if self.end.has_heard_chunks(peer)
+            else " No datagram of its gradients ever came: if it is running, a firewall may keep UDP from passing."
+        )
+        return PeerLostError(
+            f"{self._name} heard nothing that it needs from {self._met.name_of(peer)} ({address} port {port}) for "
+            f"{waited_s:g} s.{never}",
+            peer,
+        )
+
+    def _too_long(self) -> Exception:
+        return ConfigurationError(
+            f"datagrams of {self.end.row_bytes + 28} bytes do not fit into the path from {self._name}: the "
+            "interface's MTU is larger than the network's. Lower it (ip link set dev eth0 mtu 1500) on every host."
+        )
+
+    def _closed(self) -> Exception:
+        return ProtocolError(f"the link of {self._name} was closed; make a new one.")
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+        self._give_up(error)

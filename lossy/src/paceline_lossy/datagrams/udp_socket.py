@@ -1,0 +1,214 @@
+"""The UDP sockets of a rank, one of which takes datagrams; how the ranks of a group learn each other's, and keys."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import secrets
+import socket
+import struct
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.comm import Rendezvous
+from paceline.errors import ConfigurationError
+from paceline_lossy.datagrams.datagram import MOST_PORTS, payload_room
+from paceline_lossy.datagrams.key_agreement import KeyAgreement
+
+_SEND_BUFFER_BYTES = 1024 * 1024
+_RECEIVE_BUFFER_BYTES = 4 * 1024 * 1024
+_LEAST_RECEIVE_BUFFER_BYTES = 1024 * 1024
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
+_IP_MTU_DISCOVER, _IP_PMTUDISC_DO, _IP_RECVTOS = 10, 2, 13
+_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
+_ECN_CAPABLE = 2
+_SO_ATTACH_FILTER, _SO_MEMINFO = 26, 55
+_TAKE_NOTHING = struct.pack("=HBBI", 6, 0, 0, 0)  # a socket filter of one instruction: return 0
+_MEMINFO, _DROPS = struct.Struct("=9I"), 8
+
+
+@dataclass(frozen=True)
+class Met:
+    """What a rank knows of its group when all have come."""
+
+    # Its own, bound; by all of them it sends, on the first it takes datagrams.
+    sockets: Sequence[socket.socket]
+    places: Sequence[tuple[str, int]]  # address and port of each, in the order of the ranks
+    keys: dict[int, bytes]  # for every peer the secret that only the two know; for itself a random one
+    payload_bytes: int  # what a datagram carries: as much as fits into the smallest MTU of all
+    names: Sequence[str] = ()  # what each is called in messages; none: by its rank
+
+    def name_of(self, peer: int) -> str:
+        """Who that is, for messages."""
+        return self.names[peer] if self.names else f"rank {peer}"
+
+
+def meet(rendezvous: Rendezvous, address: str, num_ports: int = 1) -> Met:
+    """Open sockets, and learn of the others'.
+
+    Args:
+        rendezvous: With whom; used for this alone.
+        address: Of this host, on which this rank listens.
+        num_ports: By how many ports it sends; the same on every rank. Networks that choose among paths by ports (ECMP)
+            then carry one rank's datagrams over several, and each as fast as it is.
+
+    Contract:
+        Collective over the ranks.  Blocks: until every rank has come.
+
+    Raises:
+        ConfigurationError: No socket can listen there, or another rank was told another number of ports.
+        PeerLostError: A rank did not come.
+    """
+    if not 1 <= num_ports <= MOST_PORTS:
+        raise ConfigurationError(
+            f"paths={num_ports!r} must be from 1 to {MOST_PORTS} ports. For two paths 8 are enough."
+        )
+    rank = rendezvous.rank
+    introduction = Introduction(address, num_ports)
+    rendezvous.publish("place", json.dumps(introduction.card))
+    cards = [json.loads(words) for words in rendezvous.collect("place")]
+    for other, said in enumerate(cards):
+        if said["ports"] != num_ports:
+            introduction.close()
+            raise ConfigurationError(
+                f"rank {rank} was told paths={num_ports} and rank {other} paths={said['ports']}. Pass the same on all."
+            )
+    cards[rank] = None
+    return introduction.met(cards)
+
+
+class Introduction:
+    """What one end of a datagram exchange tells the others: its address, public key and MTU; and its sockets.
+
+    Attributes:
+        card: What is said; for JSON.
+
+    Raises:
+        ConfigurationError: No socket can listen on `address`.
+    """
+
+    def __init__(self, address: str, num_ports: int = 1) -> None:
+        self._sockets = [_bind(address)]
+        self._sockets += [_bind_sender(address) for _ in range(num_ports - 1)]
+        self._agreement = KeyAgreement()
+        self.card: dict[str, Any] = {
+            "place": self._sockets[0].getsockname(),
+            "public": self._agreement.public,
+            "mtu": _mtu_of(address),
+            "ports": num_ports,
+        }
+
+    def met(self, cards: Sequence[Mapping[str, Any] | None], names: Sequence[str] = ()) -> Met:
+        """The group of these cards in order, None being this end or one that it meets not; takes this end's sockets."""
+        here = self._sockets[0].getsockname()
+        return Met(
+            self._sockets,
+            [here if card is None else (str(card["place"][0]), int(card["place"][1])) for card in cards],
+            {
+                peer: secrets.token_bytes(32) if card is None else self._agreement.secret_with(card["public"])
+                for peer, card in enumerate(cards)
+            },
+            payload_room(min(int(card["mtu"]) for card in (self.card, *cards) if card is not None)),
+            tuple(names),
+        )
+
+    def close(self) -> None:
+        for each in self._sockets:
+            each.close()
+
+
+def _bind(address: str) -> socket.socket:
+    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        made.setblocking(False)
+        made.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _ECN_CAPABLE)
+        made.setsockopt(socket.IPPROTO_IP, _IP_RECVTOS, 1)
+        made.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_DO)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
+        with contextlib.suppress(PermissionError):
+            made.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _SEND_BUFFER_BYTES)
+            made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER_BYTES)
+        got = made.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        if got < _LEAST_RECEIVE_BUFFER_BYTES:
+            warnings.warn(
+                f"the kernel gives a socket {got // 1024} KiB to receive into, so bursts from several ranks overflow "
+                "it and count as lost. Raise it on every host: sysctl -w net.core.rmem_max=4194304.",
+                UserWarning,
+                stacklevel=2,
+            )
+        made.bind((address, 0))
+    except OSError as error:
+        made.close()
+        raise ConfigurationError(
+            f"no UDP socket can listen on {address}: {error}. Set GLOO_SOCKET_IFNAME to the interface that the other "
+            "hosts reach."
+        ) from error
+    return made
+
+
+def dropped_by_kernel(socket_: socket.socket) -> int:
+    """How many datagrams the kernel has dropped that came to a socket; on one that only sends, all of strangers."""
+    words = socket_.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
+    return int(_MEMINFO.unpack(words)[_DROPS])
+
+
+def _bind_sender(address: str) -> socket.socket:
+    """A socket that only sends: what comes there is a stranger's, and the kernel drops and counts it."""
+    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    made.setblocking(False)
+    made.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_DO)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 0)
+    program = ctypes.create_string_buffer(_TAKE_NOTHING)
+    made.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))
+    made.bind((address, 0))
+    return made
+
+
+def socket_addresses(places: Sequence[tuple[str, int]]) -> NDArray[np.int64]:
+    """A sockaddr_in a peer, shape (P, 2)."""
+    raw = b"".join(
+        struct.pack("=H", socket.AF_INET) + struct.pack(">H", port) + socket.inet_aton(address) + bytes(8)
+        for address, port in places
+    )
+    found: NDArray[np.int64] = np.frombuffer(raw, np.int64).reshape(-1, 2).copy()
+    return found
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of an interface; of several, with commas between them, of the first.
+
+    Raises ConfigurationError if there is none such, or it has no address.
+    """
+    names = [name for _, name in socket.if_nameindex()]
+    for name in interface.split(","):
+        if name not in names:
+            raise ConfigurationError(
+                f"there is no interface {name!r} on this host; there are {', '.join(names)}."
+            )
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError as error:
+                raise ConfigurationError(f"the interface {name!r} has no IPv4 address: {error}.") from error
+            return socket.inet_ntoa(answer[20:24])
+    raise ConfigurationError("no interface was named.")
+
+
+def _mtu_of(address: str) -> int:
+    """The MTU of the interface that has this address; 1500 if none has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):
+                if socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]) == address:
+                    return int(struct.unpack("=i", fcntl.ioctl(probe, _SIOCGIFMTU, request)[16:20])[0])
+    return 1500
