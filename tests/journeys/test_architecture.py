@@ -164,7 +164,7 @@ def test_the_search_sees_every_form_of_a_call(source):
         ("import torch\ntorch.gather(values, 0, order)", "compression"),
         ("import functools\nfunctools.reduce(max, sizes)", "ddp"),
         ("self._communicator.gather(mine, doing)", "paceline_svm"),
-        ("client.connected.send(piece)", "servers"),
+        ("client.connected.send(piece)", "paceline_servers"),
         ("from paceline.comm.collectives import all_reduce\nlaunch_sum(tensor, group)", "ddp"),
     ],
 )
