@@ -16,6 +16,7 @@ OTHERS = {
     ("torch_compat/state_names.py", "_lent_versions"),  # of torch's module, between two of its hooks
     ("torch_compat/dynamo.py", "_may_compile"),  # of a function
     ("torch_compat/dynamo.py", "_runs_module"),
+    ("tensor_parallel.py", "_torchdynamo_disable"),
 }
 
 

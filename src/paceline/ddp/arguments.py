@@ -84,21 +84,6 @@ def _no_group(given: object) -> str:
     return f"{given!r} is no process group. {hint}"
 
 
-def local_module_of_mesh(module: Module, device_mesh: Any) -> None:
-    """Data parallelism within a larger mesh: parameters sharded over its other dimensions become local tensors."""
-    if device_mesh is not None and _root_of(device_mesh) != device_mesh:
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform  # noqa: PLC0415 (heavy)
-
-        _pre_dp_module_transform(module)
-
-
-def _root_of(device_mesh: Any) -> Any:
-    if hasattr(device_mesh, "_get_root_mesh"):
-        return device_mesh._get_root_mesh()
-    meshes: Any = torch.distributed.device_mesh  # torch 2.8 keeps roots in a table
-    return meshes._mesh_resources.get_root_mesh(device_mesh)
-
-
 def check_is_module(module: object) -> None:
     """Refuse what is no module, before anything looks into it."""
     if not isinstance(module, Module):

@@ -18,6 +18,7 @@ from paceline.ddp.droppable import Unit, units_of
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.replicas import tell_of_refusal
 from paceline.ddp.step_shares import StepShares
+from paceline.ddp.tensor_parallel import make_shards_local
 from paceline.planning.bucket_assignment import BucketCaps
 from paceline.reductions import Mean, Reduction
 from paceline.reductions.hook import is_users_hook
@@ -76,7 +77,7 @@ class Setting:
         arguments.check_flags(given)
         arguments.check_mixed_precision(given.mixed_precision)
         arguments.check_delayed(given.delay_all_reduce_named_params, given.param_to_hook_all_reduce)
-        arguments.local_module_of_mesh(module, given.device_mesh)
+        make_shards_local(module, given.device_mesh)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         parameters = [p for name, p in module.named_parameters() if name not in ignored]
         arguments.check_not_wrapped(module)
