@@ -374,7 +374,8 @@ class StepCoordinator:
 
     def _notify(self, next_step: NextStep) -> None:
         """As `Joining.notify`; the step under way is divided by what the ranks agree on."""
-        self.reducer.step.divide_by(self.joining.notify(self.wrapped, next_step).divisor)
+        if self.joining.is_enabled(self.wrapped):
+            self.reducer.step.divide_by(self.joining.notify(self.wrapped, next_step).divisor)
 
     def doctor(self) -> Diagnosis:
         """As the wrapper's. Collective; blocks."""

@@ -47,8 +47,6 @@ class Joining:
 
     def notify(self, wrapped: Any, next_step: NextStep) -> NextStep:
         """Within `join`: tell joined ranks what follows. Collective with their shadows; blocks for a message."""
-        if not self.is_enabled(wrapped):
-            return next_step
         told = Join.notify_join_context(wrapped)
         announced = self.announce(is_active=True, mine=next_step)
         if told is not None:

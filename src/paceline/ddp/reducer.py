@@ -183,7 +183,9 @@ class Reducer:
             reduction, expected = self.setting.reduction, self.tracker.pending
             expected.begin()
             goes_first = self.recovery.is_first_over_its_groups()
-            backward = BackwardPass(token, terms, self.step, reduction, goes_first, expected.reached)
+            backward = BackwardPass(
+                token, terms, self.step, reduction, goes_first, expected.reached, self._record
+            )
             self.step.begin(backward)
             try:
                 flight = self._flights.begin(backward, self.buckets)  # the step before is over now
@@ -299,35 +301,36 @@ class Reducer:
         unused = self._complete(backward, Status.GOOD)
         waited_s = time.perf_counter() - ended_s
         try:
-            has_late = self.verdict.reach(step.number, self.setting.reduction)
+            asks_uses = bool(unused) or (self.setting.find_unused_parameters and step.number == 1)
+            statuses = self.verdict.reach(step.number, self.setting.reduction, asks_uses)
         except ProtocolError:
             flight.wait()  # the words came last: for Gloo, whose threads may end in another order
             self.recovery.drop_gradients()
             raise
+        backward.note_statuses(unused, statuses)
         if backward.by_autograd and (unused or self.setting.find_unused_parameters):
-            self._note_unused(backward, unused)
+            self._note_unused(backward)
         self.tracker.pending.learn(self.buckets)
         self._peers.note_step(step.number)
         last_gradient_s = max(bucket.ready_s for bucket in self.buckets)
         step.times.end_backward(backward.started_s, ended_s, last_gradient_s)
-        is_used = self.verdict.status.is_used
-        unused_by_all = [self.managed.parameters[index] for index in unused if not is_used(index)]
-        record = functools.partial(self._record, backward, unused_by_all)
+        has_late = bool(statuses.words) and bool(statuses.ranks_with(Status.LATE_GRADIENTS))
         # Gradients that are not finite are looked at before the next forward.
-        is_plain = not has_late and not self.verdict.status.ranks_not_finite()
-        is_whole = backward.by_autograd and self._on_reduced is None and is_plain
-        if is_whole and flight.hand_over(lambda bucket: bucket.attach(is_used), record):
+        is_whole = backward.by_autograd and self._on_reduced is None
+        is_whole = is_whole and not has_late and not statuses.ranks_not_finite
+        if is_whole and flight.hand_over(backward):
             return
         flight.wait()
         if has_late:
             self._reduce_late(backward)
-        self._attach()
-        self.verdict.suspect_first_not_finite(step.number, self.cuts.order)
-        record(waited_s)
+        self._attach(backward)
+        self.verdict.suspect_first_not_finite(statuses, step.number, self.cuts.order)
+        backward.conclude(waited_s)
 
-    def _record(self, backward: BackwardPass, unused_by_all: list[Parameter], waited_s: float) -> None:
+    def _record(self, backward: BackwardPass, waited_s: float) -> None:
         """All gradients of a step have arrived, and it has waited so long for them."""
-        flight, step = backward.flight, backward.step
+        flight, step, is_used = backward.flight, backward.step, backward.statuses.is_used
+        unused_by_all = [self.managed.parameters[index] for index in backward.unused if not is_used(index)]
         buckets = flight.timings()
         exposed_s = min(waited_s, sum(bucket.waited_s for bucket in buckets))
         timing = step.times.record(step.number, exposed_s, buckets)
@@ -378,23 +381,22 @@ class Reducer:
             pending = backward.flight.launch_late(bucket, backward.mean_scale)
             self._peers.wait(pending, "reducing late gradients")
 
-    def _attach(self) -> None:
+    def _attach(self, backward: BackwardPass) -> None:
         """Give every parameter its reduced gradient; those that no rank used get what they had."""
         with profiler_range("attached"):
-            is_used = self.verdict.status.is_used
             for bucket in self.buckets:
-                bucket.attach(is_used)
+                backward.attach(bucket)
             if self._on_reduced is not None:
                 for parameter in self.managed.parameters:
                     self._on_reduced(parameter)
 
-    def _note_unused(self, backward: BackwardPass, unused: list[int]) -> None:
+    def _note_unused(self, backward: BackwardPass) -> None:
         looks = self.setting.find_unused_parameters
-        if unused := backward.flight.unexplained(unused):
+        if unused := backward.flight.unexplained(backward.unused):
             self.tracker.pending.look()
             if not (looks or self.setting.static_graph):
                 self.verdict.warn_of_unused(unused)
-        elif looks and backward.step.number == 1 and self.verdict.status.all_used_everywhere():
+        elif looks and backward.step.number == 1 and set(backward.statuses.uses) == {self._num_ranks}:
             self.verdict.warn_of_none_unused()
 
     def rest(self) -> None:
@@ -425,7 +427,7 @@ class Reducer:
             flight.close()
             self._complete(backward, status)
             flight.wait()  # as in `_finish`
-            return self.verdict.only_out_of_memory()
+            return self.verdict.status.read().only_out_of_memory
         return ()
 
 

@@ -21,6 +21,7 @@ from paceline.comm.collectives import Work
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.buffers import BufferSync
+from paceline.ddp.verdict import RankStatuses
 from paceline.observe import BucketTiming
 from paceline.observe.device_times import DeviceTimes
 from paceline.observe.timings import StepTimes
@@ -77,11 +78,10 @@ class Flight(ABC):
         """Wait for what brings the ranks' status words; False: they are summed apart. Raises PeerLostError."""
         return False
 
-    def hand_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> bool:
+    def hand_over(self, backward: BackwardPass) -> bool:
         """Every rank's backward has ended well: whether somebody else completes each bucket when it is needed.
 
-        Then `attach` gives a bucket's parameters their gradients, and `conclude` is told, after the last bucket, the
-        seconds spent waiting.
+        Then it calls `BackwardPass.attach` with each, and after the last one `conclude`.
         """
         return False
 
@@ -110,6 +110,7 @@ class BackwardPass:
     """One run of autograd through the module, or what stands for one: what it counts, and how its buckets travel."""
 
     flight: Flight  # from `start` on
+    statuses: RankStatuses  # from `note_statuses` on
 
     def __init__(
         self,
@@ -120,20 +121,38 @@ class BackwardPass:
         goes_first: bool,  # no other module over these groups is in a synchronized backward (rule 6 of `reducer`)
         # Which parameters it touches; None: not known before it ends
         reached: Callable[[], list[bool] | None],
+        # Called once all gradients have arrived, with this object and the seconds that the step has waited for them.
+        on_concluded: Callable[[BackwardPass, float], None],
     ) -> None:
         self.terms, self.step, self.reduction = terms, step, reduction
         self.by_autograd, self.started_s = token.by_autograd, token.started_s
-        self.goes_first, self.reached = goes_first, reached
+        self.goes_first, self.reached, self._on_concluded = goes_first, reached, on_concluded
         self.scale = 1.0  # of gradients on their way into a bucket
         self.mean_scale = 1.0  # of what bypasses the reduction
+        self.unused: list[int] = []  # indices of parameters that this rank's step has not used
 
     def start(self, flight: Flight, scale: float, mean_scale: float) -> None:
         """Let its buckets travel so, with these scales. Local."""
         self.flight, self.scale, self.mean_scale = flight, scale, mean_scale
 
+    def note_statuses(self, unused: list[int], statuses: RankStatuses) -> None:
+        """Note what this rank has not used, and what all ranks have said. Local."""
+        self.unused, self.statuses = unused, statuses
+
+    def attach(self, bucket: Bucket) -> None:
+        """Give the parameters of a bucket that has arrived their gradients. Local."""
+        bucket.attach(self.statuses.is_used)
+
+    def conclude(self, waited_s: float) -> None:
+        """Record the step: all gradients have arrived, at once or in the next forward. Local."""
+        self._on_concluded(self, waited_s)
+
 
 class Step:
     """Everything up to and including one synchronized backward."""
+
+    backward: BackwardPass | None = None  # the one under way, or interrupted
+    divisor: int | None = None  # by how many ranks its sums are divided, in `join`; None: by all
 
     def __init__(
         self,
@@ -148,8 +167,6 @@ class Step:
         self.times = times
         self.batch = batch
         self.buffers = buffers
-        self.divisor: int | None = None  # by how many ranks its sums are divided, in `join`; None: by all
-        self.backward: BackwardPass | None = None  # the one under way, or interrupted
         # Ids of parameters that its unsynchronized backwards have touched; they outlast a reducer
         self.used_before = set(used_before)
 

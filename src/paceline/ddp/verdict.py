@@ -15,6 +15,7 @@ import functools
 import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
@@ -52,6 +53,48 @@ def _num_remainders(dtype: torch.dtype) -> int:
     return int(2 / torch.finfo(dtype).eps / _MODULE)
 
 
+@dataclass(frozen=True)
+class RankStatuses:
+    """What all ranks have said of one backward. It is read once: the message is written anew in the next step."""
+
+    words: tuple[int, ...] = ()  # a rank's each; empty if no rank has anything to say
+    uses: tuple[
+        float, ...
+    ] = ()  # of each parameter, how many ranks used it; empty where that was not asked for
+
+    def ranks_with(self, status: Status) -> list[int]:
+        """Return the ranks whose backward ended so."""
+        return [rank for rank, word in enumerate(self.words) if word % _OPEN_FORWARD == status]
+
+    @property
+    def open_forwards(self) -> dict[int, int]:
+        """The ranks' words on forwards without a backward, of those that count them."""
+        counts = {rank: word % _NOT_FINITE // _OPEN_FORWARD for rank, word in enumerate(self.words)}
+        return {rank: count for rank, count in counts.items() if count != NOT_COUNTED}
+
+    @property
+    def ranks_not_finite(self) -> list[int]:
+        """Ranks that have seen gradients of their own that are not finite."""
+        return [rank for rank, word in enumerate(self.words) if word % _MODULE >= _NOT_FINITE]
+
+    @property
+    def modules(self) -> list[int]:
+        """The number of the module that each rank has synchronized."""
+        return [word // _MODULE + 1 for word in self.words]
+
+    def is_used(self, index: int) -> bool:
+        """Return whether any rank used this parameter."""
+        return self.uses[index] > 0
+
+    @property
+    def only_out_of_memory(self) -> tuple[int, ...]:
+        """Ranks that ran out of memory, if no backward raised anything else."""
+        return () if self.ranks_with(Status.ABORTED) else tuple(self.ranks_with(Status.OUT_OF_MEMORY))
+
+
+_NOTHING_SAID = RankStatuses()
+
+
 class PiggybackedStatus:
     """This rank's status words, and after the reduction their sum over all ranks."""
 
@@ -72,8 +115,6 @@ class PiggybackedStatus:
         self._module_number = module_number
         self.words = torch.zeros(self.num_words)
         self._all_used = torch.cat([torch.ones(num_parameters), torch.zeros(num_ranks)])
-        self._ranks_words: list[int] = []
-        self._uses: list[float] = []  # of each parameter, how many ranks used it; once asked for
 
     def place(self, words: Tensor) -> None:
         """Use `words`, shape (num_words,), from now on: the end of the last bucket's buffer, or a tensor of its own."""
@@ -101,48 +142,18 @@ class PiggybackedStatus:
         for index in unused:
             self.words[index] = 0.0
 
-    def read(self) -> None:
-        """Take in the ranks' status words."""
+    def read(self, asks_uses: bool = False) -> RankStatuses:
+        """Return what the ranks have said, once their words are summed; `asks_uses`: of each parameter, too."""
         words = self.words[self._num_parameters :].tolist()
         plain = _MODULE * self._module_remainder()
-        self._ranks_words = [] if words == [plain] * len(words) else [round(word) for word in words]
-        self._uses = []
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether no rank has anything to say: all ended well, in this module, with no forward open; after `read`."""
-        return not self._ranks_words
-
-    def ranks_with(self, status: Status) -> list[int]:
-        """Ranks whose backward ended so; after `read`."""
-        return [rank for rank, word in enumerate(self._ranks_words) if word % _OPEN_FORWARD == status]
-
-    def open_forwards(self) -> dict[int, int]:
-        """The ranks' words on forwards without a backward, of those that count them; after `read`."""
-        counts = {rank: word % _NOT_FINITE // _OPEN_FORWARD for rank, word in enumerate(self._ranks_words)}
-        return {rank: count for rank, count in counts.items() if count != NOT_COUNTED}
-
-    def ranks_not_finite(self) -> list[int]:
-        """Ranks that have seen gradients of their own that are not finite; after `read`."""
-        return [rank for rank, word in enumerate(self._ranks_words) if word % _MODULE >= _NOT_FINITE]
+        said = () if words == [plain] * len(words) else tuple(round(word) for word in words)
+        if not (said or asks_uses):
+            return _NOTHING_SAID
+        return RankStatuses(said, tuple(self.words[: self._num_parameters].tolist()) if asks_uses else ())
 
     def _module_remainder(self) -> int:
         """The module's number, less 1, as far as there is room."""
         return max(self._module_number - 1, 0) % _num_remainders(self.words.dtype)
-
-    def modules(self) -> list[int]:
-        """Which module each rank has synchronized; after `read`."""
-        return [word // _MODULE + 1 for word in self._ranks_words]
-
-    def is_used(self, index: int) -> bool:
-        """Whether any rank used this parameter; after `read`."""
-        self._uses = self._uses or self.words[: self._num_parameters].tolist()
-        return self._uses[index] > 0
-
-    def all_used_everywhere(self) -> bool:
-        """Whether every rank used every parameter."""
-        num_ranks = self.num_words - self._num_parameters
-        return all(round(count) == num_ranks for count in self.words[: self._num_parameters].tolist())
 
 
 class Verdict:
@@ -169,21 +180,19 @@ class Verdict:
             pending = all_reduce(self.status.words, process_group)
             peers.wait(pending, "waiting for the ranks' statuses", on_host=self.status.words.is_cpu)
 
-    def reach(self, step: int, reduction: Reduction) -> bool:
-        """Whether any rank has late gradients. PeerAbortedError, on all ranks, if its gradients are of no use."""
-        self.status.read()
-        if self.status.is_plain:
-            return False
-        self._raise_if_another_module()
-        self._raise_if_aborted(step)
-        self._raise_if_out_of_step(step)
-        late = self.status.ranks_with(Status.LATE_GRADIENTS)
-        if late:
-            self._raise_if_not_linear(late[0], reduction)
-        return bool(late)
+    def reach(self, step: int, reduction: Reduction, asks_uses: bool) -> RankStatuses:
+        """Return what all ranks have said. PeerAbortedError, on all ranks, if the step's gradients are of no use."""
+        statuses = self.status.read(asks_uses)
+        if statuses.words:
+            self._raise_if_another_module(statuses)
+            self._raise_if_aborted(statuses, step)
+            self._raise_if_out_of_step(statuses, step)
+            if late := statuses.ranks_with(Status.LATE_GRADIENTS):
+                self._raise_if_not_linear(late[0], reduction)
+        return statuses
 
-    def _raise_if_another_module(self) -> None:
-        modules = self.status.modules()
+    def _raise_if_another_module(self, statuses: RankStatuses) -> None:
+        modules = statuses.modules
         for rank, module in enumerate(modules):
             if module != modules[0]:
                 raise ProtocolError(
@@ -193,16 +202,9 @@ class Verdict:
                     "of this step are undefined, the parameters are untouched."
                 )
 
-    def only_out_of_memory(self) -> tuple[int, ...]:
-        """Ranks that ran out of memory, if no backward raised anything else; once all words are there."""
-        self.status.read()
-        full = tuple(self.status.ranks_with(Status.OUT_OF_MEMORY))
-        return () if self.status.ranks_with(Status.ABORTED) else full
-
-    def _raise_if_aborted(self, step: int) -> None:
-        aborted = self.status.ranks_with(Status.ABORTED)
-        full = tuple(self.status.ranks_with(Status.OUT_OF_MEMORY))
-        if full and not aborted:
+    def _raise_if_aborted(self, statuses: RankStatuses, step: int) -> None:
+        aborted = statuses.ranks_with(Status.ABORTED)
+        if full := statuses.only_out_of_memory:
             raise PeerOutOfMemoryError(
                 f"rank {self._rank}: {describe_ranks(full)} ran out of memory in step {step}. This step's gradients "
                 "are undefined on every rank and were dropped; parameters are untouched. Give that rank smaller "
@@ -216,8 +218,8 @@ class Verdict:
                 "that rank's output for the cause; training may go on with the next batch."
             )
 
-    def _raise_if_out_of_step(self, step: int) -> None:
-        found = out_of_step(self.status.open_forwards())
+    def _raise_if_out_of_step(self, statuses: RankStatuses, step: int) -> None:
+        found = out_of_step(statuses.open_forwards)
         if not found:
             return
         self.open_forwards.forget()
@@ -237,9 +239,9 @@ class Verdict:
 
     # ---- gradients that are not finite
 
-    def suspect_first_not_finite(self, step: int, order: Sequence[int]) -> None:
+    def suspect_first_not_finite(self, statuses: RankStatuses, step: int, order: Sequence[int]) -> None:
         """If ranks have seen gradients that are not finite, find the first in backward's order, to be said later."""
-        ranks = self.status.ranks_not_finite()
+        ranks = statuses.ranks_not_finite
         if ranks and self._suspicion is None and _NOT_FINITE_ANY_MORE not in self._warned:
             is_late = self.status.apart_on is not None
             self._suspicion = Suspicion.of(step, ranks, [self._named[index] for index in order], is_late)

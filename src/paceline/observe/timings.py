@@ -142,15 +142,15 @@ class StepTimes:
         timing: Its record, once all gradients have arrived.
     """
 
+    started_s = last_gradient_s = last_forward_s = 0.0
+    timing: StepTiming | None = None
+    _num_forwards = 0
+    _forward_s = _earlier_backward_s = _backward_s = _optimizer_s = _other_s = 0.0
+
     def __init__(self, since_s: float | None = None, optimizers_before_s: float = 0.0) -> None:
-        self.started_s = self.last_gradient_s = self.last_forward_s = 0.0
-        self.timing: StepTiming | None = None
         self._since_s = since_s  # when the step before it ended; None: it is the first
         self._optimizers_before_s = optimizers_before_s  # seconds that optimizers had spent before it
-        self._num_forwards = 0
         self._waits_s: list[tuple[float, float]] = []  # for gradients of the step before
-        self._forward_s = self._earlier_backward_s = 0.0
-        self._backward_s = self._optimizer_s = self._other_s = 0.0
 
     def note_forward(self, forward_s: float) -> None:
         """A forward that will be differentiated has ended, and took so long."""

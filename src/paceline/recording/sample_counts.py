@@ -20,10 +20,9 @@ def samples_and_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
 class BatchCounts:
     """Counts of the samples and tokens that the forwards of one step were given; None where unknown."""
 
-    def __init__(self) -> None:
-        self.has_begun = False  # a forward was counted
-        self.samples: int | None = None
-        self.tokens: int | None = None
+    has_begun = False  # a forward was counted
+    samples: int | None = None
+    tokens: int | None = None
 
     def add(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Count another forward, of these arguments."""

@@ -165,9 +165,7 @@ class ForwardOverlap(Flights):
         )
         return self._flight
 
-    def _take_over(
-        self, flight: PieceFlight, attach: Callable[[Bucket], None], conclude: Callable[[float], None]
-    ) -> bool:
+    def _take_over(self, flight: PieceFlight, backward: BackwardPass) -> bool:
         """As `Flight.hand_over`: complete each bucket of this flight when it is needed, if an optimizer takes part."""
         if not self._has_optimizer:
             self._warn(
@@ -177,7 +175,7 @@ class ForwardOverlap(Flights):
             )
             return False
         with lock:
-            self._step = OpenStep(flight, attach, conclude, set(range(len(flight.buckets))))
+            self._step = OpenStep(flight, backward, set(range(len(flight.buckets))))
             self._needs.begin()
             for bucket in flight.buckets:
                 outstanding.mark(bucket.parameters, self, bucket.index)
@@ -289,7 +287,7 @@ class ForwardOverlap(Flights):
         if not step.left:
             self._step = None
             self.is_idle = self.is_on is not None
-            step.conclude(step.waited_s)
+            step.backward.conclude(step.waited_s)
 
     def _await(self, step: OpenStep, bucket: Bucket) -> None:
         before_s = time.perf_counter()

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from paceline.comm.device import accelerator_type
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.forward_overlap.piece_flight import PieceFlight
+from paceline.ddp.step import BackwardPass
 from paceline.errors import ProtocolError
 
 
@@ -91,9 +92,7 @@ class OpenStep:
     """One module's, on one rank."""
 
     flight: PieceFlight  # its gradients
-    attach: Callable[[Bucket], None]  # gives a bucket's parameters their gradients
-    # called when the last bucket has arrived, with the seconds spent waiting
-    conclude: Callable[[float], None]
+    backward: BackwardPass  # its own; the next step's may be under way
     left: set[int]  # indices of buckets that have not been completed
     # what to do with each, in this order, and when that was called
     actions: list[tuple[Moment, Action]] = field(default_factory=list)
@@ -114,7 +113,7 @@ class OpenStep:
         with outside_transforms():
             with Moment.plain().again():
                 self._restore(bucket)
-                self.attach(bucket)
+                self.backward.attach(bucket)
             for moment, action in self.actions:
                 with moment.again():
                     action(bucket.parameters)

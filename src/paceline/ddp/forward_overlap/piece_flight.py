@@ -18,7 +18,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from torch.distributed import ProcessGroup
 
@@ -28,7 +27,7 @@ from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.dense_bucket import DenseBucket
 from paceline.ddp.flight import describe_bucket
-from paceline.ddp.step import Flight
+from paceline.ddp.step import BackwardPass, Flight
 from paceline.observe import BucketTiming
 from paceline.observe.device_times import DeviceTimes
 from paceline.observe.timings import profiler_range
@@ -73,15 +72,6 @@ class _Progress(Work):
         """Not known: nobody asks."""
 
 
-class TakeOver(Protocol):
-    """What completes a flight's buckets when they are needed."""
-
-    def __call__(
-        self, flight: PieceFlight, attach: Callable[[Bucket], None], conclude: Callable[[float], None]
-    ) -> bool:
-        """As `Flight.hand_over`."""
-
-
 class PieceFlight(Flight):
     """Sends buckets in pieces: a `Flight` whose end backward need not wait for; status words travel apart.
 
@@ -98,7 +88,8 @@ class PieceFlight(Flight):
         process_group: ProcessGroup,
         peers: Peers,
         times: DeviceTimes | None,
-        take_over: TakeOver,
+        # Completes its buckets when they are needed, as `Flight.hand_over`
+        take_over: Callable[[PieceFlight, BackwardPass], bool],
     ) -> None:
         super().__init__(peers, times)
         self._reduction = reduction
@@ -193,8 +184,8 @@ class PieceFlight(Flight):
 
     # ---- waiting
 
-    def hand_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> bool:
-        return self._take_over(self, attach, conclude)
+    def hand_over(self, backward: BackwardPass) -> bool:
+        return self._take_over(self, backward)
 
     def wait_for(self, bucket: Bucket, consequence: str | None = None) -> None:
         """Wait until a bucket has arrived. Raises PeerLostError if a rank died or hangs."""

@@ -42,8 +42,9 @@ class TorchsReducer(Reducer):
         words = self.verdict.status.words[: len(self.managed)]
         return words.real.round().to(torch.int32)
 
-    def _note_unused(self, backward: BackwardPass, unused: list[int]) -> None:
-        super()._note_unused(backward, unused)
+    def _note_unused(self, backward: BackwardPass) -> None:
+        super()._note_unused(backward)
+        unused = backward.unused
         self._is_static, self._unused = self._is_static and self._unused in (None, unused), unused
 
     def _ddp_graph_static(self) -> bool:
