@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.models import Mlp, conv_net, generator, squares
+from harness.models import Mlp, conv_net, generator, random_batch, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
@@ -77,23 +77,151 @@ def test_gradients_can_be_detached_in_place():
     assert max(pool(2).run(detach_in_place, 3)) < 1e-6
 
 
-def survives_the_next_step(rank, _num_ranks, seed):
-    """Whether gradients that the user kept (cloned) and gradients taken away behave."""
-    torch.manual_seed(seed)
-    model = DistributedDataParallel(nn.Linear(4, 2))
-    model(torch.randn(3, 4, generator=generator(seed, 0, rank))).sum().backward()
-    kept = [p.grad for p in model.parameters()]
-    values = [g.clone() for g in kept]
-    for p in model.parameters():
+class Kept(nn.Module):
+    """Small and large gradients, and two tasks of which each leaves a layer out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.body = nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 120), nn.Linear(120, 4))
+        self.heads = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
+
+    def forward(self, x, task):
+        return self.heads[task](torch.tanh(self.body(x)))
+
+
+def gradients(model):
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def backward(model, rank, step, task=0):
+    squares(model(random_batch(rank, step, shape=(3, 4)), task)).backward()
+
+
+def of_each_task(model, rank):
+    kept = []
+    for task in (0, 1, 0):
+        model.zero_grad()
+        backward(model, rank, task, task)
+        kept += gradients(model)
+    return kept
+
+
+def a_few(model, rank):
+    backward(model, rank, 0)
+    kept = gradients(model)[1:4]
+    model.zero_grad()
+    for step in (1, 2):
+        backward(model, rank, step)
+    return kept + gradients(model)
+
+
+def while_one_is_accumulated(model, rank):
+    backward(model, rank, 0)
+    kept = gradients(model)
+    for p in list(model.parameters())[::2]:
         p.grad = None
-    with torch.no_grad():
-        model(torch.randn(3, 4, generator=generator(seed, 1, rank)))
-    return all(torch.equal(a, b) for a, b in zip(kept, values, strict=True))
+    backward(model, rank, 1)
+    return kept + gradients(model)
 
 
-def test_a_gradient_kept_by_the_user_is_not_overwritten_before_the_next_backward():
-    """Setting `.grad` to None and a forward leave the memory alone."""
-    assert pool(2).run(survives_the_next_step, 4) == [True, True]
+def before_a_local_backward(model, rank):
+    backward(model, rank, 0)
+    kept = gradients(model)
+    model.zero_grad()
+    with model.no_sync():
+        backward(model, rank, 1)
+    backward(model, rank, 2)
+    return kept + gradients(model)
+
+
+def given_to_another_parameter(model, rank):
+    master = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    backward(model, rank, 0)
+    for own, p in zip(master, model.parameters(), strict=True):
+        own.grad = p.grad
+    model.zero_grad()
+    backward(model, rank, 1)
+    return [p.grad for p in master if p.grad is not None] + gradients(model)
+
+
+def put_back(model, rank):
+    backward(model, rank, 0)
+    kept = gradients(model)
+    model.zero_grad()
+    backward(model, rank, 1)
+    for p, gradient in zip((p for p in model.parameters() if p.grad is not None), kept, strict=True):
+        p.grad = gradient
+    backward(model, rank, 2)
+    return gradients(model)
+
+
+def in_a_graph(model, rank):
+    """The others are changed in place, and then written by another backward."""
+    backward(model, rank, 0)
+    first, *others = gradients(model)[-2:]
+    factor = torch.ones_like(first).requires_grad_()
+    product = (factor * first).sum()
+    for gradient in others:
+        gradient.mul_(2)
+    model.zero_grad()
+    backward(model, rank, 1)
+    product.backward()
+    return [first, factor.grad, *gradients(model)]
+
+
+SCRIPTS = [
+    of_each_task,
+    a_few,
+    while_one_is_accumulated,
+    before_a_local_backward,
+    given_to_another_parameter,
+    put_back,
+    in_a_graph,
+]
+
+
+def kept_gradients(rank, _num_ranks, options):
+    """Scripts after which gradients differ from those of torch's class."""
+    different = []
+    for script in SCRIPTS:
+        ours = script(DistributedDataParallel(Kept(), find_unused_parameters=True, **options), rank)
+        theirs = script(nn.parallel.DistributedDataParallel(Kept(), find_unused_parameters=True), rank)
+        pairs = zip(ours, theirs, strict=True)
+        if not all(torch.equal(a, b) for a, b in pairs):
+            different.append(script.__name__)
+    return different
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.01}, {"overlap_forward": "always"}], ids=str)
+def test_gradients_that_a_script_keeps_stay(options):
+    """As with torch's class, whichever are kept, however long, and whatever is written meanwhile."""
+    assert pool(2).run(kept_gradients, options) == [[], []]
+
+
+def plain_steps(rank, _num_ranks, options):
+    """How many other tensors the gradients were after the first step."""
+    model = DistributedDataParallel(Kept(), **options)
+    seen = []
+    for step in range(4):
+        model.zero_grad()
+        (
+            model(random_batch(rank, step, shape=(3, 4)), 0).sum()
+            + 0 * sum(map(torch.sum, model.parameters()))
+        ).backward()
+        seen.append([id(gradient) for gradient in gradients(model)])
+    return len(set(map(tuple, seen[1:])))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"find_unused_parameters": True}, {"overlap_forward": "always"}, {"compression": "powersgd"}],
+    ids=str,
+)
+def test_gradients_that_nobody_keeps_are_not_copied(options):
+    """In plain steps each gradient is the same view into its bucket."""
+    assert pool(2).run(plain_steps, options) == [1, 1]
 
 
 def post_accumulate_hooks(rank, num_ranks, seed, width):

@@ -392,7 +392,7 @@ class StepCoordinator:
 
     def _follow_changes(self) -> None:
         """Take in unfrozen parameters and make a copy's groups (collective); raises as `ModuleContents.check`."""
-        self.contents.check()
+        self.contents.check(self.reducer.unused or ())
         if any(parameter.requires_grad for parameter in self._frozen):
             managed = self.setting.managed(self._module)
             self.verify(managed)

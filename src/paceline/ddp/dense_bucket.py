@@ -5,12 +5,14 @@ Rules
    autograd adds into the buffer directly where it can, are scaled together when the bucket leaves.
 2. From `collect` until `attach` no parameter of the bucket has a `.grad`: autograd cannot write into a buffer that
    is on the wire. What it produces meanwhile (reentrant checkpointing) is fresh, hence *late*, and is added afterwards.
-3. A view aliases the buffer without being an autograd view of it, so `.grad.detach_()` works. The small views share one
-   version counter, which counts what autograd has written there.
+3. A view aliases the buffer without being an autograd view of it, so `.grad.detach_()` works. The version counters of
+   the small ones count what autograd has written there.
 4. A parameter that no rank used gets back exactly what `.grad` it had. One for which autograd finds no gradient (a
    function that returns None) was not used, although autograd calls its hooks. So a buffer into which autograd adds is
    filled with -0.0: adding a gradient to it gives that gradient. If autograd wrote fewer gradients than hooks fired, a
    view that still is all -0.0 received none. From then on the bucket leaves `.grad` to autograd, which says None.
+5. A gradient that the script keeps, while `.grad` is None or another one, is not written again: before a backward a
+   view that has more references than the bucket's own gets memory of its own, and the bucket another view.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import collections
 import itertools
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,12 +32,14 @@ from torch.nn import Parameter
 from paceline.comm.collectives import Work
 from paceline.ddp.late_gradients import launch_late
 from paceline.ddp.views import gradient_views, is_large
+from paceline.errors import ConfigurationError
 from paceline.reductions import Message, Reduction
 from paceline.reductions.reduction import real_numel
 
 # For `map`, without the interpreter; the descriptor's own `__get__` takes three times as long as an attrgetter.
 _set_gradient = vars(torch._C.TensorBase)["grad"].__set__
 _gradient_of = operator.attrgetter("grad")
+_version_of = operator.attrgetter("_version")
 
 _FILLING = -0.0
 _FEW_MEMBERS = 16  # which are counted faster than looked at
@@ -48,7 +53,13 @@ def _is_filling(view: Tensor) -> bool:
 
 def _set_gradients(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
     """`parameter.grad = gradient` for each pair, for many pairs; stops with the shorter."""
-    collections.deque(map(_set_gradient, parameters, gradients), maxlen=0)
+    try:
+        collections.deque(map(_set_gradient, parameters, gradients), maxlen=0)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            "a parameter was converted or resized after the module had been wrapped: its gradient's memory is still "
+            "the former. Convert the module first, then wrap it."
+        ) from error
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -113,6 +124,7 @@ class DenseBucket:
         self._small_parameters = self.parameters[self.num_large :]
         self._small_views = self.views[self.num_large :]
         self._sample = _Sample(body, [real_numel(parameter) for parameter in self.parameters])
+        self._num_references = list(map(sys.getrefcount, self.views))  # while nothing else refers to a view
         self._slots = {id(parameter): slot for slot, parameter in enumerate(self.parameters)}
 
         # State of one backward.
@@ -142,6 +154,7 @@ class DenseBucket:
         self._is_whole, self._seen, self.not_finite = False, None, None
         self._entered.clear()
         self._untouched, self._kept, self._with_graph = [], {}, {}
+        self._leave_kept_gradients()
         self._installed = self._install()
 
     def expect(self, touches: int) -> None:
@@ -154,6 +167,19 @@ class DenseBucket:
         self.left_out, self._num_touched_at_collect = True, 0
         self._untouched = list(range(len(self.members)))
 
+    def _leave_kept_gradients(self) -> None:
+        """Give gradients that somebody keeps memory of their own (rule 5)."""
+        num_references = list(map(sys.getrefcount, self.views))
+        if num_references == self._num_references:
+            return
+        for slot, (now, plain) in enumerate(zip(num_references, self._num_references, strict=True)):
+            kept = self.views[slot]
+            if now > plain and self.parameters[slot].grad is not kept:
+                memory = kept.untyped_storage(), kept.storage_offset(), kept.shape, kept.stride()
+                self.views[slot] = torch.empty(0, dtype=kept.dtype, device=kept.device).set_(*memory)
+                kept.data = kept.detach().clone()
+        self._small_views = self.views[self.num_large :]
+
     def _install(self) -> bool:
         """Let the small gradients alias the filled buffer, so that autograd adds into it; only if all are None."""
         if not (
@@ -162,7 +188,7 @@ class DenseBucket:
             return False
         self._small.fill_(_FILLING)
         _set_gradients(self._small_parameters, self._small_views)
-        self._num_writes_before = self._small_views[0]._version if self._small_views else 0
+        self._num_writes_before = sum(map(_version_of, self._small_views))
         return True
 
     def _small_gradients(self) -> Iterable[Tensor | None]:
@@ -170,7 +196,8 @@ class DenseBucket:
 
     def _num_writes(self) -> int:
         """How often autograd has added to a small gradient in this backward, if nothing else wrote there."""
-        return self._small_views[0]._version - self._num_writes_before if self._small_views else 0
+        num_writes: int = sum(map(_version_of, self._small_views)) - self._num_writes_before
+        return num_writes
 
     def disarm(self) -> None:
         self.expected = 1

@@ -83,6 +83,8 @@ class Reducer:
         self._num_ranks = group.size()
         apart_on = device_for_metadata(group, setting.device) if setting.any_on_accelerator else None
         self._on_reduced: Callable[[Parameter], None] | None = None
+        # By the last synchronized backward in which some were, or were looked for
+        self.unused: list[int] | None = None
         self._is_retired = False
 
         # Whether every rank's ended well
@@ -391,6 +393,7 @@ class Reducer:
                     self._on_reduced(parameter)
 
     def _note_unused(self, backward: BackwardPass) -> None:
+        self.unused = backward.unused
         looks = self.setting.find_unused_parameters
         if unused := backward.flight.unexplained(backward.unused):
             self.tracker.pending.look()

@@ -30,20 +30,14 @@ def is_large(parameter: Tensor) -> bool:
 def gradient_views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Alias consecutive pieces of `flat`, one a parameter, with its shape, dtype and dense strides.
 
-    `flat` is real, contiguous and long enough; all parameters have one dtype. Views of small gradients share one
-    version counter.
+    `flat` is real, contiguous and long enough; all parameters have one dtype. Each view has a version counter of its
+    own, so one may be part of a graph while another one is changed.
     """
     storage, offset = flat.untyped_storage(), flat.storage_offset()
     views: list[Tensor] = []
-    small: Tensor | None = None
     for parameter in parameters:
         place = offset // 2 if parameter.is_complex() else offset
-        shape, strides = parameter.shape, dense_strides(parameter)
         alias = torch.empty(0, dtype=parameter.dtype, device=flat.device)
-        if is_large(parameter):
-            views.append(alias.set_(storage, place, shape, strides))
-        else:
-            small = alias.set_(storage, place, (0,), (1,)) if small is None else small
-            views.append(small.as_strided(shape, strides, place).detach())  # shares the counter, is no view
+        views.append(alias.set_(storage, place, parameter.shape, dense_strides(parameter)))
         offset += real_numel(parameter)
     return views

@@ -60,7 +60,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     Differs from torch's:
 
-        * `.grad` is always a view into a buffer that the next step writes again; clone it to keep it.
+        * `.grad` is always a view into a buffer that the next step writes again. One that the script keeps gets memory
+          of its own before; clone its views, `.data` and NumPy arrays to keep them.
         * Whether to synchronize is decided when backward begins, not when forward did.
         * Every backward outside `no_sync` synchronizes, also the second one of a forward.
         * A parameter that is not used counts as zero, with a warning; `find_unused_parameters` lets its bucket leave

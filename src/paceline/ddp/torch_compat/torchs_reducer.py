@@ -19,7 +19,6 @@ from paceline.ddp.torch_compat.dynamo import refuse_compiled_autograd
 class TorchsReducer(Reducer):
     """A reducer with the methods of torch's that frameworks call."""
 
-    _unused: list[int] | None = None  # by the last synchronized backward
     _is_static = True  # whether that was the same in each
 
     def begin(self, owner: Owner | None = None) -> BackwardPass:
@@ -43,9 +42,8 @@ class TorchsReducer(Reducer):
         return words.real.round().to(torch.int32)
 
     def _note_unused(self, backward: BackwardPass) -> None:
+        self._is_static = self._is_static and self.unused in (None, backward.unused)
         super()._note_unused(backward)
-        unused = backward.unused
-        self._is_static, self._unused = self._is_static and self._unused in (None, unused), unused
 
     def _ddp_graph_static(self) -> bool:
         """Whether every backward used the same parameters here, as far as they were looked for."""
