@@ -194,10 +194,10 @@ class Reducer:
             except Exception as error:
                 self.recovery.fail(error)
                 raise
-            num_averaged, factor = terms.num_averaged or self._num_ranks, 1.0
-            if terms.synchronizes:
-                factor = reduction.begin_step(num_averaged, terms.active_ratio, terms.share)
-            backward.start(flight, terms.weight * factor, terms.weight / num_averaged)
+            num_averaged = terms.num_averaged or self._num_ranks
+            backward.start(flight, terms.weight, terms.weight / num_averaged)
+            if terms.synchronizes:  # a reduction may refuse the step: recovery then needs the flight
+                backward.scale *= reduction.begin_step(num_averaged, terms.active_ratio, terms.share)
             self.tracker.arm(terms.synchronizes, token.started_s, flight.not_expected)
         return backward
 
