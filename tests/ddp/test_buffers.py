@@ -12,6 +12,7 @@ from torch import nn
 from harness.models import digest, random_batch, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
+from paceline.errors import ReplicaMismatchError
 
 pytestmark = pytest.mark.processes
 
@@ -237,3 +238,138 @@ def test_buffer_comm_hook():
     for calls, _, _ in pool(2).run(custom_buffer_hook, 8):
         names = ["flag", "norm.num_batches_tracked", "norm.running_mean", "norm.running_var"]
         assert calls == [("state", names)]
+
+
+class Changing(nn.Module):
+    """Changes a buffer in its forward as it is told."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("mask", torch.zeros(1, 4))
+        self.register_buffer("table", torch.full((2,), 7.0))
+        self.change = change
+
+    def forward(self, x):
+        self.change(self)
+        return self.linear(x)
+
+
+def renamed(module):
+    module.register_buffer("new", torch.ones(2))
+
+
+def sized(num_rows):
+    return lambda module: setattr(module, "mask", torch.full((num_rows, 4), float(num_rows)))
+
+
+def unchanged(module):
+    pass
+
+
+# What two ranks do in a forward, and what all of them read.
+DIFFERENT = {
+    "size": ((unchanged, sized(3)), "buffer mask in this process (sizes [3, 4], torch.float32)"),
+    "both": ((sized(2), sized(5)), "the same in process 0 (sizes [2, 4], torch.float32)"),
+    "rank 0 alone": ((sized(2), unchanged), "the same in process 0 (sizes [2, 4], torch.float32)"),
+    "dtype": (
+        (unchanged, lambda module: setattr(module, "mask", module.mask.double())),
+        "buffer mask in this process (sizes [1, 4], torch.float64)",
+    ),
+    "shape": ((unchanged, lambda module: setattr(module, "mask", torch.ones(4, 1))), "sizes [4, 1]"),
+    "one rank's": ((unchanged, renamed), "buffer new in this process (sizes [2], torch.float32)"),
+    "rank 0's": ((renamed, unchanged), "buffer new in this process (absent)"),
+    "dropped": ((unchanged, lambda module: setattr(module, "table", None)), "(absent)"),
+}
+
+
+def said_of_different_buffers(rank, _num_ranks, how):
+    """The error of one step, and of the next; by kind of difference. Parameters stay as they were."""
+    said = {}
+    for name, (changes, _) in DIFFERENT.items():
+        model = DistributedDataParallel(Changing(unchanged))
+        x = batch(1, rank)
+        squares(model(x)).backward()
+        model.zero_grad()
+        if how == "copied":
+            model = copy.deepcopy(model)
+        if how == "before a forward":
+            changes[rank](model.module)
+        else:
+            model.module.change = changes[rank]
+        try:
+            if how == "in a window":
+                with model.accumulate([x, x]) as micro_batches:
+                    for micro_batch in micro_batches:
+                        squares(model(micro_batch)).backward()
+            elif how == "joined":
+                with model.join():
+                    for _ in range(1 + rank):
+                        squares(model(x)).backward()
+            else:
+                squares(model(x)).backward()
+            said[name] = "nothing"
+        except ReplicaMismatchError as error:
+            said[name] = str(error)
+        assert all(p.grad is None for p in model.parameters())
+    return said
+
+
+@pytest.mark.parametrize("how", ["in a forward", "before a forward", "in a window", "copied", "joined"])
+def test_a_buffer_that_differs_between_ranks_is_named_on_all_of_them(how):
+    """A size, a dtype, a shape, a buffer that one rank has alone: every rank names it, with what both have."""
+    first, second = pool(2).run(said_of_different_buffers, how)
+    assert first == second
+    for name, (_, words) in DIFFERENT.items():
+        assert words in first[name], name
+
+
+def grown_alike(rank, _num_ranks):
+    """Buffers that change on all ranks, in values that differ, and the names of a later step's collectives."""
+    model = DistributedDataParallel(
+        Changing(lambda module: setattr(module, "mask", torch.full((3, 4), rank + 1.0)))
+    )
+    model.module.change(model.module)  # between steps, too
+    for step in range(3):
+        if step == 1:
+            renamed(model.module)
+        with CountedCollectives() as counted:
+            squares(model(batch(1, rank, step))).backward()
+    return bits(model), model.module.mask.tolist(), sorted(set(counted.names))
+
+
+def test_buffers_may_change_on_all_ranks():
+    """The ranks compare once, in the step that brings the change; later steps send nothing besides."""
+    first, second = pool(2).run(grown_alike)
+    assert first[:2] == second[:2]
+    assert first[1] == [[1.0] * 4] * 3
+    assert not any("gather" in name for name in first[2] + second[2])
+
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2),
+]
+
+
+def any_dtype(rank, _num_ranks):
+    """Buffers after each rank has written other values into them, and brought the gradients of a step."""
+    module = nn.Linear(4, 3)
+    for place, dtype in enumerate(DTYPES):
+        module.register_buffer(f"buffer_{place}", torch.tensor([rank + 1, 0]).to(dtype))
+    module.quantized = nn.Parameter(torch.full((3,), rank + 1.0).to(torch.float8_e4m3fn), requires_grad=False)
+    model = DistributedDataParallel(module)
+    assert module.quantized.float().tolist() == [1.0] * 3
+    found = [buffer.to(torch.complex128).tolist() for buffer in model.module.buffers()]
+    for buffer in model.buffers():
+        buffer.copy_(torch.tensor([rank, rank + 2]))
+    squares(model(batch(1, rank))).backward()
+    return found, [buffer.to(torch.complex128).tolist() for buffer in model.module.buffers()]
+
+
+def test_buffers_of_any_dtype():
+    """Those that the backend cannot sum or send by their type, too: they travel as bytes."""
+    for found, brought in pool(2).run(any_dtype):
+        assert found == [[1, 0]] * len(DTYPES)
+        assert brought == [[0, 1]] + [[0, 2]] * (len(DTYPES) - 1)

@@ -7,11 +7,14 @@ Rules
    statistics would stand still for ever. A backward without a forward of its own sends none: they are equal still.
 2. Once a step, not before each of its forwards: a rank whose forward or loss raised begins another forward while the
    others are in backward. It then meets them there, where status words tell all of them that it is ahead.
+3. A forward may change a buffer's shape or dtype, make one, or drop one, and on one rank only. So what is sent has the
+   shapes on which the ranks have agreed last. A rank with others sends zeros for them, and its status words say so.
+   Then all ranks compare what they have, and raise, or go on with that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,30 +23,31 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from paceline.comm.collectives import broadcast
+from paceline.comm.collectives import broadcast, device_for_metadata
 from paceline.comm.peers import Peers
 from paceline.ddp.membership import Membership
+from paceline.ddp.replicas import Description, verify
 from paceline.reductions import Reduction
 
 BROADCAST_BYTES = 250 * 1024 * 1024
 
 
 class Broadcast:
-    """Rank `source`'s values of some tensors, on their way to all ranks: one message a (dtype, device) and 250 MiB.
+    """Rank `source`'s values of some tensors, on their way to all ranks: one message for each of `parts`.
 
     Contract:
-        Collective: the same tensors in the same order on every rank. Construction does not wait; `finish` does,
+        Collective: the same parts in the same order on every rank. Construction does not wait; `finish` does,
         and then writes the tensors in place, without telling autograd.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], process_group: ProcessGroup, source: int = 0) -> None:
+    def __init__(self, parts: Iterable[list[Tensor]], process_group: ProcessGroup, source: int = 0) -> None:
         self._is_source = process_group.rank() == source
         self._parts = []
-        for part in _cut(tensors):
-            flat = torch.cat([tensor.reshape(-1) for tensor in part])
-            # As pairs of real numbers: torch 2.8's Gloo takes no complex ones.
-            sent = torch.view_as_real(flat) if flat.is_complex() else flat
-            self._parts.append((part, flat, broadcast(sent, process_group, source)))
+        for part in parts:
+            with torch.no_grad():
+                flat = torch.cat([tensor.reshape(-1) for tensor in part])
+            # As bytes, which every backend takes: Gloo has no complex, float8 and most unsigned dtypes.
+            self._parts.append((part, flat, broadcast(flat.view(torch.uint8), process_group, source)))
 
     def finish(self, peers: Peers, doing: str) -> None:
         for part, flat, pending in self._parts:
@@ -56,10 +60,11 @@ class Broadcast:
                     tensor.copy_(value.view(tensor.shape))
 
 
-def _cut(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    by_kind: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+def parts_of(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Cut tensors into messages, by their indices: one a (dtype, device) and 250 MiB. Empty tensors are in none."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    for tensor in tensors:
+    for index, tensor in enumerate(tensors):
         if tensor.numel() == 0:
             continue
         kind = (tensor.dtype, tensor.device)
@@ -67,7 +72,7 @@ def _cut(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
         if kind not in by_kind or sizes[kind] + size_bytes > BROADCAST_BYTES:
             by_kind.setdefault(kind, []).append([])
             sizes[kind] = 0
-        by_kind[kind][-1].append(tensor.detach())
+        by_kind[kind][-1].append(index)
         sizes[kind] += size_bytes
     return [part for parts in by_kind.values() for part in parts]
 
@@ -85,6 +90,16 @@ class BufferHook:
         return list(self.hook(self.state, named) or ())
 
 
+_Layout = Mapping[str, tuple[torch.Size, torch.dtype, torch.device]]
+"""What buffers there are, by name."""
+
+_MISMATCH_REMEDY = (
+    "A buffer has changed since the model was wrapped; one rank's are given to all. Keep its shape and dtype the same "
+    "on every rank. Or leave it out: name it in _ddp_params_and_buffers_to_ignore, or pass forward_sync_buffers=False. "
+    "The gradients of this step were dropped on every rank; parameters are untouched."
+)
+
+
 class Buffers:
     """The buffers of one module, but for those `ignored`. They are looked up each time: modules may replace them."""
 
@@ -92,6 +107,8 @@ class Buffers:
         self._homes = [(f"{name}." if name else "", child._buffers) for name, child in module.named_modules()]
         self._ignored = ignored
         self._membership = membership
+        self._agreed: _Layout | None = None  # what all ranks had when they compared last (rule 3)
+        self._parts: list[list[str]] = []  # their names, cut into messages
         self.hook: BufferHook | None = None  # synchronizes them instead, if the user registered one
 
     def named(self) -> dict[str, Tensor]:
@@ -109,10 +126,63 @@ class Buffers:
         """Let it synchronize them from now on. Local."""
         self.hook = hook
 
-    def launch(self, source: int) -> Broadcast | None:
-        """Start sending rank `source`'s buffers; None: there is one rank. Collective; does not wait."""
+    # ---- their shapes, on all ranks
+
+    def exist(self) -> bool:
+        """Whether there are any, as far as the ranks have agreed. Local; the same on every rank."""
+        return bool(self.named() if self._agreed is None else self._agreed)
+
+    def take_layout(self) -> None:
+        """All ranks have buffers as this rank has them now. Local."""
+        named = self.named()
+        names, tensors = sorted(named), [named[name] for name in sorted(named)]
+        self._agreed = _layout(named)
+        self._parts = [[names[index] for index in part] for part in parts_of(tensors)]
+
+    def agree(self) -> None:
+        """Compare the ranks' buffers, and send them in these shapes from now on. Collective; blocks.
+
+        Raises ReplicaMismatchError, the same on every rank, if a buffer's shape, dtype or existence differs.
+        """
         members = self._membership
-        return Broadcast(self.named().values(), members.process_group, source) if members.size > 1 else None
+        if members.size > 1:
+            described = Description(
+                tuple(
+                    (f"buffer {name}", f"sizes {list(buffer.shape)}, {buffer.dtype}")
+                    for name, buffer in sorted(self.named().items())
+                )
+            )
+            where = device_for_metadata(members.process_group, members.device)
+            verify(described, members.process_group, members.peers, where, remedy=_MISMATCH_REMEDY)
+        self.take_layout()
+
+    def have_changed(self) -> bool:
+        """Whether this rank's are not those on which the ranks agreed last. Local."""
+        return _layout(self.named()) != self._agreed
+
+    # ---- sending
+
+    def launch(self, source: int) -> Broadcast | None:
+        """Start sending rank `source`'s; None: nothing to send. Collective; does not wait, but for a copy's `agree`."""
+        if self._agreed is None:
+            self.agree()
+        members = self._membership
+        if not self._parts or members.size == 1:
+            return None
+        sent = self._sent()
+        return Broadcast(
+            ([sent[name] for name in part] for part in self._parts), members.process_group, source
+        )
+
+    def _sent(self) -> dict[str, Tensor]:
+        """The buffers on which the ranks agreed last; zeros where this rank has another one, or none (rule 3)."""
+        named, agreed = self.named(), self._agreed or {}
+        layout = _layout(named)
+        if layout == agreed:
+            return named
+        return {
+            name: named[name] if layout.get(name) == kind else _zeros(*kind) for name, kind in agreed.items()
+        }
 
     def finish(self, under_way: Broadcast | None) -> None:
         """Wait for what `launch` started and take it over."""
@@ -124,6 +194,14 @@ class Buffers:
         self.finish(self.launch(source))
 
 
+def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _layout(named: Mapping[str, Tensor]) -> _Layout:
+    return {name: (buffer.shape, buffer.dtype, buffer.device) for name, buffer in named.items()}
+
+
 class BufferSync:
     """How the buffers are synchronized in one step."""
 
@@ -132,15 +210,16 @@ class BufferSync:
         self._are_in_line = (
             False  # they were broadcast in this step, outside of `join`; the same on every rank
         )
+        self._are_watched = False  # likewise, or within `join`: their shapes have to stay the same
         self._source = 0  # the first rank with a micro-batch; the same on all ranks
         self._under_way: Broadcast | None = None  # what the end of the step sends
         self._futures: list[torch.futures.Future[Any]] = []  # of the hook; awaited when backward ends
 
     def bring_in_line(self, source_of: Callable[[], int], is_joined: bool) -> None:
         """Take over a rank's buffers before a forward (rule 2); within `join` before each. Collective; blocks."""
-        if is_joined or not self._are_in_line:
+        if self._buffers.exist() and (is_joined or not self._are_in_line):
             self._buffers.synchronize(source_of())
-        self._are_in_line = not is_joined
+        self._are_in_line, self._are_watched = not is_joined, True
 
     def run_hook(self) -> None:
         """Let the user's hook synchronize the buffers; the end of backward waits for what it returns."""
@@ -154,6 +233,16 @@ class BufferSync:
     @property
     def _come_at_end(self) -> bool:
         return self._are_in_line and self._buffers.hook is None
+
+    def have_changed(self) -> bool:
+        """Whether this step synchronizes the buffers, and this rank's have other shapes than agreed. Local."""
+        return self._are_watched and self._buffers.have_changed()
+
+    def follow_change(self) -> None:
+        """Those of some rank have: compare them, and bring what could not be sent. Collective; raises as `agree`."""
+        self._buffers.agree()
+        if self._come_at_end:
+            self._buffers.synchronize(self._source)
 
     def launch_at_end(self, reduction: Reduction) -> None:
         """All buckets have been launched: send the buffers behind them, if they come now. Collective; does not wait.

@@ -24,7 +24,7 @@ from paceline.comm.gradient_group import check_carries_pieces, group_for_pieces,
 from paceline.comm.peers import Peers
 from paceline.data import GlobalBatch
 from paceline.ddp import conflicts, inputs_outputs, sync_batch_norm
-from paceline.ddp.buffers import Broadcast, Buffers, BufferSync
+from paceline.ddp.buffers import Broadcast, Buffers, BufferSync, parts_of
 from paceline.ddp.flight import Flights
 from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.joining import Joining, NextStep
@@ -197,7 +197,9 @@ class StepCoordinator:
         """Give all ranks the tensors of rank `source`. Collective; blocks."""
         members = self.membership
         if members.size > 1:
-            Broadcast(tensors, members.process_group, source).finish(members.peers, doing)
+            every = list(tensors)
+            parts = ([every[index] for index in part] for part in parts_of(every))
+            Broadcast(parts, members.process_group, source).finish(members.peers, doing)
 
     def separate_batch_norm(self) -> None:
         """Let layers that talk over the gradients' group talk over one of their own. Collective at the first call."""
@@ -331,6 +333,7 @@ class StepCoordinator:
         setting.learn_devices(verified.are_on_cpu)
         setting.reduction.follow(managed.named(), members.process_group, met.are_alike)
         self.joining.begin_again()
+        self.buffers.take_layout()
         self._separates_batch_norm = False
         if self.has_sync_batch_norm:
             own, moved = members.groups.for_batch_norm, [*before.asked_for, before.for_batch_norm]
@@ -403,19 +406,19 @@ class StepCoordinator:
         self.reducer.step_within_backward(self.wrapped._take_over_optimizers())
 
     def has_synchronized_buffers(self) -> bool:
-        return self.wrapped.forward_sync_buffers and bool(self.buffers.named())
+        return self.wrapped.forward_sync_buffers and self.buffers.exist()
 
     def _synchronize_buffers(self, will_synchronize: bool) -> None:
         """Before the forwards of a step that will be synchronized: all ranks take rank 0's buffers. Collective."""
         is_training, joins = self.wrapped.training, self.joining.is_enabled(self.wrapped)
-        synchronizes = will_synchronize and is_training and self.has_synchronized_buffers()
+        synchronizes = will_synchronize and is_training and self.wrapped.forward_sync_buffers
         hook = self.buffers.hook
         if synchronizes and hook is None:
             source_of = functools.partial(self.joining.agree_on_source, is_candidate=True) if joins else int
             began_s = time.perf_counter()
             self.reducer.step.buffers.bring_in_line(source_of, joins)
             spans.note("waiting", began_s, time.perf_counter())
-        elif synchronizes and hook is not None and hook.runs_before_forward:
+        elif synchronizes and hook is not None and hook.runs_before_forward and self.buffers.exist():
             self.reducer.step.buffers.run_hook()
 
     # ---- lost ranks
@@ -533,4 +536,6 @@ class StepCoordinator:
     def take_final_model(self, is_last_joiner: bool) -> None:
         """After `join`: all ranks take the model of a rank that trained to the end. Collective; blocks."""
         source = self.joining.end(is_last_joiner)
+        if self.has_synchronized_buffers():
+            self.buffers.agree()
         self.broadcast_model(source, with_buffers=self.wrapped.forward_sync_buffers)

@@ -45,7 +45,7 @@ from paceline.ddp.recovery import Recovery
 from paceline.ddp.setting import Setting
 from paceline.ddp.step import BackwardPass, Step, Terms
 from paceline.ddp.verdict import Status, Verdict
-from paceline.errors import ConfigurationError, ProtocolError, StepDroppedError
+from paceline.errors import ConfigurationError, ProtocolError, ReplicaMismatchError, StepDroppedError
 from paceline.observe import StepTiming, StepTimings
 from paceline.observe.timings import profiler_range
 from paceline.reductions import StepEnd
@@ -305,7 +305,9 @@ class Reducer:
         try:
             asks_uses = bool(unused) or (self.setting.find_unused_parameters and step.number == 1)
             statuses = self.verdict.reach(step.number, self.setting.reduction, asks_uses)
-        except ProtocolError:
+            if statuses.buffers_have_changed:
+                step.buffers.follow_change()
+        except (ProtocolError, ReplicaMismatchError):
             flight.wait()  # the words came last: for Gloo, whose threads may end in another order
             self.recovery.drop_gradients()
             raise
@@ -368,7 +370,7 @@ class Reducer:
             self.tracker.pending.wait_for_end()
             self.verdict.warn_of_late_gradients()
         num_open = self.open_forwards.word(backward.by_autograd)
-        self.verdict.status.write(unused, status, num_open, not_finite)
+        self.verdict.status.write(unused, status, num_open, not_finite, step.buffers.have_changed())
         for bucket in remaining:
             self._launch(backward, bucket)
         step.buffers.launch_at_end(self.setting.reduction)

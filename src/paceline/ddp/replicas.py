@@ -83,15 +83,17 @@ def verify(
     process_group: ProcessGroup,
     peers: Peers,
     device: torch.device,
-    on_cpu: bool,
+    on_cpu: bool = True,
     number: int = 0,
     knows_beside: bool = False,
+    remedy: str | None = None,
 ) -> Verified:
     """Make sure that every rank described the same model, and say where each has it, and what it is called.
 
     The words that are exchanged lie on `device`; ranks may differ in `on_cpu`, their `number` for the module and
     `knows_beside`. Collective; blocks. One all-gather of 8 words a rank; a second one, of the whole description, only
-    where ranks differ: then ReplicaMismatchError, the same on every rank, names rank and parameter.
+    where ranks differ: then ReplicaMismatchError, the same on every rank, names rank and parameter, and ends with the
+    `remedy`, or as where a model is wrapped.
     """
     encoded = description.encode()
     digest = hashlib.sha256(encoded).digest()
@@ -107,7 +109,7 @@ def verify(
     padded = torch.tensor(list(encoded.ljust(longest)), dtype=torch.uint8, device=device)
     texts = peers.rows_of_all(padded, process_group, _COMPARING)
     described = [Description.decode(bytes(text.tolist())) for text in texts]
-    raise ReplicaMismatchError(_difference(described))
+    raise ReplicaMismatchError(_difference(described, remedy or REMEDY))
 
 
 def tell_of_refusal(error: Exception, process_group: ProcessGroup, device: torch.device) -> None:
@@ -120,7 +122,7 @@ def tell_of_refusal(error: Exception, process_group: ProcessGroup, device: torch
         verify(Description.of_refusal(error), process_group, peers, where, device.type == "cpu")
 
 
-def _difference(described: Sequence[Description]) -> str:
+def _difference(described: Sequence[Description], remedy: str) -> str:
     """The first difference from rank 0, in words."""
     facts = [dict(description.lines) for description in described]
     versions = [lines.get(VERSION, "of a version that does not say") for lines in facts]
@@ -128,23 +130,23 @@ def _difference(described: Sequence[Description]) -> str:
         return other_version
     for rank, lines in enumerate(facts):
         if REFUSAL in lines:
-            return f"rank {rank} could not wrap its model: {lines[REFUSAL]} {REMEDY}"
+            return f"rank {rank} could not wrap its model: {lines[REFUSAL]} {remedy}"
     ours = facts[0]
     for rank, theirs in enumerate(facts[1:], start=1):
         count = "number of trainable parameters"
-        if ours[count] != theirs[count]:
+        if ours.get(count) != theirs.get(count):
             lacking = _first_missing(ours, theirs, rank) or _first_missing(theirs, ours, 0)
             return (
                 f"DDP expects same model across all ranks, but Rank 0 has {ours[count]} params, while rank {rank} has "
-                f"inconsistent {theirs[count]} params{lacking}. {REMEDY}"
+                f"inconsistent {theirs[count]} params{lacking}. {remedy}"
             )
         for title in dict.fromkeys([*ours, *theirs]):
             if ours.get(title) != theirs.get(title):
                 return (
                     f"[{rank}]: {title} in this process ({theirs.get(title, 'absent')}) appears not to match the same "
-                    f"in process 0 ({ours.get(title, 'absent')}). {REMEDY}"
+                    f"in process 0 ({ours.get(title, 'absent')}). {remedy}"
                 )
-    return f"the ranks describe their models in different orders. {REMEDY}"
+    return f"the ranks describe their models in different orders. {remedy}"
 
 
 _COMPARING = "comparing models with the other ranks"

@@ -6,7 +6,8 @@ in a bucket would wait for the device in every step. What only the device knows,
 in a later step, once it has arrived.
 
 Word i (i < number of parameters) is 1 on a rank that used parameter i, so the sum counts the ranks that did; then
-comes one word a rank, zero on all others, that says how its backward ended.
+comes one word a rank, zero on all others, that says how its backward ended. The last word counts ranks whose buffers
+have other shapes than the ranks have agreed on.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ class RankStatuses:
     """What all ranks have said of one backward. It is read once: the message is written anew in the next step."""
 
     words: tuple[int, ...] = ()  # a rank's each; empty if no rank has anything to say
-    uses: tuple[
-        float, ...
-    ] = ()  # of each parameter, how many ranks used it; empty where that was not asked for
+    # Of each parameter, how many ranks used it; empty where that was not asked for
+    uses: tuple[float, ...] = ()
+    buffers_have_changed: bool = False  # whether those of any rank have other shapes than agreed
 
     def ranks_with(self, status: Status) -> list[int]:
         """Return the ranks whose backward ended so."""
@@ -111,10 +112,10 @@ class PiggybackedStatus:
         self._seen = Seen()
         self._num_parameters = num_parameters
         self._rank = rank
-        self.num_words = num_parameters + num_ranks
+        self.num_words = num_parameters + num_ranks + 1
         self._module_number = module_number
         self.words = torch.zeros(self.num_words)
-        self._all_used = torch.cat([torch.ones(num_parameters), torch.zeros(num_ranks)])
+        self._all_used = torch.cat([torch.ones(num_parameters), torch.zeros(num_ranks + 1)])
 
     def place(self, words: Tensor) -> None:
         """Use `words`, shape (num_words,), from now on: the end of the last bucket's buffer, or a tensor of its own."""
@@ -122,7 +123,12 @@ class PiggybackedStatus:
         self._all_used = self._all_used.to(words)
 
     def write(
-        self, unused: Sequence[int], status: Status, num_open_forwards: int, not_finite: Sequence[Tensor] = ()
+        self,
+        unused: Sequence[int],
+        status: Status,
+        num_open_forwards: int,
+        not_finite: Sequence[Tensor] = (),
+        buffers_have_changed: bool = False,
     ) -> None:
         """Say which parameters this rank did not use, how its backward ended, and what it has left undone.
 
@@ -139,17 +145,20 @@ class PiggybackedStatus:
             word += _NOT_FINITE
         if word:
             self.words[self._num_parameters + self._rank] = float(word)
+        if buffers_have_changed:
+            self.words[-1] = 1.0
         for index in unused:
             self.words[index] = 0.0
 
     def read(self, asks_uses: bool = False) -> RankStatuses:
         """Return what the ranks have said, once their words are summed; `asks_uses`: of each parameter, too."""
-        words = self.words[self._num_parameters :].tolist()
+        *words, num_changed = self.words[self._num_parameters :].tolist()
         plain = _MODULE * self._module_remainder()
         said = () if words == [plain] * len(words) else tuple(round(word) for word in words)
-        if not (said or asks_uses):
+        if not (said or asks_uses or num_changed):
             return _NOTHING_SAID
-        return RankStatuses(said, tuple(self.words[: self._num_parameters].tolist()) if asks_uses else ())
+        uses = tuple(self.words[: self._num_parameters].tolist()) if asks_uses else ()
+        return RankStatuses(said, uses, num_changed > 0)
 
     def _module_remainder(self) -> int:
         """The module's number, less 1, as far as there is room."""

@@ -199,6 +199,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             steps.separate_batch_norm()
         if self.mixed_precision is not None and self.mixed_precision.buffer_dtype is not None:
             cast_buffers(self.module, self.mixed_precision.buffer_dtype)
+        if init_sync or not steps.buffers.named():
+            steps.buffers.take_layout()
         self._low_precision: LowPrecision | None = None
         if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
             self._low_precision = LowPrecision(self.module, self.mixed_precision.param_dtype)
