@@ -42,6 +42,19 @@ class ExtraState(nn.Linear):
         self.restored = state
 
 
+class HoldsHeads(nn.Module):
+    """Two layers of one name and shape, one of them within a child called `module`."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.module = nn.Module()
+        self.module.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.module.head(x))
+
+
 BUILDERS = {
     "mlp": Mlp,
     "module called module": HoldsModule,
@@ -117,21 +130,54 @@ def test_state_dict_of_a_wrapped_child():
 
 def strict_loading(_rank, _num_ranks):
     model = DistributedDataParallel(nn.Linear(4, 2))
-    missing = model.load_state_dict({"weight": torch.ones(2, 4)}, strict=False)
+    missing = model.load_state_dict({"weight": torch.ones(2, 4), "fc.weight": torch.ones(1)}, strict=False)
     try:
         model.load_state_dict({"weight": torch.ones(2, 4), "stranger": torch.ones(1)})
     except RuntimeError as error:
         text = str(error)
-    return list(missing.missing_keys), list(missing.unexpected_keys), "stranger" in text, "bias" in text
+    return list(missing.missing_keys), list(missing.unexpected_keys), '"stranger"' in text, "bias" in text
 
 
 def test_strict_loading_tells_what_is_wrong():
     """Missing and unexpected keys are reported; strict=True raises."""
     for missing, unexpected, stranger, bias in pool(2).run(strict_loading):
         assert [key.removeprefix("module.") for key in missing] == ["bias"]
-        assert unexpected == []
+        assert unexpected == ["fc.weight"]
         assert stranger
         assert bias
+
+
+def partial_loading(_rank, _num_ranks):
+    """What loads of a part, or of another model's state, change and say, by our class and by torch's."""
+    results = []
+    for cls in (DistributedDataParallel, TorchDdp):
+        torch.manual_seed(0)
+        model = cls(HoldsHeads())
+        own = model.state_dict()
+        parts = [
+            {name: torch.full_like(value, 7.0) for name, value in own.items() if name.startswith(prefix)}
+            for prefix in ("module.head.", "module.module.", "module.module.head.w", "module.head.b")
+        ]
+        parts += [{"module.fc.weight": torch.zeros(1)}, {"module.module.fc.weight": torch.zeros(1)}]
+        for part in parts:
+            model.load_state_dict(own)
+            said = model.load_state_dict(part, strict=False)
+            results.append(
+                (digest(list(model.state_dict().values())), said.missing_keys, said.unexpected_keys)
+            )
+    fresh = DistributedDataParallel(HoldsHeads())
+    bare = model.module.state_dict()
+    versions = dict(bare._metadata)
+    fresh.load_state_dict(bare)
+    is_whole = digest(list(fresh.parameters())) == digest(list(model.parameters()))
+    return results[: len(parts)], results[len(parts) :], is_whole and versions == dict(bare._metadata)
+
+
+def test_a_part_of_the_own_state_goes_where_its_names_say():
+    """Also where it would fit without the prefix; and what fits nowhere is named as in the file."""
+    for ours, theirs, bare_loads in pool(2).run(partial_loading):
+        assert ours == theirs
+        assert bare_loads
 
 
 def load_then_train(rank, _num_ranks, seed):

@@ -1,4 +1,4 @@
-"""Loading a state dict with or without torch's prefix `module.`, which our own has, too."""
+"""Loading a state dict with or without torch's prefix `module.`, which Paceline's own has, too."""
 
 from __future__ import annotations
 
@@ -20,34 +20,38 @@ def restore(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Before loading: put the prefix back where it is missing, so that both forms load."""
+    """Before loading: put the prefix back where it is missing, so that both forms load.
+
+    A part of a state may fit in both forms, where the module has a child called `module`: then it is the wrapper's own.
+    """
     own = set(wrapper.module.state_dict())  # type: ignore[union-attr]
     names = [name for name in state if name.startswith(prefix)]
     bare = {name.removeprefix(prefix) for name in names}
-    is_bare = len(bare & own) >= len(
-        {name.removeprefix(PREFIX) for name in bare if name.startswith(PREFIX)} & own
-    )
-    if is_bare:
-        for name in names:
-            state[prefix + PREFIX + name.removeprefix(prefix)] = state.pop(name)
-        _restore_versions(wrapper, state, prefix)
+    of_wrapper = {name.removeprefix(PREFIX) for name in bare if name.startswith(PREFIX)}
+    if len(bare & own) > len(of_wrapper & own):
+        given = {prefix + PREFIX + name.removeprefix(prefix): name for name in names}
+        state.update({restored: state.pop(name) for restored, name in given.items()})
+        wrapper._restored_names = (given, *_lend_versions(state, prefix))  # type: ignore[assignment]
 
 
-def _restore_versions(wrapper: Module, state: MutableMapping[str, Any], prefix: str) -> None:
-    """The same for the modules' versions: `load_state_dict` reads the caller's mapping, so lend it our names."""
+def _lend_versions(state: MutableMapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Put the prefix before the names of modules' versions, in the caller's mapping, which `load_state_dict` reads.
+
+    Returns the mapping, and what it was.
+    """
     modules = getattr(state, "_metadata", None) or {}
-    lent = {}
-    for name, facts in modules.items():
-        if (name + ".").startswith(prefix) or not prefix:
-            rest = (name + ".").removeprefix(prefix).removesuffix(".") if name else ""
-            lent[(prefix + PREFIX + rest).removesuffix(".")] = facts
-    lent = {name: facts for name, facts in lent.items() if name not in modules}
-    modules.update(lent)
-    wrapper._lent_versions = (modules, lent)  # type: ignore[assignment]
+    before = dict(modules)
+    for name, facts in before.items():
+        if f"{name}.".startswith(prefix) or not prefix:
+            rest = f"{name}.".removeprefix(prefix).removesuffix(".") if name else ""
+            modules[(prefix + PREFIX + rest).removesuffix(".")] = facts
+    return modules, before
 
 
 def take_back(wrapper: Module, incompatible: Any) -> None:
-    """After loading: the caller's mapping is as it was."""
-    modules, lent = wrapper.__dict__.pop("_lent_versions", ({}, {}))
-    for name in lent:
-        modules.pop(name, None)
+    """After loading: unexpected names are as they were given, and so is the caller's mapping."""
+    given, modules, before = wrapper.__dict__.pop("_restored_names", ({}, {}, {}))
+    modules.clear()
+    modules.update(before)
+    unexpected = incompatible.unexpected_keys
+    unexpected[:] = [given.get(name, name) for name in unexpected]
