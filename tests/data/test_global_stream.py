@@ -143,7 +143,7 @@ def test_the_state_of_a_step_that_is_repeated():
         next(loop)
     stream.repeat(GlobalBatch((5, 1)))
     state = stream.state_dict()
-    assert (state["position"], state["source"]["position"]) == (12, 8)
+    assert (state["position"], state["source"]["position"]) == (12, 7)
     later = GlobalStream(StatefulRows(60), GlobalBatch((3,)), 0, collate=list)
     later.load_state_dict(state, batch_may_change=True)
     assert next(later.steps()) == [[12, 13, 14]]

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler
 
 from paceline.data import Balance, GlobalBatch, GlobalShuffle, GlobalStream, StepWork, TokenShuffle
 from paceline.data.global_batch import cut_among
@@ -154,6 +157,36 @@ def test_micro_steps_are_cut_where_these_move():
     loop = shuffle.steps(shuffle)
     assert len(next(loop)) == 4
     assert shares.own_weights() == [4, 4, 4, 4]
+
+
+SAMPLERS = {
+    "shuffle": lambda count, batch, last: GlobalShuffle(count, batch, 0, last=last),
+    "stream": lambda count, batch, last: GlobalStream(range(count), batch, 0, collate=list, last=last),
+    "tokens": lambda count, batch, _: TokenShuffle([1] * count, batch, 0),
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@settings(deadline=None, max_examples=60)
+@given(
+    size=st.integers(1, 24),
+    more=st.integers(0, 70),
+    last=st.sampled_from(["uneven", "drop"]),
+    ranks=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+)
+def test_an_epoch_has_the_steps_of_one_process_whichever_ranks_train_it(kind, size, more, last, ranks):
+    """Ranks come and go between any two steps. A schedule of a fixed length ended the job after a loss."""
+    batch = GlobalBatch.of(size, ranks[0])
+    sampler = SAMPLERS[kind](size + more, batch, last)
+    batches = BatchSampler(range(size + more), size, drop_last=last == "drop" and kind != "tokens")
+    sizes = []
+    for place, _ in enumerate(sampler.steps() if kind == "stream" else sampler.steps(sampler)):
+        step = sampler.step
+        assert step.position == sum(sizes)
+        sizes.append(step.size)
+        batch = batch.among(ranks[place % len(ranks)])
+        sampler.move(batch, 0, sampler.epoch, step.end)
+    assert sorted(sizes, reverse=True) == [len(each) for each in batches]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 7])

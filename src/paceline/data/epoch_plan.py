@@ -5,6 +5,8 @@ Rules
    after rank within one. So while only shares move, every step has the same samples whatever the shares.
 2. A step depends on its own position and batch alone, never on a later change: ranks that look at it at different
    times, because one fetches further ahead than another, see the same.
+3. How many steps there are follows from the samples and the size of the batch: as many as one process would have with a
+   loader of that batch size. So a schedule of a fixed length fits any number of ranks. One exception: `joins`.
 """
 
 from __future__ import annotations
@@ -90,34 +92,34 @@ class EpochPlan:
         """What the step that begins there trains."""
         return self._batches[max(bisect.bisect_right(self._starts, position) - 1, 0)]
 
-    def step_at(self, position: int) -> StepCut | None:
-        """The step that begins there; None if the epoch is over.
+    def step_at(self, position: int, joins: bool = False) -> StepCut | None:
+        """Return the step that begins there; None if the epoch is over.
 
-        Samples that do not make a whole micro-step are cut by the shares; if some rank that has a share would get
-        none, they join the micro-step before. If there is none before, because training was resumed or shares have
-        changed here, they are a step in which such ranks have nothing.
+        Samples that do not make a whole step are cut by the shares. Too few for all ranks of a further micro-step join
+        the micro-step before. With `joins`, which a loop over a loader needs, too few for all ranks of a further step
+        join this one.
         """
         batch = self.batch_at(position)
         left = self.num_samples - position
-        num_first = num_takers(batch.local)
+        if left < (batch.size if self._drops_last else 1):
+            return None
         cuts: list[tuple[int, ...]] = []
         for place in range(batch.num_micro_steps):
-            sizes = batch.micro_step(place)
-            if left < sum(sizes):
-                if not self._drops_last and left >= (num_takers(sizes) if cuts else 1):
-                    cuts.append(cut_by(sizes, int(left)))
+            sizes, is_last = batch.micro_step(place), place + 1 == batch.num_micro_steps
+            count = min(sum(sizes), left)
+            following = batch.local if is_last else batch.micro_step(place + 1)
+            extra = left - count if joins or not is_last else 0
+            if extra >= num_takers(following) or self._drops_last:
+                extra = 0
+            parts = cut_by(sizes, int(count)), cut_by(sizes, int(extra))
+            cuts.append(tuple(map(sum, zip(*parts, strict=True))))
+            left -= count + extra
+            if not left:
                 break
-            left -= sum(sizes)
-            is_last = place + 1 == batch.num_micro_steps
-            needed = num_first if is_last else num_takers(batch.micro_step(place + 1))
-            if 0 < left < needed and not self._drops_last:
-                sizes = tuple(map(sum, zip(sizes, cut_by(sizes, int(left)), strict=True)))
-                left = 0
-            cuts.append(sizes)
-        return StepCut(position, tuple(cuts)) if cuts else None
+        return StepCut(position, tuple(cuts))
 
-    def steps(self, start: int) -> Iterator[StepCut]:
+    def steps(self, start: int, joins: bool = False) -> Iterator[StepCut]:
         """The steps from sample `start` on; each is looked up when it is asked for, so that changes count."""
-        while (step := self.step_at(start)) is not None:
+        while (step := self.step_at(start, joins)) is not None:
             yield step
             start = step.end

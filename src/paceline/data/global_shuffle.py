@@ -6,7 +6,7 @@ Rules
 2. Batch after batch takes the next samples of the order; within a batch, rank after rank takes its part.
 3. Every sample is trained once an epoch (`last="drop"`: at most once). None is repeated to even things out.
 4. Ranks take part in every step. In a loop over the loader every rank has samples in every micro-step; in a loop over
-   `steps` it may have none.
+   `steps` it may have none. So such a loop has as many steps on any number of ranks.
 5. Shares change between two steps, the same two on every rank: at a position in the order that no rank's loader has
    reached. So nothing that was fetched ahead has to be fetched again, except to repeat a step that was given up.
 """
@@ -41,10 +41,10 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         batch: What one step trains on each rank; `GlobalBatch((32, 32))` or a recipe's `batch`.
         rank: Whose part; None is this process's rank, 0 without a process group.
         seed: Of all orders; the same on every rank.
-        last: What to do when the samples left do not make a whole micro-step. "uneven": train them, cut by the ranks'
-            shares. If that would leave a rank without samples, they join the batch before, which is then larger by
-            less than one sample per rank. Sizes differ then: `model.accumulate([batch], weight=...)` counts every
-            sample alike. "drop": leave them out this epoch.
+        last: What to do when the samples left do not make a whole step. "uneven": train them, cut by the ranks' shares.
+            A loop over the loader that would leave a rank without samples has them in the batch before, which is then
+            larger by less than one sample per rank. Sizes differ then: `model.accumulate([batch], weight=...)` counts
+            every sample alike. "drop": leave them out this epoch.
 
     Attributes:
         batch: What the steps train that have not been fetched yet.
@@ -95,7 +95,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
 
     def _check(self, batch: GlobalBatch) -> None:
         super()._check(batch)
-        least = batch.micro_size if self.last == "drop" else sum(size > 0 for size in batch.local)
+        least = batch.size if self.last == "drop" else sum(size > 0 for size in batch.local)
         if self.num_samples < least:
             raise ConfigurationError(
                 f"{self.num_samples} samples do not make one batch: {batch} needs at least {least} with "
@@ -199,7 +199,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
     def _cuts(self, of_next_epoch: bool = False) -> list[tuple[int, ...]]:
         """The ranks' numbers of samples, micro-step by micro-step, of this iteration or the next one."""
         plan = self._make_plan(0, self._epoch + 1) if of_next_epoch else self._plan
-        steps = plan.steps(0 if of_next_epoch else self._start)
+        steps = plan.steps(0 if of_next_epoch else self._start, joins=self._steps_start is None)
         return [sizes for step in steps if not self._is_rest(step) for sizes in step.micro_steps]
 
     def _is_rest(self, step: StepCut) -> bool:
@@ -223,7 +223,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         loop = self._loop
         start = self._start if self._steps_start is None else self._steps_start
         order = self.order(self._epoch)
-        for step in self._plan.steps(start):
+        for step in self._plan.steps(start, joins=is_plain):
             if is_plain:
                 if self._is_rest(step):
                     return

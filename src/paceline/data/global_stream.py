@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar, cast
 from torch.utils.data import default_collate
 
 from paceline.data.epoch_plan import EpochPlan
-from paceline.data.global_batch import GlobalBatch, num_takers
+from paceline.data.global_batch import GlobalBatch
 from paceline.data.global_batches import GlobalBatches, check_state
 from paceline.errors import ConfigurationError
 
@@ -33,7 +33,7 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
     """This rank's batches of every step, from an `IterableDataset` or any other iterable; its samples read in order.
 
     Limits: Every rank reads every sample, so reading should be cheap: let the source give paths or bytes, and `prepare`
-    decode them. Nothing is shuffled here. In memory are the samples of a global batch, and one a rank more.
+    decode them. Nothing is shuffled here. In memory are the samples of a global batch, and one more.
 
     Args:
         source: Gives the same samples in the same order on every rank, and from the beginning each time it is iterated
@@ -178,7 +178,7 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
         try:
             while True:
                 batch = self._plan.batch_at(reader.position)
-                reader.read(batch.size + num_takers(batch.local))
+                reader.read(batch.size + 1)
                 self._plan.num_samples = reader.end
                 step = self._plan.step_at(reader.position)
                 if step is None and not has_some and reader.position and may_be_next:

@@ -175,8 +175,8 @@ class _TokenPlan(EpochPlan):
         super().__init__(len(lengths), False, start, batch)
         self._lengths, self._ends = lengths, ends
 
-    def step_at(self, position: int) -> StepCut | None:
-        """The step that begins there; None if the epoch is over."""
+    def step_at(self, position: int, joins: bool = False) -> StepCut | None:
+        """Return the step that begins there; None if the epoch is over. No loop over a loader is possible here."""
         if position >= self.num_samples:
             return None
         batch = self.batch_at(position)

@@ -190,7 +190,7 @@ class Window(Generic[Batch]):
             raise ConfigurationError(
                 f"the ranks' windows have {', '.join(map(str, counts))} micro-batches, but the module has synchronized "
                 "batch normalisation, in which every forward waits for all ranks. Give all ranks equally many "
-                "micro-batches of positive weight, or use BatchNorm."
+                'micro-batches of positive weight, leave out an epoch\'s last samples by last="drop", or use BatchNorm.'
             )
 
     def __exit__(
