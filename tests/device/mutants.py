@@ -245,7 +245,7 @@ EQUIVALENT: dict[str, str] = {
     "SideStreams.current": "equal: the work then runs on the thread's own stream, in the same order, and delays it",
     "wait_for_all": "equal: only times change, those that compression='auto' measures",
     "Reducer._finish": "equal: the words left last, on the same stream (Gloo's threads may end otherwise)",
-    "Reducer.complete_aborted": "equal: as of Reducer._finish",
+    "Reducer._complete_collectives": "equal: as of Reducer._finish",
     "Pipeline.launch": "equal: it bounds how many payloads are in memory at once",
 }
 """By a mutant's function, if one of its statements is not caught: why leaving it out changes nothing."""

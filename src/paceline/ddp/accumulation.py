@@ -258,17 +258,17 @@ class Window(Generic[Batch]):
         )
 
     def _give_up(self, status: Status = Status.ABORTED) -> tuple[int, ...]:
-        """Complete the step's collectives, if the other ranks are in them, and tell these; as `Recovery.abort`."""
-        recovery = self._steps.recovery
-        if self._has_synchronized and not recovery.is_interrupted:
+        """Complete the step's collectives, if the other ranks are in them, and tell these; as `Reducer.give_up`."""
+        reducer = self._steps.reducer
+        if self._has_synchronized and reducer.step.backward is None:
             return ()
         try:
-            others_wait = not (recovery.has_failed or self._weights().refusing_ranks)
+            others_wait = not (reducer.has_failed or self._weights().refusing_ranks)
         except PeerLostError:  # as the user has been told, or will be by whatever communicates next
             others_wait = False
         if others_wait:
-            return recovery.abort(status)
-        recovery.drop_gradients()
+            return reducer.give_up(status)
+        reducer.drop_gradients()
         return ()
 
     # ---- the loop

@@ -32,7 +32,6 @@ from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Groups, Membership, Met
 from paceline.ddp.module_contents import ModuleContents
 from paceline.ddp.open_forwards import Owner
-from paceline.ddp.recovery import Recovery
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.replicas import Description, Verified, verify
 from paceline.ddp.setting import Setting
@@ -133,11 +132,6 @@ class StepCoordinator:
     def managed(self) -> ManagedParameters:
         """The parameters whose gradients are reduced now."""
         return self.reducer.managed
-
-    @property
-    def recovery(self) -> Recovery:
-        """What gives up a step."""
-        return self.reducer.recovery
 
     # ---- the model, on all ranks
 
@@ -286,7 +280,7 @@ class StepCoordinator:
 
     def check_rebuild(self, process_group: ProcessGroup) -> None:
         """As `Model.check_rebuild`; the same on every rank that is at the same place."""
-        if self.window is not None or self.recovery.current() is not None:
+        if self.window is not None or ((backward := self.reducer.step.backward) and backward.is_running):
             raise ConfigurationError(
                 "rebuild() within a window of model.accumulate, or within a backward: leave it first. A window that "
                 "raises leaves itself."
@@ -326,8 +320,8 @@ class StepCoordinator:
         """The membership is another one: reduce over it. Local."""
         members, setting, managed, step = self.membership, self.setting, self.managed, self.reducer.step
         times, batch = step.times, step.batch
-        if self.recovery.has_failed or self.recovery.is_interrupted:
-            self.recovery.drop_gradients()
+        if self.reducer.has_failed or step.backward is not None:
+            self.reducer.drop_gradients()
             times, batch = self.timings.begin_step(), BatchCounts()
         setting.move_to(members.groups.asked_for)
         setting.learn_devices(verified.are_on_cpu)
@@ -431,8 +425,7 @@ class StepCoordinator:
         """Whether the step under way is computed again, as ranks were lost; then its gradients are dropped."""
         if self._survivor is None or not self._survivor.outlives(error):
             return False
-        self.recovery.fail(error)  # nothing communicates any more until other members take the places
-        self.recovery.drop_gradients()
+        self.reducer.abandon(error)
         return True
 
     # ---- windows of micro-batches
@@ -507,7 +500,7 @@ class StepCoordinator:
             self.reducer.step.buffers.run_hook()
 
     def _fail(self, error: Exception) -> None:
-        self.recovery.fail(error)
+        self.reducer.abandon(error)
 
     def _terms(self, owner: Owner | None) -> Terms:
         """Whether the backward that begins now synchronizes, and what it counts."""

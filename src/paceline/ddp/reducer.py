@@ -15,6 +15,11 @@ Rules
 7. No collective outside a synchronized backward, except in the constructor, for buffers before a forward, under
    `join`, after a parameter was unfrozen, in the first forward of a copy with synchronized batch normalisation, and to
    complete a backward that raised.
+8. A backward whose token autograd has dropped, and that was never ended, has raised. This rank's gradients go at once.
+   The other ranks wait for its collectives: they are completed, and the others told, at this rank's next forward,
+   window, evaluation or synchronization. Nothing may communicate while an exception is on its way. Gradients that a
+   user has set meanwhile stay.
+9. A failure of communication is for good: no step begins after it, until another reducer takes the place.
 
 The stations of a gradient: autograd -> `Bucket.enter` or `collect` -> `Reduction.launch` -> `attach` -> `.grad`.
 """
@@ -22,7 +27,9 @@ The stations of a gradient: autograd -> `Bucket.enter` or `collect` -> `Reductio
 from __future__ import annotations
 
 import functools
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -41,7 +48,6 @@ from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Groups
 from paceline.ddp.open_forwards import Owner, accumulates_everywhere
 from paceline.ddp.ready_tracking import ReadyTracker
-from paceline.ddp.recovery import Recovery
 from paceline.ddp.setting import Setting
 from paceline.ddp.step import BackwardPass, Step, Terms
 from paceline.ddp.verdict import Status, Verdict
@@ -86,19 +92,21 @@ class Reducer:
         # By the last synchronized backward in which some were, or were looked for
         self.unused: list[int] | None = None
         self._is_retired = False
+        # Why communication has failed for good, in words: the error holds the graph, whose hooks lead back here.
+        self._failure: str | None = None
+        self._trained_by = threading.get_ident()
 
         # Whether every rank's ended well
         self.verdict = Verdict(group.rank(), self._num_ranks, list(managed.named().items()), number, apart_on)
         # Which forwards wait for a backward, and to which one a backward belongs.
         self.open_forwards = self.verdict.open_forwards
-        # Which backward is under way, and what happens if it raises
-        self.recovery = Recovery(self, managed.parameters)
         self.tracker = ReadyTracker(managed, setting, self._take, self._on_full)  # which bucket is full
         flights.follow(managed, groups, peers, self.open_forwards, timings)
         # How gradients are cut into buckets, and when anew
         self.cuts = BucketCuts(managed, setting, self.tracker, self.verdict, groups, peers)
         self.buckets = self.cuts.cut()
         self.tracker.record_order()
+        _reducers.add(self)
 
     def let_go(self) -> None:
         """Leave the parameters alone from now on, and keep nothing of the module alive."""
@@ -113,6 +121,7 @@ class Reducer:
         self.tracker.stop()
         self.tracker.listen_to([])
         self._is_retired = True
+        _reducers.discard(self)
         self.process_groups.clear()
         self.buckets.clear()
         del self.step, self.cuts, self.verdict, self._flights, self._peers, self._group_for_numbers
@@ -125,12 +134,29 @@ class Reducer:
     # ---- before a backward
 
     def prepare(self) -> str:
-        """Before a forward that will be differentiated; raises and communicates as `Recovery.check`.
+        """Complete the last backward, if it raised, before a forward that will be differentiated.
 
-        Returns what `Verdict.confirm_suspicion` does.
+        Returns what `Verdict.confirm_suspicion` does. Local, unless that backward raised (rule 8). Raises ProtocolError
+        if communication has failed for good.
         """
-        self.recovery.check()
+        self._trained_by = threading.get_ident()
+        if self._failure is not None:
+            raise ProtocolError(
+                f"communication of this module failed earlier, and it cannot be trained any more: {self._failure}"
+            )
+        if self.step.is_interrupted:
+            self._complete_interrupted(Status.ABORTED)
         return self.verdict.confirm_suspicion()
+
+    def prepare_evaluation(self) -> None:
+        """As `prepare`, before a forward without gradients; a failed module may evaluate.
+
+        On the thread that trains alone: an exception may be on its way there while another thread evaluates.
+        """
+        trains_here = threading.get_ident() == self._trained_by
+        if trains_here and self.step.is_interrupted and not self.has_failed:
+            with torch.inference_mode(mode=False), torch.enable_grad():
+                self._complete_interrupted(Status.ABORTED)
 
     def step_within_backward(self, on_reduced: Callable[[Parameter], None] | None) -> None:
         """Call this for every parameter once its gradient is reduced: optimizers that step in backward."""
@@ -150,7 +176,7 @@ class Reducer:
 
         def on_output(counts_by_itself: bool, _: tuple[Tensor, ...]) -> None:
             open_forwards.close(forward)
-            if self._is_retired or self.recovery.current() is not None:
+            if self._is_retired or self._has_begun:
                 return
             if self.tracker.pending.is_backward() or (counts_by_itself and accumulates_everywhere()):
                 self.begin(owner)
@@ -165,8 +191,8 @@ class Reducer:
 
     def begin(self, owner: Owner | None = None) -> BackwardPass:
         """Backward has reached the module: does it synchronize? Without an `owner`, its forward, it is local."""
-        if self.recovery.is_interrupted:
-            self.recovery.recover()
+        if self.step.is_interrupted:
+            self._complete_interrupted(Status.ABORTED)
         terms = self._terms(owner)
         if owner is not None:
             self.open_forwards.note_backward()
@@ -176,23 +202,28 @@ class Reducer:
         ends_with_inner = owner is not None and owner.is_recomputed
         token = Backward(terms.synchronizes, self._end, ends_with_inner=ends_with_inner)
         torch.autograd.Variable._execution_engine.queue_callback(token.end)
-        return self.arm(token, terms)
+        return self._arm(token, terms)
 
-    def arm(self, token: Backward, terms: Terms) -> BackwardPass:
+    def _arm(self, token: Backward, terms: Terms) -> BackwardPass:
         """Make ready for a backward: its scales, its flight, how many gradients each bucket waits for."""
         with profiler_range("started"):
-            self.recovery.watch(token)
             reduction, expected = self.setting.reduction, self.tracker.pending
             expected.begin()
-            goes_first = self.recovery.is_first_over_its_groups()
             backward = BackwardPass(
-                token, terms, self.step, reduction, goes_first, expected.reached, self._record
+                token,
+                terms,
+                self.step,
+                reduction,
+                self._goes_first(),
+                expected.reached,
+                self._record,
+                self._note_raised,
             )
             self.step.begin(backward)
             try:
                 flight = self._flights.begin(backward, self.buckets)  # the step before is over now
             except Exception as error:
-                self.recovery.fail(error)
+                self.abandon(error)
                 raise
             num_averaged = terms.num_averaged or self._num_ranks
             backward.start(flight, terms.weight, terms.weight / num_averaged)
@@ -203,7 +234,7 @@ class Reducer:
 
     def _running(self) -> BackwardPass:
         """The backward under way. It begins here if it has made a gradient, but passed no output that is watched."""
-        if self.recovery.current() is None or (backward := self.step.backward) is None:
+        if (backward := self.step.backward) is None or backward.token() is None:
             return self.begin(self.open_forwards.owner_of_running_backward())
         return backward
 
@@ -235,7 +266,7 @@ class Reducer:
             if not backward.flight.may_launch():
                 return
         except Exception as error:
-            self.recovery.fail(error)
+            self.abandon(error)
             raise
         while (place := backward.flight.num_launched) < last and self.buckets[place].ready_s:
             self._launch(backward, self.buckets[place])
@@ -250,7 +281,7 @@ class Reducer:
             try:
                 backward.flight.launch(bucket)
             except Exception as error:
-                self.recovery.fail(error)
+                self.abandon(error)
                 raise
 
     # ---- backward has ended
@@ -258,7 +289,7 @@ class Reducer:
     def _end(self, token: Backward) -> None:
         """Called by autograd when it has nothing left to do."""
         backward = self.step.backward
-        if backward is None or self.recovery.current() is not token or token.waits_for_outer_end():
+        if backward is None or backward.token() is not token or token.waits_for_outer_end():
             return
         ended_well = False
         try:
@@ -271,15 +302,16 @@ class Reducer:
                 self._end_unsynchronized()
                 self.step.times.note_earlier_backward(time.perf_counter() - backward.started_s)
         except StepDroppedError:
-            self.recovery.drop_gradients()
+            self.drop_gradients()
             raise
         except Exception as error:
-            self.recovery.fail(error)
+            self.abandon(error)
             raise
         finally:
-            self.rest()
-            if backward.terms.synchronizes and not self.recovery.has_failed:
-                self.begin_step(ended_well)
+            self.step.end_backward()
+            self.tracker.rest()
+            if backward.terms.synchronizes and not self.has_failed:
+                self.step = self._next_step(self.step, ended_well)
 
     def _end_unsynchronized(self) -> None:
         for bucket in self.buckets:
@@ -309,7 +341,7 @@ class Reducer:
                 step.buffers.follow_change()
         except (ProtocolError, ReplicaMismatchError):
             flight.wait()  # the words came last: for Gloo, whose threads may end in another order
-            self.recovery.drop_gradients()
+            self.drop_gradients()
             raise
         backward.note_statuses(unused, statuses)
         if backward.by_autograd and (unused or self.setting.find_unused_parameters):
@@ -404,28 +436,99 @@ class Reducer:
         elif looks and backward.step.number == 1 and set(backward.statuses.uses) == {self._num_ranks}:
             self.verdict.warn_of_none_unused()
 
-    def rest(self) -> None:
-        """No backward is under way any more."""
-        self.recovery.forget()
-        self.step.end_backward()
-        self.tracker.rest()
-
-    def begin_step(self, ended_well: bool) -> None:
-        """The step has ended, well or not: the next one begins. Local."""
-        self.step = self._next_step(self.step, ended_well)
-
-    # ---- besides
-
     def run_without_autograd(self, terms: Terms) -> None:
         """A synchronized backward that touches nothing here: `sync_gradients`, or a joined rank's. Collective."""
         token = Backward(True, self._end, by_autograd=False)
-        self.arm(token, terms)
+        self._arm(token, terms)
         token.end()
 
-    def complete_aborted(self, status: Status) -> tuple[int, ...]:
-        """As `Interruptible.complete_aborted`."""
+    # ---- several modules in one backward
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether a backward is under way here."""
+        return self.step.backward is not None and self.step.backward.token() is not None
+
+    def _goes_first(self) -> bool:
+        """Whether no other module over one of these groups is in a synchronized backward (rule 6)."""
+        return len(_reducers) == 1 or not any(map(self._meets, _reducers))
+
+    def _meets(self, other: Reducer) -> bool:
+        backward = other.step.backward
+        is_active = (
+            other is not self and other._has_begun and backward is not None and backward.terms.synchronizes
+        )
+        return is_active and any(a is b for a in self.process_groups for b in other.process_groups)
+
+    # ---- giving up a step
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether communication has failed for good."""
+        return self._failure is not None
+
+    def abandon(self, error: Exception) -> None:
+        """Drop this step: communication has failed for good (rule 9). Local."""
+        self._failure = str(error)
+        self.drop_gradients()
+
+    def give_up(self, status: Status = Status.ABORTED) -> tuple[int, ...]:
+        """End this step on all ranks without gradients, whether its backward has begun or not.
+
+        Returns the ranks that ran out of memory, if nothing else went wrong on any. Collective; blocks.
+        """
+        if self.step.backward is None or not self.step.backward.terms.synchronizes:
+            self.step.end_backward()
+            self.tracker.rest()
+            self._arm(Backward(True, _never_ended, by_autograd=False), Terms())
+        out_of_memory = self._complete_interrupted(status)
+        self.open_forwards.forget()
+        return out_of_memory
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients of this rank."""
+        for parameter in self.managed.parameters:
+            parameter.grad = None
+        self.step.used_before.clear()
+
+    def check_finished(self) -> None:
+        """Raise if a backward began and was not completed."""
+        if self.step.backward is not None:
+            raise ProtocolError(
+                "Expected to have finished reduction in the prior iteration before starting a new one: "
+                "the last backward raised before all gradients were there."
+            )
+
+    def _note_raised(self, token: weakref.ref[Backward]) -> None:
+        backward = self.step.backward
+        if backward is not None and backward.token is token and backward.terms.synchronizes:
+            self.drop_gradients()
+
+    def _complete_interrupted(self, status: Status) -> tuple[int, ...]:
+        """Complete the collectives of a backward that raised, tell the others this status, drop this rank's gradients.
+
+        Returns as `give_up`. Collective if that backward synchronizes; blocks.
+        """
         backward = self.step.backward
         assert backward is not None, "no backward was interrupted"
+        self.step.end_backward()
+        out_of_memory: tuple[int, ...] = ()
+        if backward.terms.synchronizes:
+            raised, parameters = backward.token() is None, self.managed.parameters
+            set_since = [parameter.grad if raised else None for parameter in parameters]
+            try:
+                out_of_memory = self._complete_collectives(backward, status)
+            except Exception as error:
+                self.abandon(error)
+                raise
+            self.drop_gradients()
+            for parameter, gradient in zip(parameters, set_since, strict=True):
+                parameter.grad = gradient
+            self.step = self._next_step(self.step, False)
+        self.tracker.rest()
+        return out_of_memory
+
+    def _complete_collectives(self, backward: BackwardPass, status: Status) -> tuple[int, ...]:
         flight = backward.flight
         self.tracker.expect_nothing()
         with suppress(StepDroppedError):  # the other ranks raise it; nothing was launched
@@ -441,3 +544,11 @@ def _refuse_backward(_: Owner | None) -> Terms:
         "the wrapper of this backward's forward is gone, so nobody would reduce its gradients: keep the wrapped model "
         "in a variable until backward has returned."
     )
+
+
+def _never_ended(_: Backward) -> None:
+    """The end of a backward that is given up as soon as it has begun."""
+
+
+_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+"""Of all wrapped modules: autograd may run through several in one backward."""

@@ -12,9 +12,12 @@ A `Flight` is how its buckets travel. What a graph may keep, a forward or a hook
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+import torch
 
 from paceline.comm.backward import Backward
 from paceline.comm.collectives import Work
@@ -123,7 +126,11 @@ class BackwardPass:
         reached: Callable[[], list[bool] | None],
         # Called once all gradients have arrived, with this object and the seconds that the step has waited for them.
         on_concluded: Callable[[BackwardPass, float], None],
+        # Called when autograd drops the token: of a backward that was not ended, so it has raised.
+        on_raised: Callable[[weakref.ref[Backward]], None],
     ) -> None:
+        # Never a strong reference: that autograd drops the token is the only sign of a raise (`comm.backward`).
+        self.token = weakref.ref(token, on_raised)
         self.terms, self.step, self.reduction = terms, step, reduction
         self.by_autograd, self.started_s = token.by_autograd, token.started_s
         self.goes_first, self.reached, self._on_concluded = goes_first, reached, on_concluded
@@ -134,6 +141,15 @@ class BackwardPass:
     def start(self, flight: Flight, scale: float, mean_scale: float) -> None:
         """Let its buckets travel so, with these scales. Local."""
         self.flight, self.scale, self.mean_scale = flight, scale, mean_scale
+
+    @property
+    def is_running(self) -> bool:
+        """Whether autograd is at it."""
+        token = self.token()
+        if token is None:
+            return False
+        # While it waits, nodes of the graph own it; they may outlive an exception, and then no backward runs.
+        return not token.waits_for_outer or torch._C._current_graph_task_id() >= 0
 
     def note_statuses(self, unused: list[int], statuses: RankStatuses) -> None:
         """Note what this rank has not used, and what all ranks have said. Local."""
@@ -169,6 +185,11 @@ class Step:
         self.buffers = buffers
         # Ids of parameters that its unsynchronized backwards have touched; they outlast a reducer
         self.used_before = set(used_before)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a backward of it began, and raised before it was completed."""
+        return self.backward is not None and not self.backward.is_running
 
     def begin(self, backward: BackwardPass) -> None:
         """A backward of it begins. Local."""

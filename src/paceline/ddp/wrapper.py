@@ -263,7 +263,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         if self._trains():
             self._steps.prepare_forward(inputs, kwargs)
         elif torch._C._functorch.peek_interpreter_stack() is None:
-            self.reducer.recovery.check_evaluation()
+            self.reducer.prepare_evaluation()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             moved_inputs, moved_kwargs = _to_kwargs(

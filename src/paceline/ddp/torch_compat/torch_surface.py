@@ -311,7 +311,7 @@ class TorchSurface:
 
     def _check_reducer_finalized(self) -> None:
         """Raise if the last backward was not completed; otherwise every backward is, when it returns."""
-        self.reducer.recovery.check_finished()
+        self.reducer.check_finished()
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
         """Not needed: sparse gradients find each other's coordinates."""
@@ -380,7 +380,7 @@ class Shadow(JoinHook):
         if steps.wrapped.training and steps.has_synchronized_buffers():
             source_of = functools.partial(steps.joining.agree_on_source, is_candidate=False)
             steps.reducer.step.buffers.bring_in_line(source_of, is_joined=True)
-        steps.recovery.drop_gradients()
+        steps.reducer.drop_gradients()
         if exchange is not None:
             steps.match_window(exchange.finish())
         elif others.opens_window:
@@ -388,7 +388,7 @@ class Shadow(JoinHook):
             steps.run_without_autograd(share=0.0)
         else:
             steps.run_without_autograd()
-        steps.recovery.drop_gradients()
+        steps.reducer.drop_gradients()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._steps.take_final_model(is_last_joiner)
