@@ -115,6 +115,32 @@ def test_a_peer_that_leaves_early_is_named(how):
         check(outcomes, 1, how)
 
 
+def run_backwards(rank, _num_ranks, numbers):
+    """Run so many backwards; who has run all then waits until another rank has given up."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Mlp())
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        for step in range(numbers[rank]):
+            squares(model(random_batch(4, step, rank))).backward()
+    except PeerLostError as error:
+        store.set("gave up", b"")
+        return str(error)
+    store.wait(["gave up"])
+    return ""
+
+
+def test_ranks_with_different_numbers_of_backwards_are_told_them():
+    """As with LBFGS, whose closure runs as often as a rank's own loss asks for."""
+    with Ranks(2, group_timeout_s=STOPPED_TIMEOUT_S) as ranks:
+        first, second = ranks.run(run_backwards, (3, 2), deadline_s=DEADLINE_S)
+    assert (
+        "is running but does not answer (after 2 synchronized backwards, while rank 0 is in number 3)"
+        in first
+    )
+    assert not second
+
+
 def dead_in_constructor(rank, num_ranks, seed, victim):
     torch.manual_seed(seed)
     # Gloo refuses the group to whoever still connects when a rank dies that has already connected.

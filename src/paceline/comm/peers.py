@@ -243,8 +243,10 @@ class _FailureDetection:
         if silent is None:
             return self._without_store(named)
         states = {rank: self._state_of(rank) for rank in silent}
-        gone = {rank: state for rank, state in states.items() if state.is_gone} or states
-        who = "; ".join(f"rank {rank} {state.words}" for rank, state in gone.items())
+        gone = {rank: state for rank, state in states.items() if state.is_gone}
+        who = "; ".join(f"rank {rank} {state.words}" for rank, state in (gone or states).items())
+        if states and not gone and (num_steps := self.progress.num_steps) is not None:
+            who += f" (after {num_steps} synchronized backwards, while rank {self._rank} is in number {num_steps + 1})"
         return who or "every rank still answers, so the network between them failed or they no longer agree"
 
     def _without_store(self, named: int | None) -> str:
