@@ -9,8 +9,8 @@ from paceline.errors import ConfigurationError, PeerLostError
 from paceline.transports.c10d import C10dTransport
 from paceline_lossy import Bound, Sum
 from paceline_lossy.datagrams import udp_socket
-from paceline_lossy.datagrams.key_agreement import _PRIME, KeyAgreement
 from paceline_lossy.datagrams.lossy_link import PART_BYTES, _cuts, _Launched
+from paceline_lossy.datagrams.udp_socket import _PRIME, KeyAgreement
 from paceline_lossy.lossy_transport import Losses
 
 

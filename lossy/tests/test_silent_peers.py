@@ -10,7 +10,7 @@ import torch.distributed as dist
 from harness.datagram_networks import endpoints
 from paceline_lossy import open_lossy_transport
 from paceline_lossy.datagrams import endpoint_state as e
-from paceline_lossy.datagrams.closed_ports import ClosedPorts
+from paceline_lossy.datagrams.link_thread import ClosedPorts
 
 TIMEOUT_S = 1800.0
 _SECOND_US = 1_000_000

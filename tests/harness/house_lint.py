@@ -208,7 +208,9 @@ def many_parameters(files: Sequence[Source], mirrors: Sequence[str]) -> Iterator
                     for argument in counted
                     if argument.annotation
                 )
-                compiled = any(re.search("compile|njit", ast.dump(each)) for each in node.decorator_list)
+                compiled = any(
+                    re.search("compile|njit|inner", ast.dump(each)) for each in node.decorator_list
+                )
                 name = f"{file.module}:{node.name}"
                 if len(counted) > MOST_PARAMETERS and not commanded and not compiled:
                     found.add(name)

@@ -91,8 +91,8 @@ class BoundedLoss(Reduction):
     Attributes:
         losses: What was lost in the last step; the same on every rank. With `overlap_forward`, in the last that was
             completed, as `model.reduction` does before it returns this object.
-        loss_scale: With "feedback": returns the factor of the loss, such as your `GradScaler.get_scale`. Residuals are
-            rescaled when it changes.
+        loss_scale: With "feedback": returns the factor of the loss, such as your `torch.amp.GradScaler.get_scale`.
+            Residuals are rescaled when it changes.
 
     Cost:
         Each rank sends 2(P-1)/P of the gradients' bytes and 6 % more for headers, in 2 rounds. It holds the others'

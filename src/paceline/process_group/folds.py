@@ -140,8 +140,8 @@ def factor_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> float:
 def flat_of(tensor: Tensor) -> Tensor:
     """Return the values as a contiguous 1-D tensor of the CPU: their own memory, or a copy, pinned for an accelerator.
 
-    A copy is made where that memory is not contiguous, not the host's, or of negated or conjugated values, which torch
-    negates when it reads them. `write_back` ends with an output.
+    A copy is made if that memory is not contiguous or not the host's. Negated and conjugated values are copied, too:
+    torch negates them when it reads them. `write_back` copies a result back into an output.
     """
     if not _is_in_place(tensor):
         return (_plain(tensor.detach()) if tensor.is_cpu else to_host(tensor)).view(-1)

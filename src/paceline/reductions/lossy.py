@@ -45,8 +45,9 @@ class Lossy(Reduction):
     """A reduction that compresses. Final classes implement `_start`.
 
     Attributes:
-        loss_scale: Returns the factor of the loss; called before each step. Set it to your `GradScaler.get_scale`:
-            residuals are then rescaled when it changes. Not part of the settings that ranks compare.
+        loss_scale: Returns the factor of the loss; called before each step. Set it to your
+            `torch.amp.GradScaler.get_scale`: residuals are then rescaled when it changes. Not part of the
+            settings that ranks compare.
         last_step: The bytes that this rank sent in the last step.
     """
 

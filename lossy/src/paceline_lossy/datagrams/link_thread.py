@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
 
 from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
 from paceline_lossy.datagrams import datagram_loop as loop
 from paceline_lossy.datagrams import endpoint_state as e
 from paceline_lossy.datagrams import system_calls as system
-from paceline_lossy.datagrams.closed_ports import ClosedPorts
 from paceline_lossy.datagrams.datagram_end import DatagramEnd
 from paceline_lossy.datagrams.udp_socket import Met, dropped_by_kernel, socket_addresses
 
@@ -29,6 +30,57 @@ _ROWS = 64
 _SLICE_US = 100_000
 _NEVER_S = 20.0  # that nothing long reached a peer which is heard, and nothing ever had
 LINGER_S = 2.0
+_EVERY_US = 250_000
+_REFUSALS = 3  # a single one may be an accident
+
+
+class ClosedPorts:
+    """The question whether a silent peer's port is closed, which its host's kernel answers by ICMP.
+
+    It asks by empty datagrams from ports of their own, which peers drop as a stranger's. Limits first: a host that is
+    down, cut off, or says nothing (a firewall) tells nothing.
+
+    Args:
+        places: Address and port of each peer.
+    """
+
+    def __init__(self, places: Sequence[tuple[str, int]]) -> None:
+        self._places = places
+        self._asking: dict[int, socket.socket] = {}
+        self._refused: dict[int, int] = {}
+        self._asked_us = 0
+
+    def find(self, silent: Collection[int], now_us: int) -> int | None:
+        """Ask the silent peers, unless it was done just now. Return one whose port is known to be closed."""
+        for peer in set(self._asking) - set(silent):
+            self._asking.pop(peer).close()
+            self._refused.pop(peer, None)
+        if not silent or now_us - self._asked_us < _EVERY_US:
+            return None
+        self._asked_us = now_us
+        for peer in silent:
+            try:
+                self._ask(peer)
+            except ConnectionRefusedError:
+                self._refused[peer] = self._refused.get(peer, 0) + 1
+                if self._refused[peer] >= _REFUSALS:
+                    return peer
+        return None
+
+    def _ask(self, peer: int) -> None:
+        """Ask a peer's host again. Raises what it has answered to the last question."""
+        if peer not in self._asking:
+            asking = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+            asking.connect(self._places[peer])
+            self._asking[peer] = asking
+        with contextlib.suppress(BlockingIOError):
+            self._asking[peer].recvfrom(1)
+        self._asking[peer].sendall(b"")
+
+    def close(self) -> None:
+        for asking in self._asking.values():
+            asking.close()
+        self._asking.clear()
 
 
 class LinkThread(ABC):
