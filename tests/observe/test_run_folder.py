@@ -10,10 +10,9 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import ConfigurationError
-from paceline.observe.run_clocks import clock_offsets
 from paceline.observe.run_folder import RankWriter, begin_run
 from paceline.observe.run_lines import from_line, to_line
-from paceline.observe.run_reading import read_run
+from paceline.observe.run_reading import clock_offsets, read_run
 from paceline.observe.run_records import (
     BucketTiming,
     Health,

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.preflight import check, network, software, this_host
+from paceline.preflight import check, software, this_host
 from paceline.preflight.check import Checkup, Host, differences, judge_links
-from paceline.preflight.check_result import CheckResult, looked_at
 from paceline.preflight.pairs import Link
+from paceline.preflight.this_host import CheckResult, looked_at
 
 
 def _write(root, files):
@@ -92,16 +92,16 @@ def test_an_interface_that_is_not_there(tmp_path, monkeypatch):
         },
     )
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
-    found = network.interfaces(root)
+    found = this_host.interfaces(root)
     assert found.level == "bad"
     assert "eth0 (MTU 9000, 25 Gbit/s)" in found.found
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert network.interfaces(root).level == "good"
+    assert this_host.interfaces(root).level == "good"
 
 
 def test_a_name_that_nobody_knows(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
-    found = network.name()
+    found = this_host.name()
     assert found.level == "bad"
     assert found.remedy.endswith(" nowhere.invalid' >> /etc/hosts")
 
@@ -116,7 +116,7 @@ def test_windows_too_small(tmp_path):
             f"{system}/tcp_wmem": "4096 16384 212992\n",
         },
     )
-    assert network.tcp(root).remedy == "sysctl -w net.ipv4.tcp_wmem='4096 131072 67108864'"
+    assert this_host.tcp(root).remedy == "sysctl -w net.ipv4.tcp_wmem='4096 131072 67108864'"
 
 
 @pytest.mark.parametrize(("installed", "level"), [(None, "bad"), ("2.7.1", "bad"), ("2.13.0+cpu", "good")])

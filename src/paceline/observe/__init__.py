@@ -11,8 +11,7 @@ from paceline.late_imports import on_first_use
 
 if TYPE_CHECKING:
     from paceline.observe.run_records import BucketTiming
-    from paceline.observe.step_picture import draw_step
-    from paceline.observe.timings import StepTiming, StepTimings
+    from paceline.observe.timings import StepTiming, StepTimings, draw_step
 
 __all__ = ["BucketTiming", "StepTiming", "StepTimings", "draw_step"]
 

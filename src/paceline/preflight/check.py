@@ -13,9 +13,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from paceline.errors import PacelineError
-from paceline.preflight import network, software, this_host
-from paceline.preflight.check_result import CheckResult, looked_at
+from paceline.preflight import software, this_host
 from paceline.preflight.pairs import Link, measure
+from paceline.preflight.this_host import CheckResult, looked_at
 from paceline.quantities import show_rate, show_seconds
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ _CHECKS: dict[str, Callable[[], CheckResult]] = {
     "frequency of the cores": this_host.frequency,
     "clocks": this_host.clocks,
     "temporary files": this_host.temporary_files,
-    "name of this host": network.name,
-    "interfaces": network.interfaces,
-    "loopback": network.loopback,
-    "TCP": network.tcp,
+    "name of this host": this_host.name,
+    "interfaces": this_host.interfaces,
+    "loopback": this_host.loopback,
+    "TCP": this_host.tcp,
     "stacks of hung ranks": software.stacks,
 }
 _SLOW_RATIO = 0.5  # of the median rate: a link below is worth a finding

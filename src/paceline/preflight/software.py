@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.host.stacks import py_spy
-from paceline.preflight.check_result import CheckResult
+from paceline.preflight.this_host import CheckResult
 from paceline.version import __version__
 
 _OLDEST_TORCH = (2, 8)

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from paceline.diagnosis.step_table import StepTable
-from paceline.observe.run_clocks import ClockOffset, clock_offsets
-from paceline.observe.run_reading import Run
+from paceline.observe.run_reading import ClockOffset, Run, clock_offsets
 from paceline.observe.run_records import StepRecord
 from paceline.quantities import ms
 from paceline.report.markup import (

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.run_clocks import ClockOffset, clock_offsets
-from paceline.observe.run_reading import RankRun, Run
+from paceline.observe.run_reading import ClockOffset, RankRun, Run, clock_offsets
 from paceline.observe.run_records import BucketTiming, StepRecord
 
 FORMAT, VERSION = "paceline timeline", 1
