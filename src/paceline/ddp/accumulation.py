@@ -114,7 +114,7 @@ class Window(Generic[Batch]):
         try:
             self._exchange = steps.open_window(weight, num_micro_steps)
         except Exception as error:
-            if not steps.outlives(error):
+            if not steps.is_recoverable(error):
                 raise
             self.repeats = True  # its loop has no turn
             return self
@@ -199,7 +199,7 @@ class Window(Generic[Batch]):
         try:
             return self._leave(error)
         except Exception as raised:
-            if error is not None or not self._is_outlived(raised):
+            if error is not None or not self._is_recoverable(raised):
                 raise  # an error of this rank's own is shown
             return True
         finally:
@@ -215,7 +215,7 @@ class Window(Generic[Batch]):
                 if not self._makes_room(told, told.ranks):
                     raise
         elif isinstance(error, Exception):
-            if self.repeats or self._is_outlived(error):
+            if self.repeats or self._is_recoverable(error):
                 return True
             is_full = is_out_of_memory(error)
             ranks = self._give_up(Status.OUT_OF_MEMORY if is_full else Status.ABORTED)
@@ -224,9 +224,9 @@ class Window(Generic[Batch]):
             return is_full and self._makes_room(error, ranks)
         return False
 
-    def _is_outlived(self, error: Exception) -> bool:
+    def _is_recoverable(self, error: Exception) -> bool:
         """Whether ranks were lost, and others compute this step again."""
-        if not self._steps.outlives(error):
+        if not self._steps.is_recoverable(error):
             return False
         forget_frames(error)  # they keep what was launched over the old group
         self.repeats = True
@@ -268,7 +268,7 @@ class Window(Generic[Batch]):
             others_wait = False
         if others_wait:
             return reducer.give_up(status)
-        reducer.drop_gradients()
+        reducer.drop_step()
         return ()
 
     # ---- the loop

@@ -29,7 +29,7 @@ from paceline.ddp.flight import Flights
 from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.joining import Joining, NextStep
 from paceline.ddp.layout import ManagedParameters
-from paceline.ddp.membership import Groups, Membership, Met
+from paceline.ddp.membership import FaultHandler, Groups, Membership, Met
 from paceline.ddp.module_contents import ModuleContents
 from paceline.ddp.open_forwards import Owner
 from paceline.ddp.reducer import Reducer
@@ -62,13 +62,6 @@ class OpenWindow(Protocol):
 
     def note_backward(self) -> Terms:
         """A backward has reached the module: what it counts."""
-
-
-class Survivor(Protocol):
-    """Who makes up for lost ranks, so that a window which has lost one may be left without an error."""
-
-    def outlives(self, error: Exception) -> bool:
-        """Whether the step that raised this is computed again, with other ranks. May wait for the launcher."""
 
 
 class Wrapped(Protocol):
@@ -105,7 +98,7 @@ class StepCoordinator:
         # Whether its layers may still talk over the gradients' group.
         self._separates_batch_norm = self.has_sync_batch_norm
         self.window: OpenWindow | None = None  # of micro-batches, while within one
-        self._survivor: Survivor | None = None  # makes up for lost ranks, if anybody does
+        self._handler: FaultHandler | None = None  # makes up for lost ranks
         self.joining = Joining(self.membership)  # what is known of ranks without batches
         self.timings = StepTimings()
         group = self.membership.process_group
@@ -178,6 +171,10 @@ class StepCoordinator:
             *more,
         ]
         return Description.of(managed, frozen, self.buffers.named().items(), self._ignored, options)
+
+    def facts(self) -> Sequence[tuple[str, str]]:
+        """What has to be equal on all ranks, a title and a fact each. Local."""
+        return self.describe(self.managed).lines
 
     def broadcast_model(self, source: int, with_buffers: bool) -> None:
         """Give all ranks the parameters, and buffers if asked for, of rank `source`. Collective; blocks."""
@@ -358,7 +355,7 @@ class StepCoordinator:
             return
         will_synchronize = self.will_synchronize
         if is_weighed and self.wrapped.training:
-            if self._survivor is not None:
+            if self._handler is not None:
                 raise ConfigurationError(
                     "a step of paceline.Elastic outside of a window: if a rank is lost, only a window can be left, and "
                     "its step repeated. Train each step within `with model.accumulate(batches) as micro_batches:`."
@@ -417,13 +414,13 @@ class StepCoordinator:
 
     # ---- lost ranks
 
-    def survive(self, survivor: Survivor) -> None:
-        """Let it decide from now on which errors windows outlive. Local."""
-        self._survivor = survivor
+    def handle_faults(self, handler: FaultHandler) -> None:
+        """Let it decide from now on which errors of a window are recoverable. Local."""
+        self._handler = handler
 
-    def outlives(self, error: Exception) -> bool:
-        """Whether the step under way is computed again, as ranks were lost; then its gradients are dropped."""
-        if self._survivor is None or not self._survivor.outlives(error):
+    def is_recoverable(self, error: Exception) -> bool:
+        """Return whether the step under way is computed again, as ranks were lost; then it is abandoned here."""
+        if self._handler is None or not self._handler.is_recoverable(error):
             return False
         self.reducer.abandon(error)
         return True

@@ -25,14 +25,37 @@ from paceline.comm.collectives import all_gather, device_for_metadata
 from paceline.comm.peers import Peers
 from paceline.data import GlobalBatch
 from paceline.ddp.replicas import Verified
+from paceline.ddp.setting import Setting
 from paceline.ddp.step_shares import Standing
 from paceline.errors import ConfigurationError, PacelineError, ProtocolError
+from paceline.reductions.logical_mean import LogicalMean
 
 _TOKEN_BITS = 62
 
 
+class FaultHandler(Protocol):
+    """What makes up for lost ranks, so that a window which has lost one may be left without an error."""
+
+    def is_recoverable(self, error: Exception) -> bool:
+        """Return whether the step that raised this is computed again, with other ranks. May wait for the launcher."""
+
+
 class Model(Protocol):
-    """What a membership asks of its module's steps when other members take their places."""
+    """A module's steps, for its membership and for what makes up for lost ranks (`paceline.Elastic`)."""
+
+    @property
+    def setting(self) -> Setting:
+        """What the wrapper was asked for: the reduction, shares of batches, what may be dropped."""
+
+    @property
+    def logical(self) -> LogicalMean | None:
+        """What keeps the gradients of logical ranks apart, if there are such."""
+
+    def facts(self) -> Sequence[tuple[str, str]]:
+        """What has to be equal on all ranks, a title and a fact each. Local."""
+
+    def handle_faults(self, handler: FaultHandler) -> None:
+        """Let it decide from now on which errors of a window are recoverable. Local."""
 
     @property
     def num_steps(self) -> int:
@@ -229,7 +252,7 @@ class Membership:
         self.number = int(name.rpartition("/")[-1])
         self.peers = self._peers_of(self.process_group, name, "wrapping its model")
         self.history: tuple[Change, ...] = ()
-        self._model = model
+        self.model = model
         self._token = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 64 - _TOKEN_BITS
 
     def _peers_of(
@@ -328,7 +351,7 @@ class Membership:
                 be rebuilt over yet another group. Only while it takes `source`'s model it is in the new one already.
         """
         _check(process_group, source, batch)
-        model = self._model
+        model = self.model
         model.check_rebuild(process_group)
         model.complete_step()
         joining = self._peers_of(process_group, f"joining/{_name_of(process_group)}")
@@ -359,7 +382,7 @@ class Membership:
 
     def _meet(self, process_group: ProcessGroup, joining: Peers) -> list[_Card]:
         """Every new member's card. Collective; blocks."""
-        model, fresh = self._model, secrets.randbits(_TOKEN_BITS)
+        model, fresh = self.model, secrets.randbits(_TOKEN_BITS)
         mine = _Card(self._token, fresh, self.epoch, self.number, model.num_steps, model.standing())
         row = torch.tensor(mine.words(), device=device_for_metadata(process_group, self.device))
         rows = [torch.empty_like(row) for _ in range(process_group.size())]
@@ -372,12 +395,12 @@ class Membership:
         try:
             groups = groups.beside(verified, joining)
             groups = groups.reaching_hosts(self.device, joining)
-            if self._model.has_sync_batch_norm and process_group.size() > 1:
+            if self.model.has_sync_batch_norm and process_group.size() > 1:
                 groups = replace(
                     groups,
                     for_batch_norm=opened_groups.group_like(process_group, device=self.device, peers=joining),
                 )
-            if self._model.sends_pieces:
+            if self.model.sends_pieces:
                 groups = replace(
                     groups, for_pieces=gradient_group.group_for_pieces(process_group, self.device, joining)
                 )

@@ -227,8 +227,8 @@ class Reducer:
                 raise
             num_averaged = terms.num_averaged or self._num_ranks
             backward.start(flight, terms.weight, terms.weight / num_averaged)
-            if terms.synchronizes:  # a reduction may refuse the step: recovery then needs the flight
-                backward.scale *= reduction.begin_step(num_averaged, terms.active_ratio, terms.share)
+            if terms.synchronizes:  # a reduction may refuse it: giving it up then needs the flight
+                backward.scale_by(reduction.begin_step(num_averaged, terms.active_ratio, terms.share))
             self.tracker.arm(terms.synchronizes, token.started_s, flight.not_expected)
         return backward
 
@@ -484,6 +484,13 @@ class Reducer:
         out_of_memory = self._complete_interrupted(status)
         self.open_forwards.forget()
         return out_of_memory
+
+    def drop_step(self) -> None:
+        """Begin the step again: no rank waits for this one's collectives. Its buffers stay in line. Local."""
+        self.drop_gradients()
+        if not self.has_failed:
+            buffers, self.step = self.step.buffers, self._next_step(self.step, False)
+            self.step.exchange_buffers(buffers)
 
     def drop_gradients(self) -> None:
         """Forget all gradients of this rank."""

@@ -142,6 +142,10 @@ class BackwardPass:
         """Let its buckets travel so, with these scales. Local."""
         self.flight, self.scale, self.mean_scale = flight, scale, mean_scale
 
+    def scale_by(self, factor: float) -> None:
+        """Multiply gradients by this, too, on their way into a bucket. Local."""
+        self.scale *= factor
+
     @property
     def is_running(self) -> bool:
         """Whether autograd is at it."""

@@ -57,7 +57,7 @@ def check(
 
 
 def _of_sampler(model: DistributedDataParallel, sampler: object) -> Iterator[str]:
-    shares = model._setting.shares
+    shares = model.membership.model.setting.shares
     if not isinstance(sampler, GlobalShuffle):
         given = None if sampler is None else type(sampler).__name__
         yield (
@@ -86,10 +86,10 @@ def _of_group(model: DistributedDataParallel) -> Iterator[str]:
 
 
 def _of_model(model: DistributedDataParallel) -> Iterator[str]:
-    setting, steps = model._setting, model._steps
+    setting = model.membership.model.setting
     if why := setting.reduction.why_not_over(None):
         yield why
-    if steps.forward_overlap is not None or model.overlaps_forward:
+    if model.forward_overlap is not None or model.overlaps_forward:
         yield (
             "overlap_forward steps parameters while the next step runs, so a lost rank leaves some stepped and others "
             "not. Leave it out."
@@ -120,10 +120,10 @@ def _of_optimizers(optimizers: Sequence[object]) -> Iterator[str]:
 
 
 def _of_determinism(model: DistributedDataParallel) -> Iterator[str]:
-    words = "deterministic=True: "
-    if type(model._setting.reduction) is not Mean:
+    words, setting = "deterministic=True: ", model.membership.model.setting
+    if type(setting.reduction) is not Mean:
         yield f"{words}gradients are folded as they are. Leave out compression= and reduction=."
-    if model._setting.shares is not None and model._setting.shares.balance is not None:
+    if setting.shares is not None and setting.shares.balance is not None:
         yield f"{words}shares that follow measured times are no fixed ones. Leave out balance=."
     for name, each in model.module.named_modules():
         if isinstance(each, torch.nn.SyncBatchNorm):
@@ -146,13 +146,12 @@ def card(
     sampler: GlobalShuffle,
 ) -> str:
     """What all ranks must have in common, a fact a line. Local."""
-    steps = model._steps
     lines = [f"torch {torch.__version__.partition('+')[0]}"]
     # What ranks compare when they meet, and raise if it differs: one that comes shall not end the others by that.
     # How many hosts there are, which decides on default caps, it knows only then.
     lines += [
         f"{title}: {fact.partition(' on ')[0] if title == _CAPS else fact}"
-        for title, fact in steps.describe(steps.managed).lines
+        for title, fact in model.membership.model.facts()
     ]
     lines += [
         f"optimizer {type(each).__name__} with {[len(group['params']) for group in each.param_groups]} parameters"

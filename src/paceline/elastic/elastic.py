@@ -112,7 +112,7 @@ class Elastic:
         conflicts.check(model, optimizers, others, sampler, deterministic)
         assert sampler is not None
         if deterministic:
-            model._setting.reduce_by(LogicalMean(sampler.batch.num_ranks))
+            model.membership.model.setting.reduce_by(LogicalMean(sampler.batch.num_ranks))
         if checkpoint is not None and not callable(checkpoint):
             raise ConfigurationError(
                 f"Elastic(checkpoint={checkpoint!r:.60}): give a function without arguments that saves a checkpoint, "
@@ -137,7 +137,7 @@ class Elastic:
         self._is_in_step = False
         self._agreed_at = _NOT_YET  # the step at which all ranks were seen to be
         self._crew = Crew(line, model, carried, sampler)
-        model._steps.survive(self)
+        model.membership.model.handle_faults(self)
         peers.ask_first(self._crew.witness)
         card = conflicts.card(model, optimizers, others, sampler)
         line.tell(Ready(card, saves=checkpoint is not None))
@@ -235,8 +235,8 @@ class Elastic:
 
     # ---- other members
 
-    def outlives(self, error: Exception) -> bool:
-        """As `ddp.coordinator.Survivor`: whether the step under way is left, and comes again."""
+    def is_recoverable(self, error: Exception) -> bool:
+        """Return whether the step under way is left, and comes again: `FaultHandler`."""
         if not self._is_in_step or self._crew is None or not self._crew.is_over_because_of(error):
             return False
         self._is_given_up = True
@@ -284,7 +284,7 @@ class Elastic:
         given = crew.rebuild(seat, standings, self._place)
         if given:
             crew.carried.take(given, is_new=self.step == _NOT_YET)
-            if isinstance(reduction := self._model._setting.reduction, Lossy):
+            if isinstance(reduction := self._model.membership.model.setting.reduction, Lossy):
                 reduction.reset()  # what it had not sent before that step, it may have sent in it
             self._place, self._is_given_up = Place(*given["place"]), False
         crew.go_on(seat, self._place)
@@ -312,7 +312,7 @@ class Crew:
         self._limit_s = float(os.environ.get(LOST_AFTER, "30"))
         self._first_batch: GlobalBatch = sampler.batch  # of the job; a rank that comes is told
         self._recorder = ChangeRecorder(sampler.batch.samples)
-        self._shares = model._setting.shares
+        self._shares = model.membership.model.setting.shares
         self._troubled_in = NO_EPOCH  # the last epoch whose failure was reported
         self._givers: list[Giver] = []
         self._replayed: Replayed | None = None  # what this rank, which is new, has received until now
@@ -409,7 +409,7 @@ class Crew:
         given = aside(lambda: hand_over(self.carried, standings, place, first, group))
         if given:
             self._first_batch = GlobalBatch.from_dict(given["batch"])
-        if (mean := self._model._steps.logical) is not None:
+        if (mean := self._model.membership.model.logical) is not None:
             mean.num_averaged = self._first_batch.num_ranks
         batch = self._first_batch.among(seat.size)
         self._model.membership.rebuild(group, batch=batch, same_step=False)
@@ -417,7 +417,7 @@ class Crew:
 
     def go_on(self, seat: Seat, place: Place) -> None:
         """The seat is taken: train from there. Local."""
-        first, mean = self._first_batch, self._model._steps.logical
+        first, mean = self._first_batch, self._model.membership.model.logical
         if mean is None:
             batch = self._sampler.batch  # as `rebuild` was told, or in other shares by `balance`
             self._sampler.move(batch, seat.rank, place.epoch, place.position)
