@@ -171,8 +171,15 @@ class Setting:
         return str(self.given_caps or f"default on {place}")
 
     def for_a_copy(self) -> Setting:
-        """What survives pickling: a copy is trained by itself, and a hook's state need not survive, as with torch."""
+        """Return what survives pickling: all but groups, and a hook, which the wrapper registers again."""
         kept = copy.copy(self)
-        kept.process_groups, kept.weight, kept.shares = [], None, None
+        kept.process_groups = []
         kept.reduction = Mean() if is_users_hook(self.reduction) else self.reduction
         return kept
+
+    def begin_copy(self, module: Module, process_group: ProcessGroup) -> None:
+        """Train a copied module over this group from now on. Local."""
+        self.move_to([process_group])
+        self.reduction.prepare(self.managed(module).named(), process_group)
+        if self.shares is not None:
+            self.shares.begin(process_group.rank(), process_group.size(), self.device)

@@ -9,11 +9,13 @@ Rules
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 
@@ -84,8 +86,17 @@ class StepShares:
             )
         self.sampler = sampler
         self.balance = balance
-        if balance is not None:
-            balance.begin(sampler.batch, tells=rank == 0)
+        self.begin(rank, num_ranks, device)
+
+    def begin(self, rank: int, num_ranks: int, device: torch.device) -> None:
+        """Begin, also as a copy that another rank has made: its sampler hands out this rank's samples then."""
+        sampler, batch = self.sampler, self.sampler.batch
+        if (sampler.rank, batch.num_ranks) != (rank, num_ranks):
+            state = sampler.state_dict()
+            batch = batch if batch.num_ranks == num_ranks else GlobalBatch.of(batch.size, num_ranks)
+            sampler.move(batch, rank, state["epoch"], state["position"])
+        if self.balance is not None:
+            self.balance.begin(batch, tells=rank == 0)
         self._rank = rank
         self._reported: StepCut | None = None  # the step that `_words` are of
         self._reported_in = 0  # epoch
@@ -95,6 +106,18 @@ class StepShares:
         self.pauses = False
         """Whether all ranks have agreed to leave the membership behind the step under way."""
         self._clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
+
+    # ---- copies, before `begin`
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"sampler": self.sampler, "balance": self.balance}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepShares:
+        """Return shares of the same sampler, which the loader has; of its copy if that was made before."""
+        other = StepShares.__new__(StepShares)
+        other.sampler = memo.get(id(self.sampler), self.sampler)
+        other.balance = copy.deepcopy(self.balance, memo)
+        return other
 
     # ---- weights
 

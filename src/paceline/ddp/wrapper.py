@@ -40,7 +40,7 @@ from paceline.ddp.torch_compat.dynamo import (
     runs_module,
     skip_package,
 )
-from paceline.ddp.torch_compat.torch_surface import TorchSurface
+from paceline.ddp.torch_compat.torch_surface import TorchSurface, without_group
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTimings
 from paceline.recording.fingerprints import is_finite
@@ -457,16 +457,17 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
         state["_load_state_dict_post_hooks"] = type(self._load_state_dict_post_hooks)()
-        state["_comm_hook"] = None
+        state["_comm_hooks"] = [(hook, without_group(held)) for hook, held in self._comm_hooks]
+        del state["_comm_hook"]
         state["_setting"] = self._setting.for_a_copy()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Module.__setstate__(self, state)
-        setting = self._setting
-        setting.move_to([dist.distributed_c10d._get_default_group()])
-        setting.reduction.prepare(setting.managed(self.module).named(), self.process_group)
+        hooks, hook_name, buffer_hook = self._comm_hooks, self._comm_hook_name, self.buffer_hook
+        self._setting.begin_copy(self.module, dist.distributed_c10d._get_default_group())
         self._set_up(init_sync=False, init_sync_buffers=False)
+        self._register_again(hooks, hook_name, buffer_hook)
 
 
 # Dynamo compiles the wrapped module and leaves alone what runs around it; all of that has been imported by now.

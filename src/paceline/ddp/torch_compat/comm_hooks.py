@@ -86,6 +86,14 @@ def _portable(hook: Any) -> Hook:
     return stand_in or hook
 
 
+def forget_buckets(state: Any) -> None:
+    """Let torch's PowerSGD begin again: a copied model cuts its buckets in another order until its first step ends."""
+    if isinstance(state, powerSGD_hook.PowerSGDState):
+        state.iter = 0
+        for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+            memory.clear()
+
+
 def builtin_hook(kind: dist.BuiltinCommHookType) -> Hook:
     """The hook that torch has in C++ under this name."""
     if kind == dist.BuiltinCommHookType.FP16_COMPRESS:

@@ -192,6 +192,23 @@ class TorchSurface:
         self.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))
         self._comm_hook_name = str(comm_hook_type)
 
+    def _register_again(
+        self, hooks: Sequence[tuple[Any, Any]], name: str, buffer_hook: _BufferCommHook | None
+    ) -> None:
+        """Register in a copy what the original had: hooks and their states, and what the first one was called."""
+        for hook, state in hooks:
+            from paceline.ddp.torch_compat.comm_hooks import forget_buckets  # noqa: PLC0415 (as above)
+
+            forget_buckets(state)
+            self.register_comm_hook(state, hook)
+        self._comm_hook_name = name
+        if buffer_hook is not None:
+            self._register_buffer_comm_hook(
+                buffer_hook.buffer_comm_hook_state,
+                buffer_hook.buffer_comm_hook,
+                buffer_hook.buffer_comm_hook_location,
+            )
+
     # ---- buffers
 
     def _register_buffer_comm_hook(
@@ -358,6 +375,18 @@ def _mark_low_precision(module: Module, dtype: torch.dtype | None) -> None:
             low.untyped_storage().resize_(0)
             marked: Any = parameter
             marked._mp_param, marked._fp_param = low, parameter.data
+
+
+class _DefaultGroup:
+    """A communication hook's state in a copy that is being made: there it is the default process group."""
+
+    def __reduce__(self) -> Any:
+        return dist.distributed_c10d._get_default_group, ()
+
+
+def without_group(state: Any) -> Any:
+    """Return a communication hook's state for a copy: as it is, but a process group cannot be copied."""
+    return _DefaultGroup() if isinstance(state, dist.ProcessGroup) else state
 
 
 class Shadow(JoinHook):
