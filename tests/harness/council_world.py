@@ -83,6 +83,7 @@ class World:
                     self._turn(place, host)
             self._deliver()
             self._train()
+            self._check_votes()
 
     def _turn(self, place: int, host: Host) -> None:
         for _ in range(3):  # what it says to itself about itself takes no time
@@ -162,6 +163,12 @@ class World:
                 for host in here:
                     host.steps = {m: step if m in plan.members else s for m, s in host.steps.items()}
                 self.history.append((self.now_s, plan.epoch, step))
+
+    def _check_votes(self) -> None:
+        """A host that may write a checkpoint now has the newest step."""
+        for host in self.hosts:
+            if not (host.is_dead or host.is_frozen) and host.council.holds_vote(self.now_s):
+                assert not self.history or max(host.steps.values()) >= self.history[-1][2]
 
     # ---- what is expected
 

@@ -36,6 +36,7 @@ from paceline.elastic.line import (
     InLoop,
     Line,
     Ready,
+    Saved,
     Seat,
     StillReplaying,
     Stopped,
@@ -263,13 +264,20 @@ class Elastic:
                 forget_frames(error)
 
     def _save(self) -> None:
-        """Make the checkpoint of the last completed step. Local."""
-        if self._is_given_up:
-            self._rollback.undo()
-        sampler, place = self._sampler, self._place
-        sampler.move(sampler.batch, sampler.rank, place.epoch, place.position)
-        if self._checkpoint is not None:
-            self._checkpoint()
+        """Make the checkpoint of the last completed step, and tell the agent how that went. Local."""
+        assert self._crew is not None
+        sampler, place, why = self._sampler, self._place, ""
+        try:
+            if self._is_given_up:
+                self._rollback.undo()
+            sampler.move(sampler.batch, sampler.rank, place.epoch, place.position)
+            if self._checkpoint is not None:
+                self._checkpoint()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._crew.line.tell(Saved(why[:500]))
 
     def _follow(self, seat: Seat) -> None:
         """Take this seat (rules 1 and 3)."""

@@ -77,6 +77,13 @@ class CaughtUp:
     """It wants to come in: it holds what the others train, or cannot get that while they do."""
 
 
+@dataclass(frozen=True)
+class Saved:
+    """It has made the checkpoint that it was asked for, or has failed to."""
+
+    error: str  # in words; empty: there was none
+
+
 # ---- the agent says
 
 
@@ -145,6 +152,7 @@ Message = (
     | InLoop
     | StillReplaying
     | CaughtUp
+    | Saved
     | Give
     | Receive
     | Stop

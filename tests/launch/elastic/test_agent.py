@@ -30,10 +30,11 @@ while not isinstance(line.hear(), Seat):
     pass
 """
 
-# Local rank 1 dies in its loop, and its replacements at once. The other writes down what its agent says then.
-LAST_ONE = """
+# Local rank 1 dies in its loop, and its replacements at once. Rank 0 fails to do what its agent asks for then, the last
+# one writes it down.
+LAST_ONES = """
 import os, pathlib, sys
-from paceline.elastic.line import Ended, InLoop, Line, Ready, Seat, Stop, Stopped
+from paceline.elastic.line import Ended, InLoop, Line, Ready, Saved, Seat, Stop, Stopped
 line = Line.of_this_process()
 if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
     sys.exit(1)
@@ -45,7 +46,11 @@ while not isinstance(said := line.hear(), Ended):
             sys.exit(1)
     elif isinstance(said, Stop):
         line.tell(Stopped(said.epoch, 3))
+if os.environ["LOCAL_RANK"] == "0":
+    line.tell(Saved("OSError: no space left on device"))
+    sys.exit(1)
 pathlib.Path(sys.argv[1]).write_text(said.why)
+line.tell(Saved(""))
 """
 
 # Local rank 1 dies in its loop. Its first replacement hangs as it is to receive the other's state, the second comes in.
@@ -224,6 +229,9 @@ class OthersFirst:
     def wants_pause(self, _epoch: int) -> bool:
         return False
 
+    def holds_vote(self) -> bool:
+        return False
+
     def ask_for_state(self, _take: Callable[[socket.socket], None]) -> bool:
         return False
 
@@ -314,21 +322,35 @@ def test_a_rank_comes_in_when_it_has_another_hosts_state(
 
 @pytest.mark.processes
 def test_a_checkpoint_is_asked_for_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too few ranks are left, and none comes: the last one is told why before the launch ends."""
+    """Too few ranks are left, and none comes. A rank that fails says why, and the next one is asked.
+
+    None is asked where other hosts may train on: the checkpoint would take the place of a newer one.
+    """
     script, saved, notes = tmp_path / "train.py", tmp_path / "saved", list[str]()
-    script.write_text(LAST_ONE)
+    script.write_text(LAST_ONES)
     monkeypatch.setattr("sys.executable", str(warm.folder() / "python"))
-    arguments = command_line.parse(["--nproc-per-node", "2", "--min-ranks", "2", str(script), str(saved)])
-    agent = Agent(arguments, OneHost(), Starter(arguments), Start(0, 2, 0, 1, None), notes.append)
+    arguments = command_line.parse(["--nproc-per-node", "3", "--min-ranks", "3", str(script), str(saved)])
+    decider = OneHost()
+    agent = Agent(arguments, decider, Starter(arguments), Start(0, 3, 0, 1, None), notes.append)
     try:
-        with pytest.raises(LaunchError, match=r"1 rank\(s\) are left of at least 2") as raised:
+        with pytest.raises(LaunchError, match=r"2 rank\(s\) are left of at least 3") as raised:
             while True:
                 agent.look()
+        with monkeypatch.context() as patch:
+            patch.setattr(decider, "holds_vote", lambda: False)
+            agent.save(str(raised.value), lambda: None)
+        assert notes[-1] == "no checkpoint is made here: other hosts may train on without this one"
         agent.save(str(raised.value), lambda: None)
     finally:
         agent.end(signal.SIGTERM)
     assert saved.read_text() == str(raised.value)
-    assert "makes a checkpoint after step 3" in notes[-1]
+    said = [re.sub(r" \(pid \d+\)", "", note) for note in notes[-4:]]
+    assert said == [
+        "rank 0 is asked for a checkpoint after step 3",
+        "rank 0 has made no checkpoint: OSError: no space left on device",
+        "rank 2 is asked for a checkpoint after step 3",
+        "rank 2 has made it",
+    ]
 
 
 @pytest.mark.processes

@@ -124,6 +124,16 @@ def test_a_frozen_agent_is_fenced_when_it_wakes(world: World, place: int) -> Non
     assert world.training() == {0, 1, 2}
 
 
+def test_a_frozen_agent_that_wakes_without_a_network_holds_no_vote(world: World) -> None:
+    """It has heard nobody, and believes for a while that the others are there; `World.run` looks at each turn."""
+    world.hosts[1].is_frozen = True
+    world.cut.add(1)
+    world.run(8)
+    assert world.training() == {0, 2}
+    world.hosts[1].is_frozen = False
+    world.run(4)
+
+
 @pytest.mark.parametrize("late_s", [0.0, 0.06])
 def test_a_host_that_comes_back_at_the_end_learns_that_the_job_is_over(world: World, late_s: float) -> None:
     """Done hosts had taken it in as a voter that waits for ranks to train with, and waited for it."""
@@ -150,6 +160,7 @@ def test_of_two_hosts_the_one_that_breaks_ties_goes_on() -> None:
     world.check()
     assert world.training() == {0}
     assert world.hosts[1].council.is_over(world.hosts[1].epoch)
+    assert [host.council.holds_vote(world.now_s) for host in world.hosts] == [True, False]
     world.cut.clear()
     world.run(5)
     world.check()
@@ -202,6 +213,7 @@ def test_a_minority_waits(world: World) -> None:
     world.run(8)
     assert world.training() == set()
     assert len(world.hosts[0].council.missing()) == 2
+    assert not world.hosts[0].council.holds_vote(world.now_s)  # it would overwrite a newer checkpoint
 
 
 def test_fewer_than_the_least_number_of_ranks_wait() -> None:
@@ -211,6 +223,8 @@ def test_fewer_than_the_least_number_of_ranks_wait() -> None:
     kill(world, 2)
     world.run(4)
     assert world.training() == set()
+    assert [host.council.holds_vote(world.now_s) for host in world.hosts[:2]] == [True, True]
+    assert not world.hosts[0].council.holds_vote(world.now_s + 2)  # its process was stopped until now
     world.start(2)
     world.run(5)
     world.check()

@@ -30,6 +30,7 @@ from paceline.elastic.line import (
     Ready,
     Receive,
     Refused,
+    Saved,
     Seat,
     Stop,
     Stopped,
@@ -154,17 +155,28 @@ class Agent:
         self._seats.end(number)
 
     def save(self, why: str, check: Callable[[], None]) -> None:
-        """Training does not go on: let the rank that is furthest make a checkpoint, if the script has asked for one."""
+        """Training does not go on: let a rank that is furthest make a checkpoint, if the script has asked for one.
+
+        If it fails, the next one is asked. None is asked if the other hosts may train on without this one: its state
+        may be old, and its checkpoint would take the place of a newer one.
+        """
         able = [rank for rank in self._seats.training if rank.saves and rank.step is not None]
-        if not able:
+        if able and not self._decider.holds_vote():
+            self._note("no checkpoint is made here: other hosts may train on without this one")
             return
-        rank = max(able, key=lambda each: each.step or 0)
-        self._note(f"{rank.name} makes a checkpoint after step {rank.step}")
-        rank.process.tell(Ended(why))
         until_s = time.monotonic() + _MISSING_RATIO * self._arguments.lost_after_s
-        while time.monotonic() < until_s and not rank.process.has_ended():
-            check()
-            time.sleep(LOOK_S)
+        for rank in sorted(able, key=lambda each: each.step or 0, reverse=True):
+            self._note(f"{rank.name} is asked for a checkpoint after step {rank.step}")
+            rank.process.tell(Ended(why))
+            while not (has_ended := rank.process.has_ended()) and time.monotonic() < until_s:
+                check()
+                time.sleep(LOOK_S)
+            self._seats.hear_all_of(rank)
+            if rank.saved == "":
+                self._note(f"{rank.name} has made it")
+                return
+            late = "it ended before" if has_ended else "it took too long"
+            self._note(f"{rank.name} has made no checkpoint: {rank.saved or late}")
 
     # ---- the loop
 
@@ -228,6 +240,8 @@ class Agent:
             self._seats.came_in(rank)
         elif isinstance(message, CaughtUp):
             rank.is_replaying = False
+        elif isinstance(message, Saved):
+            rank.saved = message.error
 
     def _let_wait(self, rank: Rank, card: str) -> None:
         """A rank has made its model."""

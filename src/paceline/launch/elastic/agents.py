@@ -148,6 +148,11 @@ class Agents:
         with self._lock:
             return self._council.wants_pause(epoch)
 
+    def holds_vote(self) -> bool:
+        """See `Decider`."""
+        with self._lock:
+            return self._broken is None and self._council.holds_vote(time.monotonic())
+
     def ask_for_state(self, take: Callable[[socket.socket], None]) -> bool:
         """See `Decider`."""
         with self._lock:

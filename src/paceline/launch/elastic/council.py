@@ -69,6 +69,7 @@ class Council:
         self._turn_s = self._beat_s = now_s
         self._due_s = now_s  # when it may propose, or propose again
         self._repeat_s = now_s
+        self._listens_until_s = now_s  # after a pause: until then it may not know who is missing
 
     # ---- this host's ranks
 
@@ -189,6 +190,7 @@ class Council:
     def turn(self, now_s: float) -> list[tuple[Address, Packet]]:
         """Do what is due; returns what is to be sent, and where."""
         if now_s - self._turn_s > PAUSE_S:
+            self._listens_until_s = now_s + SILENCE_S
             for peer in self.peers.values():
                 peer.heard_s += now_s - self._turn_s
         self._turn_s = now_s
@@ -230,6 +232,18 @@ class Council:
         """Whether ranks of this host are in the newest decree."""
         members = () if self.state.decree is None else self.state.decree.members
         return any(each.member.host == self.own.name for each in members)
+
+    def holds_vote(self, now_s: float) -> bool:
+        """Whether nothing can be decided without this agent, whose ranks hold the newest state."""
+        decree = self.state.decree
+        if decree is None or decree.trained == NOT_STARTED or not self.state.is_voter:
+            return False
+        if now_s < self._listens_until_s or now_s - self._turn_s > PAUSE_S:  # rule 5
+            return False
+        heard = set(decree.names) - set(self.missing())
+        return decree.has_quorum(heard) and any(
+            each.epoch == decree.trained for each in self.state.report.candidates
+        )
 
     def all_done(self) -> bool:
         """Whether nobody needs this agent any more: all others' ranks have ended well, or they are gone."""

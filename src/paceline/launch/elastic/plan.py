@@ -126,6 +126,9 @@ class Decider(Protocol):
     def wants_pause(self, epoch: int) -> bool:
         """Whether its ranks shall leave it between two steps, because ranks of another host come in."""
 
+    def holds_vote(self) -> bool:
+        """Whether no other host can train on without this one, whose ranks hold the newest state. Local."""
+
     def ask_for_state(self, take: Callable[[socket.socket], None]) -> bool:
         """Have a rank of another host give its state to one of this host; False: none trains. Local; never blocks.
 
@@ -164,6 +167,9 @@ class OneHost:
 
     def wants_pause(self, epoch: int) -> bool:
         return False
+
+    def holds_vote(self) -> bool:
+        return True
 
     def ask_for_state(self, take: Callable[[socket.socket], None]) -> bool:
         return False

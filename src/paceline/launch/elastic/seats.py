@@ -57,6 +57,7 @@ class Rank:
     follows: bool = False  # whether it has said that it goes on in the membership that it was given a seat in
     is_replaying: bool = False  # whether it receives another's state, and has not caught up
     saves: bool = False  # whether it makes a checkpoint, if training cannot go on
+    saved: str | None = None  # how that went: why it failed, or empty; None: it has not said so
     is_silent: bool = False  # whether it has closed its end of the line
     cpu_ticks: int = 0  # that it had used when it was seen to use more
     # when that was, or when it said that it waits for others
@@ -177,6 +178,11 @@ class Seats:
             rank.moved_s = time.monotonic()
             self._take(rank, message)
 
+    def hear_all_of(self, rank: Rank) -> None:
+        """Take in what a rank has said until now."""
+        while not rank.is_silent and select.select([rank.process.line], [], [], 0)[0]:
+            self._listen_to(rank)
+
     def look(self, awaited_since_s: float | None) -> None:
         """See who ends, and who stands still; since when all are asked to stop, if they are."""
         for rank in self:
@@ -204,8 +210,7 @@ class Seats:
 
     def _see_end(self, rank: Rank) -> None:
         """The kernel says that a process ends: at once within its loop, else by its exit code, a little later."""
-        while not rank.is_silent and select.select([rank.process.line], [], [], 0)[0]:
-            self._listen_to(rank)  # its last words
+        self.hear_all_of(rank)  # its last words
         if rank.phase is Phase.TRAINING and rank.is_inside:
             self._lose(rank, f"{rank.name} ended")
         elif rank.process.has_ended():

@@ -1,0 +1,40 @@
+"""What `Elastic` does on one rank, without processes: its crew is the test's."""
+
+import types
+
+import pytest
+
+from paceline.data import GlobalBatch, GlobalShuffle
+from paceline.elastic import Elastic
+from paceline.elastic.handover import Place
+from paceline.elastic.line import Saved
+
+
+def elastic_of(**attributes):
+    """An `Elastic` that has completed three steps of four samples, and what it tells its agent."""
+    told = []
+    made = Elastic.__new__(Elastic)
+    shuffle = GlobalShuffle(20, GlobalBatch((4,)), 0)
+    line = types.SimpleNamespace(tell=told.append)
+    vars(made).update(
+        _sampler=shuffle, _place=Place(3, 0, 12), _is_given_up=False, _crew=types.SimpleNamespace(line=line)
+    )
+    vars(made).update(attributes)
+    return made, told
+
+
+def test_a_checkpoint_that_raises_is_told():
+    """It was reported as made. A good one finds the sampler behind the last completed step."""
+
+    def fail():
+        raise OSError(28, "No space left on device")
+
+    made, told = elastic_of(_checkpoint=fail)
+    with pytest.raises(OSError, match="No space left"):
+        made._save()
+    assert told == [Saved("OSError: [Errno 28] No space left on device")]
+    states = []
+    made, told = elastic_of(_checkpoint=lambda: states.append(made._sampler.state_dict()))
+    made._save()
+    assert told == [Saved("")]
+    assert states[0]["position"] == 12
