@@ -68,13 +68,13 @@ def samples_of(row: Row) -> list[list[float]]:
 
 
 def spread_of(values: list[float]) -> float:
-    """How far the quartiles are apart, relative to the median."""
+    """Return how far the quartiles are apart, relative to the median."""
     lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
     return (upper - lower) / abs(median)
 
 
 def provenances(row: Row) -> list[Mapping[str, Any]]:
-    """Where and when the results behind a row's figures were measured."""
+    """Return where and when the results behind a row's figures were measured."""
     paths = [path for _, source in row.figures for path in paths_in(source)]
     paths += [] if isinstance(row.samples, str) else row.samples
     found = {}
@@ -154,7 +154,7 @@ def table(rows: Mapping[str, Row], names: list[str]) -> str:
 
 
 def counted(row: Row) -> str:
-    """How many samples a cell of the row has."""
+    """Return how many samples a cell of the row has."""
     return row.samples if isinstance(row.samples, str) else _range([len(cell) for cell in samples_of(row)])
 
 

@@ -145,7 +145,7 @@ class World:
             host.steps = {m: plan.step if m in plan.members else s for m, s in host.steps.items()}
 
     def _is_fenced(self, host: Host) -> bool:
-        """Whether its ranks are out of a decree by which others train."""
+        """Return whether its ranks are out of a decree by which others train."""
         decree = host.council.decree
         assert decree is not None
         names = {candidate.member for candidate in decree.members}

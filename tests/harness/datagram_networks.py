@@ -139,7 +139,7 @@ class Switch:
         self._count = 0
 
     def room(self, rank: int, now_us: int) -> int:
-        """How many chunks fit into a host's own queue."""
+        """Return how many chunks fit into a host's own queue."""
         queued = self._queued[rank]
         while queued and queued[0] <= now_us:
             queued.popleft()
@@ -227,5 +227,5 @@ def time_of_sums(
 
 
 def strangers(ends: Sequence[Endpoint]) -> int:
-    """How many datagrams these endpoints took for a stranger's."""
+    """Return how many datagrams these endpoints took for a stranger's."""
     return sum(int(end.tables.numbers[e.STRANGERS]) for end in ends)

@@ -110,7 +110,7 @@ def numbers_in(text: str) -> set[str]:
 
 
 def rounds_to(value: float, figure: str) -> bool:
-    """Whether a value, rounded to as many digits as the figure shows, is that figure."""
+    """Return whether a value, rounded to as many digits as the figure shows, is that figure."""
     digits = len(figure.partition(".")[2])
     return abs(value - float(figure.replace(",", ""))) <= 0.5 * 10.0**-digits * (1 + 1e-9)
 

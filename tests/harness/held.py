@@ -20,7 +20,7 @@ class Held:
     num_shared_mappings: int
 
     def within(self, other: Held) -> bool:
-        """Whether it is nothing more."""
+        """Return whether it is nothing more."""
         return all(now <= once for now, once in zip(astuple(self), astuple(other), strict=True))
 
 

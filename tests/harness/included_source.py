@@ -22,7 +22,7 @@ BLOCK = re.compile(
 
 
 def is_included(title: str | None) -> bool:
-    """Whether a block with this title is taken from the source."""
+    """Return whether a block with this title is taken from the source."""
     return title is not None and "::" in title
 
 

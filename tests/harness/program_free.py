@@ -179,7 +179,7 @@ class Trial:
 
 
 def _where_to_raise(program: Program, name: str) -> str:
-    """Where that has one outcome.
+    """Return where that has one outcome.
 
     How early a backward that nobody sees begin was noticed depends on buckets.
     """

@@ -251,7 +251,7 @@ def batch(program: Program, seed: int, rank: int, part: int = 0, size: int = 3) 
 
 
 def branches(program: Program, seed: int, rank: int) -> dict[str, bool]:
-    """Which branches a rank's forward uses."""
+    """Return which branches a rank's forward uses."""
     source = random.Random(f"{program.seed} {seed} {rank}")
     return {name: source.random() < 0.8 for name in ("left", "right", "spare")}
 

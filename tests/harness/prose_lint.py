@@ -338,7 +338,7 @@ class Allowed:
     reason: str
 
     def covers(self, finding: Finding) -> bool:
-        """Whether this is about that sentence."""
+        """Return whether this is about that sentence."""
         path = str(finding.prose.path.relative_to(REPOSITORY))
         return self.path == path and (self.begins == "*" or finding.sentence.startswith(self.begins))
 

@@ -82,7 +82,7 @@ class RankError:
     stack: str
 
     def is_a(self, name: str) -> bool:
-        """Whether `name` (a class name, with or without its module) is among the exception's classes."""
+        """Return whether `name` (a class name, with or without its module) is among the exception's classes."""
         return any(name in (qualified, qualified.rpartition(".")[2]) for qualified in self.types)
 
 
@@ -102,7 +102,7 @@ class Outcome:
 
     @property
     def clean(self) -> bool:
-        """Whether the function returned."""
+        """Return whether the function returned."""
         return self.error is None and self.exit_code is None and not self.missed_deadline
 
     def story(self) -> str:
@@ -148,7 +148,7 @@ def _log_path(folder: str | Path, rank: int) -> Path:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process has been stopped by a signal, so that there is no point in waiting for it."""
+    """Return whether a process has been stopped by a signal, so that there is no point in waiting for it."""
     with contextlib.suppress(OSError):
         return "\nState:\tT" in Path(f"/proc/{pid}/status").read_text()
     return False

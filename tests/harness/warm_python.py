@@ -26,7 +26,7 @@ def without_byte_code(words: list[str]) -> list[str]:
 
 
 def needs_a_real_one(name: str, words: list[str]) -> bool:
-    """Whether a fork would not be what is asked for."""
+    """Return whether a fork would not be what is asked for."""
     if name == "python" and (not words or (words[0].startswith("-") and words[0] not in ("-u", "-c", "-m"))):
         return True
     return any(x.startswith("PYTHON") and x not in HARMLESS for x in os.environ)

@@ -119,7 +119,7 @@ def _notes(config: ReduceConfig, ranks: Ranks) -> tuple[str, ...]:
 
 
 def _memory_notes(measured: Measured, ranks: Ranks) -> tuple[str, ...]:
-    """How far ours is from what the memory allows, where no network is between the ranks."""
+    """Return how far ours is from what the memory allows, where no network is between the ranks."""
     if "paceline" not in measured.times_s or ranks.rate_bytes_per_s:
         return ()
     rate = measured.copy_bytes_per_s

@@ -42,7 +42,7 @@ _DELAY = struct.Struct("=q")  # ns
 
 
 def has_netem(ip: IPRoute, interface: int) -> bool:
-    """Whether the kernel has netem, tried on an interface without traffic."""
+    """Return whether the kernel has netem, tried on an interface without traffic."""
     try:
         ip.tc("add", "netem", interface, 0x10000, delay=1000)
     except NetlinkError:

@@ -76,7 +76,7 @@ def load(
 
 
 def read(counters: int) -> tuple[int, int]:
-    """How many packets were marked and dropped so far."""
+    """Return how many packets were marked and dropped so far."""
     key, value = ctypes.c_uint32(0), ctypes.create_string_buffer(_VALUE_BYTES)
     _bpf(_MAP_LOOKUP, struct.pack("=IIQQQ", counters, 0, ctypes.addressof(key), ctypes.addressof(value), 0))
     _, marked, dropped = struct.unpack("=QQQ", value.raw)

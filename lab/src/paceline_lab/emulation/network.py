@@ -350,12 +350,12 @@ class Network:
 
 
 def _is_up(link: Any) -> bool:
-    """Whether the kernel has noticed that an end is up; of devices of user space it does not know."""
+    """Return whether the kernel has noticed that an end is up; of devices of user space it does not know."""
     return link.get_attr("IFLA_OPERSTATE") in ("UP", "UNKNOWN")
 
 
 def _forwards(port: Any) -> bool:
-    """Whether a port of a bridge carries packets."""
+    """Return whether a port of a bridge carries packets."""
     info = port.get_attr("IFLA_LINKINFO")
     bridge = None if info is None else info.get_attr("IFLA_INFO_SLAVE_DATA")
     state = None if bridge is None else bridge.get_attr("IFLA_BRPORT_STATE")

@@ -60,7 +60,7 @@ def remove_orphans() -> list[str]:
 
 
 def _is_orphan(name: str) -> bool:
-    """Whether the owner in this name was a process of this namespace that has ended."""
+    """Return whether the owner in this name was a process of this namespace that has ended."""
     identity, _, _ = name.removeprefix(_PREFIX).rpartition(".")
     namespace, pid, *_ = [*identity.split("."), "", ""]
     if not name.startswith(_PREFIX) or namespace != _namespace() or not pid.isdigit():
@@ -153,7 +153,7 @@ class CgroupPlace:
 
 
 def find_cgroup_place() -> CgroupPlace | None:
-    """Where CPU quotas can be set from here; None if nowhere."""
+    """Return where CPU quotas can be set from here; None if nowhere."""
     return next((place for place in _cgroup_places() if _usable(place)), None)
 
 

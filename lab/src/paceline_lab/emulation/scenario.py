@@ -223,7 +223,7 @@ class Scenario:
 
     @property
     def needs_packets(self) -> bool:
-        """Whether single packets will matter though the cluster's start does not tell."""
+        """Return whether single packets will matter though the cluster's start does not tell."""
         return any(change.kind == "loss" and change.value for _, change in self.changes)
 
 
@@ -280,7 +280,7 @@ class Director:
                 return
 
     def _play(self, scene: Scene) -> bool:
-        """Whether all of a scene's changes were carried out."""
+        """Return whether all of a scene's changes were carried out."""
         started_s = time.monotonic()
         for at_s, change in scene.changes:
             if self._over.wait(max(0.0, started_s + at_s - time.monotonic())):

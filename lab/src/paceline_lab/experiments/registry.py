@@ -61,7 +61,7 @@ class Experiment:
 
     @property
     def is_possible(self) -> bool:
-        """Whether this process may run it."""
+        """Return whether this process may run it."""
         return self.needs != ROOT or IS_ROOT
 
 

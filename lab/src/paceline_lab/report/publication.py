@@ -85,7 +85,7 @@ class Verdict:
 
     @property
     def met(self) -> bool:
-        """Whether the value is on the right side; a target of overlap is a lower bound, all others upper."""
+        """Return whether the value is on the right side; a target of overlap is a lower bound, all others upper."""
         return self.value >= self.target if self.unit == "of ideal" else self.value <= self.target
 
     def text(self) -> str:

@@ -78,7 +78,7 @@ def slices(inputs: Tensor, labels: Tensor, num_ranks: int) -> Iterator[tuple[Ten
 
 
 def has_batch_statistics(model: nn.Module) -> bool:
-    """Whether what a sample's output is depends on the others of its batch."""
+    """Return whether what a sample's output is depends on the others of its batch."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 

@@ -141,14 +141,14 @@ class Plan:
         return []
 
     def num_trials(self) -> int:
-        """How many a complete study has, if no choice is revised and no tuned rate is the reference."""
+        """Return how many a complete study has, if no choice is revised and no tuned rate is the reference."""
         grids = len(self.grid) * len(self.references())
         cells = [cell for table in {row.table for row in self.rows} for cell in self.cells(table)]
         rest = len(self.grid) - 1 + self.num_seeds - 1
         return grids + len(cells) * self.num_seeds - 1 + len(self._tuned_cells()) * rest
 
     def num_there(self, store: Store) -> int:
-        """How many of its trials the store has, of the stages that are known so far."""
+        """Return how many of its trials the store has, of the stages that are known so far."""
         there: set[Trial] = set()
         for stage in self._stages():
             trials = set(stage(store))

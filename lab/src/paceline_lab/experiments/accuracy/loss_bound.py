@@ -118,7 +118,7 @@ class Cell:
 
     @property
     def is_seen(self) -> bool:
-        """Whether the difference is more than twice its standard error."""
+        """Return whether the difference is more than twice its standard error."""
         return self.error is not None and self.worse_by > 2 * self.error
 
 

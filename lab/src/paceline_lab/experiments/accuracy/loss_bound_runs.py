@@ -164,7 +164,7 @@ def _trial(case: Case, seed: int, options: LossOptions) -> LossTrial:
 
 
 def loss_pattern(case: Case, seed: int, num_ranks: int) -> LossPattern:
-    """Which chunks are lost: of all that is sent the same part, by the case's pattern and the seed alone.
+    """Return which chunks are lost: of all that is sent the same part, by the case's pattern and the seed alone.
 
     Of each transfer: random ones; those at its end; a run of neighbours; those of the smallest or largest mean
     magnitude. "front" and "back" take random ones, all of them of the first or last half of the model's elements.
@@ -226,7 +226,7 @@ def train(trial: LossTrial, samples: Samples) -> LossOutcome:
 
 @torch.no_grad()
 def outcome_of(model: nn.Module, part: Part) -> LossOutcome:
-    """How good a model is on these samples."""
+    """Return how good a model is on these samples."""
     model.eval()
     num_right, total = 0, 0.0
     for inputs, labels in zip(part.inputs.split(1024), part.labels.split(1024), strict=True):

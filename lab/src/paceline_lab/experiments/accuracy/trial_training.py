@@ -74,7 +74,7 @@ def batches(part: Part, size: int, trial: Trial) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, part: Part) -> float:
-    """Which share of the samples the model puts into the right class."""
+    """Return which share of the samples the model puts into the right class."""
     model.eval()
     pairs = zip(part.inputs.split(1024), part.labels.split(1024), strict=True)
     num_right = sum(int((model(x).argmax(dim=1) == y).sum()) for x, y in pairs)

@@ -100,7 +100,7 @@ class Case:
 
     @property
     def can_know(self) -> bool:
-        """Whether there are priorities that ports may know."""
+        """Return whether there are priorities that ports may know."""
         return self.kind in ("layers", "overlap")
 
     def spec(self, tcp: str) -> ClusterSpec:

@@ -72,7 +72,7 @@ def _that_fit(cells: Sequence[int], num_at_once: int) -> tuple[int, ...]:
 
 
 def _seconds(compute: Callable[[], None], in_turn: bool) -> float:
-    """How long this rank computes, all ranks at once or one after another. Collective."""
+    """Return how long this rank computes, all ranks at once or one after another. Collective."""
     taken_s = 0.0
     for rank in range(dist.get_world_size()) if in_turn else [dist.get_rank()]:
         dist.barrier()

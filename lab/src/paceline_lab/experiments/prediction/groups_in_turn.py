@@ -56,7 +56,7 @@ class _Flow:
 
 
 def in_lanes(starts_s: Sequence[float], wires: Sequence[Wire], num_lanes: int) -> list[float]:
-    """When each collective ends, several at once."""
+    """Return when each collective ends, several at once."""
     queues = [list(range(lane, len(wires), num_lanes)) for lane in range(num_lanes)]
     arrivals_s = [0.0] * len(wires)
     flows: list[_Flow] = []

@@ -354,7 +354,7 @@ def main(
 
 
 def place(hosts: int, rate: str) -> Place:
-    """Where the ranks run: hosts with links of this rate, or this machine."""
+    """Return where the ranks run: hosts with links of this rate, or this machine."""
     if rate == LOOPBACK:
         return LoopbackRanks(hosts)
     # A queue that holds what four ranks send at once: losses would show retransmission, not compression.

@@ -134,7 +134,7 @@ def grade_rank(recorded: Recorded) -> Grade:
 
 
 def _is_latest(recorded: Recorded, then_s: float) -> bool:
-    """Whether the rank that was struck works longer than every other (rule 2)."""
+    """Return whether the rank that was struck works longer than every other (rule 2)."""
     table = table_of(recorded.runs[SLOW])
     place = table.ranks.index(recorded.culprit)
     return median(leads[place] for leads in table.leads_s()) >= LEAST_EFFECT * then_s

@@ -55,7 +55,7 @@ LINK_CAUSES = {
 
 
 def is_possible() -> bool:
-    """Whether hosts can be emulated here."""
+    """Return whether hosts can be emulated here."""
     return IS_ROOT
 
 

@@ -88,7 +88,7 @@ class Floor:
 
     @property
     def words(self) -> str:
-        """How it is derived."""
+        """Return how it is derived."""
         larger_s = max(self.computation_s, self.communication_s)
         text = (
             f"least {self.least_s * 1e3:.0f} ms: the larger of computation {self.computation_s * 1e3:.0f} and "

@@ -83,7 +83,7 @@ class Config:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether ranks or steps differ."""
+        """Return whether ranks or steps differ."""
         return (self.slow_rank_ratio, self.jitter_ratio) != (1.0, 0.0)
 
     @property
@@ -248,7 +248,7 @@ class Trainee:
         return self.workload.answer(self.module)
 
     def error(self, answer: list[torch.Tensor]) -> float:
-        """How far timed compute's gradients are from the mean, on any rank, relative; else 0. Collective."""
+        """Return how far timed compute's gradients are from the mean, on any rank, relative; else 0. Collective."""
         if not isinstance(self.module, TimedModel):
             return 0.0
         return max(gather(self.module.expected_error(answer, dist.get_world_size())))

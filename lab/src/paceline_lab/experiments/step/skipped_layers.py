@@ -161,7 +161,7 @@ class Trainee:
                 layer.requires_grad_(not is_frozen)
 
     def error_of_whole_step(self) -> float:
-        """How far a step of all layers is from the mean over ranks. Collective."""
+        """Return how far a step of all layers is from the mean over ranks. Collective."""
         self._freeze(False)
         self._step([])
         gradients = [p.grad for p in self.module.timed.parameters() if p.grad is not None]

@@ -126,5 +126,5 @@ def _blow(dice: random.Random, host: int) -> Blow:
 
 
 def can_limit_memory() -> bool:
-    """Whether a rank can be given so little memory that the kernel kills it."""
+    """Return whether a rank can be given so little memory that the kernel kills it."""
     return os.access(GROUPS, os.W_OK)

@@ -148,7 +148,7 @@ class _Launch:
                 os.kill(pid, number)
 
     def notes_of(self, what: str) -> list[float]:
-        """When ranks noted this."""
+        """Return when ranks noted this."""
         files = self._folder.glob("host*/rank-*.jsonl")
         return sorted(note["at"] for file in files for note in read_notes(file) if note["what"] == what)
 

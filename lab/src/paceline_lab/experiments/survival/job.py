@@ -103,7 +103,7 @@ class Outcome:
 
     @property
     def has_hung(self) -> bool:
-        """Whether it had to be ended, and did nothing any more; on a busy machine a job may be slow."""
+        """Return whether it had to be ended, and did nothing any more; on a busy machine a job may be slow."""
         return self.code is None and self.still_s > _HANG_S
 
     @property
@@ -183,7 +183,7 @@ def _training(folder: Path) -> list[int]:
 
 
 def _end_what_is_left(mark: str) -> int:
-    """How many processes of the job there still are; they are ended."""
+    """Return how many processes of the job there still are; they are ended."""
     needle, count = f"{_MARK}={mark}".encode(), 0
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -169,7 +169,7 @@ class Soak:
             self._maybe_change()
 
     def _step(self, batches: list[Any]) -> bool:
-        """Whether the step succeeded."""
+        """Return whether the step succeeded."""
         victim, chance = self.draw.randrange(self.num_ranks), self.draw.random()
         sizes = self.shuffle.step.samples if self.shuffle.step is not None else ()
         self.network.fails = self.rank == victim and chance < 0.2 and sizes[victim] > SIZE // 2

@@ -59,7 +59,7 @@ class Job:
 
     @property
     def learns(self) -> bool:
-        """Whether there is a loss that falls; else the part of the steps that is left takes its place."""
+        """Return whether there is a loss that falls; else the part of the steps that is left takes its place."""
         return self.workload != "bert"
 
 
@@ -96,7 +96,7 @@ class Outcome:
         return next(step for step, loss in enumerate(losses) if loss <= self.target)
 
     def seconds(self, side: str) -> float:
-        """When a side's loss had come down to the target."""
+        """Return when a side's loss had come down to the target."""
         ends = self.ideal_s if side == IDEAL else self.runs[side]["end_s"]
         return float(ends[self.reached_at(side)])
 
@@ -120,7 +120,7 @@ class Outcome:
 
 
 def speeds_at(job: Job, step: int, equal: dict[str, Any]) -> list[Speed]:
-    """How fast each rank is in a step: what it sleeps, or what its processor time is worth under its quota."""
+    """Return how fast each rank is in a step: what it sleeps, or what its processor time is worth under its quota."""
     speeds = job.case.speeds()
     if job.quotas is not None:
         medians = [Summary.of(times).median for times in equal["processor_s"]]
