@@ -37,13 +37,14 @@ from paceline.ddp.replicas import Description, Verified, verify
 from paceline.ddp.setting import Setting
 from paceline.ddp.skipping import Skipping
 from paceline.ddp.step import Step, Terms
-from paceline.ddp.step_shares import Standing
+from paceline.ddp.step_shares import Standing, StepShares
 from paceline.ddp.weights import StepWeights, Weighing, WeightExchange
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTimings, spans
 from paceline.recording.labels import range_of
 from paceline.recording.our_steps import OurSteps
 from paceline.recording.sample_counts import BatchCounts
+from paceline.reductions import Reduction
 from paceline.reductions.logical_mean import LogicalMean
 
 if TYPE_CHECKING:
@@ -413,6 +414,25 @@ class StepCoordinator:
             self.reducer.step.buffers.run_hook()
 
     # ---- lost ranks
+
+    @property
+    def reduction(self) -> Reduction:
+        """What combines the ranks' gradients."""
+        return self.setting.reduction
+
+    @property
+    def shares(self) -> StepShares | None:
+        """What a `batch_sampler` deals out, if the model has one."""
+        return self.setting.shares
+
+    @property
+    def has_droppable(self) -> bool:
+        """Whether steps may leave out parts of the module."""
+        return bool(self.setting.droppable)
+
+    def reduce_by(self, reduction: Reduction) -> None:
+        """Combine gradients by another reduction from now on. Local; before the first step."""
+        self.setting.reduce_by(reduction)
 
     def handle_faults(self, handler: FaultHandler) -> None:
         """Let it decide from now on which errors of a window are recoverable. Local."""

@@ -25,9 +25,9 @@ from paceline.comm.collectives import all_gather, device_for_metadata
 from paceline.comm.peers import Peers
 from paceline.data import GlobalBatch
 from paceline.ddp.replicas import Verified
-from paceline.ddp.setting import Setting
-from paceline.ddp.step_shares import Standing
+from paceline.ddp.step_shares import Standing, StepShares
 from paceline.errors import ConfigurationError, PacelineError, ProtocolError
+from paceline.reductions import Reduction
 from paceline.reductions.logical_mean import LogicalMean
 
 _TOKEN_BITS = 62
@@ -44,8 +44,19 @@ class Model(Protocol):
     """A module's steps, for its membership and for what makes up for lost ranks (`paceline.Elastic`)."""
 
     @property
-    def setting(self) -> Setting:
-        """What the wrapper was asked for: the reduction, shares of batches, what may be dropped."""
+    def reduction(self) -> Reduction:
+        """What combines the ranks' gradients."""
+
+    @property
+    def shares(self) -> StepShares | None:
+        """What a `batch_sampler` deals out, if the model has one."""
+
+    @property
+    def has_droppable(self) -> bool:
+        """Whether steps may leave out parts of the module."""
+
+    def reduce_by(self, reduction: Reduction) -> None:
+        """Combine gradients by another reduction from now on. Local; before the first step."""
 
     @property
     def logical(self) -> LogicalMean | None:

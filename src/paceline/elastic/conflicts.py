@@ -57,7 +57,7 @@ def check(
 
 
 def _of_sampler(model: DistributedDataParallel, sampler: object) -> Iterator[str]:
-    shares = model.membership.model.setting.shares
+    shares = model.membership.model.shares
     if not isinstance(sampler, GlobalShuffle):
         given = None if sampler is None else type(sampler).__name__
         yield (
@@ -86,15 +86,15 @@ def _of_group(model: DistributedDataParallel) -> Iterator[str]:
 
 
 def _of_model(model: DistributedDataParallel) -> Iterator[str]:
-    setting = model.membership.model.setting
-    if why := setting.reduction.why_not_over(None):
+    steps = model.membership.model
+    if why := steps.reduction.why_not_over(None):
         yield why
     if model.forward_overlap is not None or model.overlaps_forward:
         yield (
             "overlap_forward steps parameters while the next step runs, so a lost rank leaves some stepped and others "
             "not. Leave it out."
         )
-    if setting.droppable:
+    if steps.has_droppable:
         yield (
             "droppable= leaves out what the script draws in each step, by a generator that a rank which comes has not "
             "drawn from. Leave it out."
@@ -120,10 +120,10 @@ def _of_optimizers(optimizers: Sequence[object]) -> Iterator[str]:
 
 
 def _of_determinism(model: DistributedDataParallel) -> Iterator[str]:
-    words, setting = "deterministic=True: ", model.membership.model.setting
-    if type(setting.reduction) is not Mean:
+    words, steps = "deterministic=True: ", model.membership.model
+    if type(steps.reduction) is not Mean:
         yield f"{words}gradients are folded as they are. Leave out compression= and reduction=."
-    if setting.shares is not None and setting.shares.balance is not None:
+    if steps.shares is not None and steps.shares.balance is not None:
         yield f"{words}shares that follow measured times are no fixed ones. Leave out balance=."
     for name, each in model.module.named_modules():
         if isinstance(each, torch.nn.SyncBatchNorm):

@@ -113,7 +113,7 @@ class Elastic:
         conflicts.check(model, optimizers, others, sampler, deterministic)
         assert sampler is not None
         if deterministic:
-            model.membership.model.setting.reduce_by(LogicalMean(sampler.batch.num_ranks))
+            model.membership.model.reduce_by(LogicalMean(sampler.batch.num_ranks))
         if checkpoint is not None and not callable(checkpoint):
             raise ConfigurationError(
                 f"Elastic(checkpoint={checkpoint!r:.60}): give a function without arguments that saves a checkpoint, "
@@ -292,7 +292,7 @@ class Elastic:
         given = crew.rebuild(seat, standings, self._place)
         if given:
             crew.carried.take(given, is_new=self.step == _NOT_YET)
-            if isinstance(reduction := self._model.membership.model.setting.reduction, Lossy):
+            if isinstance(reduction := self._model.membership.model.reduction, Lossy):
                 reduction.reset()  # what it had not sent before that step, it may have sent in it
             self._place, self._is_given_up = Place(*given["place"]), False
         crew.go_on(seat, self._place)
@@ -320,7 +320,7 @@ class Crew:
         self._limit_s = float(os.environ.get(LOST_AFTER, "30"))
         self._first_batch: GlobalBatch = sampler.batch  # of the job; a rank that comes is told
         self._recorder = ChangeRecorder(sampler.batch.samples)
-        self._shares = model.membership.model.setting.shares
+        self._shares = model.membership.model.shares
         self._troubled_in = NO_EPOCH  # the last epoch whose failure was reported
         self._givers: list[Giver] = []
         self._replayed: Replayed | None = None  # what this rank, which is new, has received until now
