@@ -123,7 +123,7 @@ LATER = {
 def settings(model):
     """What a model was told, by name, as far as it does not refer to this model itself."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    setting = model._setting
+    setting = model._paceline_setting
     told = {field.name: getattr(setting, field.name) for field in dataclasses.fields(setting)}
     shares = told.pop("shares")
     told["balance"] = shares and (type(shares.sampler).__name__, repr(shares.balance))
@@ -138,7 +138,7 @@ def settings(model):
     plain.pop("_lazy_init_ran", None)
     hooks = [(hook, type(state)) for hook, state in model._comm_hooks]
     buffer_hook = model.buffer_hook and model.buffer_hook.buffer_comm_hook
-    return told, plain, hooks, buffer_hook, model._comm_hook_name
+    return told, plain, hooks, buffer_hook, model._paceline_hook_name
 
 
 def plain_steps(model, rank):

@@ -165,7 +165,7 @@ def lose_two(rank, _num_ranks, dies_in):
                 store.set(f"{rank} of {members}", b"")
                 if rank == 2:
                     store.wait([f"{other} of {members}" for other in members])
-                    where = {"standing": model._steps, "group_like": gradient_group}[dies_in]
+                    where = {"standing": model._paceline_steps, "group_like": gradient_group}[dies_in]
                     setattr(where, dies_in, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
                 try:
                     model.membership.rebuild(group)

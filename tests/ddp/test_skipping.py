@@ -73,7 +73,7 @@ def drawn(seed, step):
 def skipping(model, dropped):
     """Within it `dropped` blocks are declared; torch's class and others have nothing to declare."""
     stack = ExitStack()
-    if isinstance(model, DistributedDataParallel) and model._setting.droppable:
+    if isinstance(model, DistributedDataParallel) and model._paceline_setting.droppable:
         stack.enter_context(model.skip([model.module.blocks[block] for block in dropped]))
     return stack
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import re
 import time
 import warnings
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms import join
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -545,6 +547,43 @@ def lazily(rank, _num_ranks):
         model = DistributedDataParallel(Mlp(), lazy_bucket_allocation=True)
     squares(model(torch.randn(3, 8, generator=generator(1, rank)))).backward()
     return model.lazy_bucket_allocation, [str(warning.message) for warning in caught]
+
+
+class WithHookOfItsOwn(DistributedDataParallel):
+    """A subclass with names that a wrapper may want for itself, as torchft's class has `_comm_hook`."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.register_comm_hook(None, self._comm_hook)
+        self._steps, self._setting, self._low_precision = 0, {}, None
+
+    @staticmethod
+    def _comm_hook(state, bucket):
+        return default_hooks.allreduce_hook(state, bucket)
+
+    def _set_up(self):
+        """Never called."""
+        raise AssertionError
+
+    _trains = _call_module = _check_not_within = _set_up
+
+
+def names_of_our_own(rank, num_ranks):
+    """Private names besides torch's and those with the prefix; and whether the subclass's gradient is the mean."""
+    ours = DistributedDataParallel(nn.Linear(4, 1), mixed_precision=_MixedPrecision(torch.bfloat16))
+    classes = [each for each in DistributedDataParallel.__mro__ if each.__module__.startswith("paceline")]
+    names = set(vars(ours)).union(*map(vars, classes)) - set(vars(nn.Module()))
+    theirs = re.findall(r"\w+", inspect.getsource(inspect.getmodule(TorchDdp)) + inspect.getsource(join))
+    own = [name for name in names if name.startswith("_") and not name.startswith(("__", "_paceline_"))]
+    own = sorted(set(own) - {*theirs, "_abc_impl"})
+    model = WithHookOfItsOwn(nn.Linear(4, 1, bias=False))
+    model(torch.full((1, 4), rank + 1.0)).sum().backward()
+    return own, model.module.weight.grad.unique().tolist() == [(num_ranks + 1) / 2]
+
+
+def test_private_names_have_a_prefix():
+    """So a subclass may use any other name, as torchft's does."""
+    assert pool(2).run(names_of_our_own) == [([], True)] * 2
 
 
 def test_lazy_bucket_allocation_is_taken():

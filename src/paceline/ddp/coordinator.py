@@ -76,12 +76,12 @@ class Wrapped(Protocol):
     static_graph: bool
     mixed_precision: Any
 
-    _reducer_class: type[Reducer]
+    _paceline_reducer_class: type[Reducer]
 
-    def _let_synchronize(self, wanted: bool) -> None:
+    def _paceline_let_synchronize(self, wanted: bool) -> None:
         """Set `require_backward_grad_sync`."""
 
-    def _take_over_optimizers(self) -> Callable[[Parameter], None] | None:
+    def _paceline_take_over_optimizers(self) -> Callable[[Parameter], None] | None:
         """Find optimizers that step within backward: what to call for a parameter whose gradient is reduced."""
 
 
@@ -207,7 +207,7 @@ class StepCoordinator:
         wrapped, setting, members = self.wrapped, self.setting, self.membership
         setting.expect(wrapped.find_unused_parameters, wrapped.static_graph)
         flights: Flights = self.forward_overlap or self.skipping or Flights()
-        self.reducer = wrapped._reducer_class(
+        self.reducer = wrapped._paceline_reducer_class(
             managed,
             setting,
             flights,
@@ -395,7 +395,7 @@ class StepCoordinator:
             self.rebuild_reducer(managed)
         if self.wrapped.training:  # a copy, which is made without a collective
             self.separate_batch_norm()
-        self.reducer.step_within_backward(self.wrapped._take_over_optimizers())
+        self.reducer.step_within_backward(self.wrapped._paceline_take_over_optimizers())
 
     def has_synchronized_buffers(self) -> bool:
         return self.wrapped.forward_sync_buffers and self.buffers.exist()
@@ -454,7 +454,7 @@ class StepCoordinator:
 
     def let_synchronize(self, wanted: bool) -> None:
         """Whether the next backward does. Local."""
-        self.wrapped._let_synchronize(wanted)
+        self.wrapped._paceline_let_synchronize(wanted)
 
     def open_window(self, weight: float, num_micro_steps: int) -> WeightExchange:
         """What a window of micro-batches communicates before its first forward. Collective."""

@@ -161,9 +161,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         given = SimpleNamespace(**locals())  # the arguments, by name
         Module.__init__(self)
         Joinable.__init__(self)
-        self._logged_error: dict[str, Any] = {}
-        self._setting = Setting.of(module, given)
-        self._name_as_torch(given)
+        self._paceline_error: dict[str, Any] = {}
+        self._paceline_setting = Setting.of(module, given)
+        self._paceline_name_as_torch(given)
         self.forward_sync_buffers, init_sync_buffers = arguments.choose_buffer_policy(
             broadcast_buffers, forward_sync_buffers
         )
@@ -171,7 +171,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         arguments.warn_of_ignored(
             check_reduction, static_graph, find_unused_parameters, lazy_bucket_allocation
         )
-        self._set_up(init_sync, init_sync_buffers, overlap_forward)
+        self._paceline_set_up(init_sync, init_sync_buffers, overlap_forward)
 
     if not TYPE_CHECKING:  # a type checker knows the names from `__init__`
 
@@ -181,13 +181,15 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             arguments.refuse_unknown(cls, given)
             return super().__new__(cls)
 
-    def _set_up(self, init_sync: bool, init_sync_buffers: bool, overlap_forward: bool | str = False) -> None:
+    def _paceline_set_up(
+        self, init_sync: bool, init_sync_buffers: bool, overlap_forward: bool | str = False
+    ) -> None:
         """Everything that depends on the process group and cannot be pickled; collective if `init_sync`."""
-        self._init_torch_surface()
-        setting = self._setting
+        self._paceline_init_torch_surface()
+        setting = self._paceline_setting
         managed = setting.managed(self.module)
         name = next_name(self.process_group, init_sync)
-        self._steps = steps = StepCoordinator(self, setting, name)
+        self._paceline_steps = steps = StepCoordinator(self, setting, name)
         if steps.has_sync_batch_norm:
             sync_batch_norm.adopt(self.module)
         more = (("broadcast_buffers", init_sync_buffers), ("overlap_forward", overlap_forward))
@@ -201,20 +203,20 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             cast_buffers(self.module, self.mixed_precision.buffer_dtype)
         if init_sync or not steps.buffers.named():
             steps.buffers.take_layout()
-        self._low_precision: LowPrecision | None = None
+        self._paceline_low_precision: LowPrecision | None = None
         if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
-            self._low_precision = LowPrecision(self.module, self.mixed_precision.param_dtype)
+            self._paceline_low_precision = LowPrecision(self.module, self.mixed_precision.param_dtype)
         steps.overlap_forward(overlap_forward)
         steps.build_reducer(managed)
         weakref.finalize(self, steps.let_go)
-        self._initial_bucket_sizes = [bucket.size_bytes for bucket in self.reducer.buckets]
+        self._paceline_initial_bucket_sizes = [bucket.size_bytes for bucket in self.reducer.buckets]
         self._register_load_state_dict_pre_hook(state_names.restore, with_module=True)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(state_names.take_back)  # type: ignore[no-untyped-call]
 
     @property
     def membership(self) -> Membership:
         """Who trains the module together: ranks, groups, and `rebuild`, by which others take their places."""
-        return self._steps.membership
+        return self._paceline_steps.membership
 
     @property
     def forward_overlap(self) -> ForwardOverlap | None:
@@ -222,7 +224,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
         `timings.decisions["overlap_forward"]` says in words whether it is on, and why.
         """
-        return self._steps.forward_overlap
+        return self._paceline_steps.forward_overlap
 
     def flush(self) -> None:
         """Complete the steps that `overlap_forward` has deferred: every gradient arrives, every parameter is stepped.
@@ -242,7 +244,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     @property
     def reducer(self) -> Reducer:  # type: ignore[override]
         """What reduces the gradients now; another one once parameters were unfrozen."""
-        return self._steps.reducer
+        return self._paceline_steps.reducer
 
     # ---- forward
 
@@ -254,14 +256,14 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             output = self._run_ddp_forward(*inputs, **kwargs)
             output = self._post_forward(output)
-            if self._steps.forward_overlap is not None:
-                self._steps.check_outputs(inputs_outputs.find_tensors(output))
+            if self._paceline_steps.forward_overlap is not None:
+                self._paceline_steps.check_outputs(inputs_outputs.find_tensors(output))
             self.reducer.note_forward(time.perf_counter() - began_s)
             return output
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if self._trains():
-            self._steps.prepare_forward(inputs, kwargs)
+        if _trains():
+            self._paceline_steps.prepare_forward(inputs, kwargs)
         elif torch._C._functorch.peek_interpreter_stack() is None:
             self.reducer.prepare_evaluation()
         if self.device_ids:
@@ -272,35 +274,30 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             return moved_inputs[0], moved_kwargs[0]
         return inputs, kwargs
 
-    @staticmethod
-    def _trains() -> bool:
-        """Whether a backward may follow. `torch.func` transforms differentiate by themselves, without `.grad`."""
-        return torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
-
     @runs_module
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self._check_not_within(TorchDDP._active_ddp_module)
-        if self._steps.forward_overlap is not None:
-            run_uncompiled_if_compiling(self.flush)  # what dynamo makes of a module may not run its hooks
+        self._paceline_check_not_within(TorchDDP._active_ddp_module)
+        if (overlap := self._paceline_steps.forward_overlap) is not None:
+            run_uncompiled_if_compiling(overlap.flush)  # what dynamo makes of a module may not run its hooks
         outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
         try:
-            if self._low_precision is not None:
-                return self._low_precision.forward(inputs, kwargs)
-            return self._call_module(*inputs, **kwargs)
+            if self._paceline_low_precision is not None:
+                return self._paceline_low_precision.forward(inputs, kwargs)
+            return self._paceline_call_module(*inputs, **kwargs)
         finally:
             TorchDDP._active_ddp_module = outer
 
     @may_compile
-    def _call_module(self, *inputs: Any, **kwargs: Any) -> Any:
+    def _paceline_call_module(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)
 
     def _post_forward(self, output: Any) -> Any:
-        if self._trains():
+        if _trains():
             begin = self.reducer.open_forwards.begin_of_last
             nodes = inputs_outputs.find_nodes(output, self.module, begin)
-            self._steps.watch(nodes)
-            if self._low_precision is not None:
-                self._low_precision.keep_for_backward(nodes)
+            self._paceline_steps.watch(nodes)
+            if self._paceline_low_precision is not None:
+                self._paceline_low_precision.keep_for_backward(nodes)
         return output
 
     # ---- when to synchronize
@@ -341,7 +338,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             ProtocolError: A micro-batch without, or with more than one, backward; a loop that was left early. Whatever
                 is raised within the window, the other ranks get a PeerAbortedError and no gradients.
         """
-        return Window(self._steps, batches, weight)
+        return Window(self._paceline_steps, batches, weight)
 
     def sync_gradients(self) -> None:
         """Reduce what backwards under `no_sync` have accumulated, without another forward and backward.
@@ -349,7 +346,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         Contract:
             Collective: every rank.  Blocks: yes.  Mutates: `.grad` of all parameters.
         """
-        self._steps.synchronize_gradients()
+        self._paceline_steps.synchronize_gradients()
 
     def skip(self, *what: Module | torch.nn.Parameter | str | Iterable[Any]) -> AbstractContextManager[None]:
         """Backwards that begin in this context make no gradients of these parts: their buckets are not reduced.
@@ -369,12 +366,12 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
                 other ranks then get a PeerAbortedError).
             ConfigurationError: What is no entry of `droppable`, nor several; at once.
         """
-        if self._steps.skipping is None:
+        if self._paceline_steps.skipping is None:
             raise ConfigurationError(
                 "skip(): this model was not told what may be skipped. All ranks have to know that from the start: give "
                 "DistributedDataParallel(..., droppable=list(net.blocks))."
             )
-        return self._steps.skipping.skip(*what)
+        return self._paceline_steps.skipping.skip(*what)
 
     @property
     def reduction(self) -> Reduction:
@@ -383,11 +380,11 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         A step that `overlap_forward` has deferred is completed first: as `flush`.
         """
         self.flush()
-        return self._setting.reduction
+        return self._paceline_setting.reduction
 
     def balance_report(self) -> dict[str, Any]:
         """What `balance` has learnt and done, for JSON; empty without it. Local; the same on every rank."""
-        shares = self._setting.shares
+        shares = self._paceline_setting.shares
         if shares is None or shares.balance is None:
             return {}
         return shares.balance.report(shares.sampler.batch)
@@ -396,7 +393,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         """Drop the gradients, as torch's; those that are still under way once they have been used."""
         overlap = self.forward_overlap
         if overlap is not None and overlap.has_outstanding:
-            overlap.zero_grad_of(self._setting.parameters, set_to_none)
+            overlap.zero_grad_of(self._paceline_setting.parameters, set_to_none)
         else:
             super().zero_grad(set_to_none)
 
@@ -406,7 +403,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         Contract:
             Local. After a synchronized backward the same on every rank, because gradients are.
         """
-        return all(is_finite(p.grad) for p in self._setting.parameters if p.grad is not None)
+        return all(is_finite(p.grad) for p in self._paceline_setting.parameters if p.grad is not None)
 
     @property
     def timings(self) -> StepTimings:
@@ -425,7 +422,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         Raises:
             PeerLostError: A rank died or hangs.
         """
-        return self._steps.doctor()
+        return self._paceline_steps.doctor()
 
     # ---- uneven inputs
 
@@ -453,21 +450,25 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
-        left_out = {"_steps", "logger", "device_mesh", "_low_precision"}
+        left_out = {"_paceline_steps", "logger", "device_mesh", "_paceline_low_precision"}
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
         state["_load_state_dict_post_hooks"] = type(self._load_state_dict_post_hooks)()
         state["_comm_hooks"] = [(hook, without_group(held)) for hook, held in self._comm_hooks]
-        del state["_comm_hook"]
-        state["_setting"] = self._setting.for_a_copy()
+        state["_paceline_setting"] = self._paceline_setting.for_a_copy()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Module.__setstate__(self, state)
-        hooks, hook_name, buffer_hook = self._comm_hooks, self._comm_hook_name, self.buffer_hook
-        self._setting.begin_copy(self.module, dist.distributed_c10d._get_default_group())
-        self._set_up(init_sync=False, init_sync_buffers=False)
-        self._register_again(hooks, hook_name, buffer_hook)
+        hooks, hook_name, buffer_hook = self._comm_hooks, self._paceline_hook_name, self.buffer_hook
+        self._paceline_setting.begin_copy(self.module, dist.distributed_c10d._get_default_group())
+        self._paceline_set_up(init_sync=False, init_sync_buffers=False)
+        self._paceline_register_again(hooks, hook_name, buffer_hook)
+
+
+def _trains() -> bool:
+    """Return whether a backward may follow. `torch.func` transforms differentiate by themselves, without `.grad`."""
+    return torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
 
 # Dynamo compiles the wrapped module and leaves alone what runs around it; all of that has been imported by now.

@@ -45,7 +45,7 @@ OF_NCCL = {
 
 def logging_data(wrapped: Any) -> dict[str, Any]:
     """A flat dictionary of strings and integers; times in nanoseconds."""
-    error: dict[str, Any] = wrapped._logged_error
+    error: dict[str, Any] = wrapped._paceline_error
     return _construction(wrapped) | _environment(wrapped) | _used(wrapped) | _runtime(wrapped) | error
 
 
@@ -75,8 +75,8 @@ def _construction(wrapped: Any) -> dict[str, Any]:
         "device_ids": _join(wrapped.device_ids or []),
         "output_device": -1 if wrapped.output_device is None else wrapped.output_device,
         "broadcast_buffers": int(wrapped.forward_sync_buffers),
-        "has_sync_bn": int(wrapped._steps.has_sync_batch_norm),
-        "bucket_sizes": _join(wrapped._initial_bucket_sizes),
+        "has_sync_bn": int(wrapped._paceline_steps.has_sync_batch_norm),
+        "bucket_sizes": _join(wrapped._paceline_initial_bucket_sizes),
         "bucket_cap_bytes": wrapped.bucket_bytes_cap,
         "dtypes": _join(dict.fromkeys(_name_in_cpp(p.dtype) for p in parameters)),
         "num_parameter_tensors": len(parameters),
@@ -93,8 +93,8 @@ def _construction(wrapped: Any) -> dict[str, Any]:
 def _used(wrapped: Any) -> dict[str, Any]:
     """What is there only where it was asked for."""
     asked = {
-        "comm_hook": wrapped._comm_hook_name,
-        "join_uneven_inputs": int(wrapped._steps.joining.was_used),
+        "comm_hook": wrapped._paceline_hook_name,
+        "join_uneven_inputs": int(wrapped._paceline_steps.joining.was_used),
         "static_graph": int(wrapped.static_graph),
     }
     return {key: value for key, value in asked.items() if value}

@@ -31,7 +31,7 @@ def restore(
     if len(bare & own) > len(of_wrapper & own):
         given = {prefix + PREFIX + name.removeprefix(prefix): name for name in names}
         state.update({restored: state.pop(name) for restored, name in given.items()})
-        wrapper._restored_names = (given, *_lend_versions(state, prefix))  # type: ignore[assignment]
+        wrapper._paceline_restored_names = (given, *_lend_versions(state, prefix))  # type: ignore[assignment]
 
 
 def _lend_versions(state: MutableMapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -50,7 +50,7 @@ def _lend_versions(state: MutableMapping[str, Any], prefix: str) -> tuple[dict[s
 
 def take_back(wrapper: Module, incompatible: Any) -> None:
     """After loading: unexpected names are as they were given, and so is the caller's mapping."""
-    given, modules, before = wrapper.__dict__.pop("_restored_names", ({}, {}, {}))
+    given, modules, before = wrapper.__dict__.pop("_paceline_restored_names", ({}, {}, {}))
     modules.clear()
     modules.update(before)
     unexpected = incompatible.unexpected_keys

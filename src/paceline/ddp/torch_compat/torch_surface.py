@@ -69,14 +69,14 @@ class TorchSurface:
         module: Module
         static_graph: bool
         mixed_precision: Any
-        _setting: Setting
-        _steps: StepCoordinator
-        _logged_error: dict[str, Any]
+        _paceline_setting: Setting
+        _paceline_steps: StepCoordinator
+        _paceline_error: dict[str, Any]
 
         @property
         def reducer(self) -> TorchsReducer: ...
 
-    _reducer_class: type[Reducer] = TorchsReducer
+    _paceline_reducer_class: type[Reducer] = TorchsReducer
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -87,9 +87,9 @@ class TorchSurface:
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
 
-    def _name_as_torch(self, given: Any) -> None:
+    def _paceline_name_as_torch(self, given: Any) -> None:
         """Have the attributes of torch's that say what the constructor was given, and what that comes to."""
-        setting = self._setting
+        setting = self._paceline_setting
         for name in _UNCHANGED:
             setattr(self, name, getattr(given, name))
         if given.device_mesh is not None:
@@ -108,21 +108,19 @@ class TorchSurface:
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
 
-    def _let_synchronize(self, wanted: bool) -> None:
+    def _paceline_let_synchronize(self, wanted: bool) -> None:
         self.require_backward_grad_sync = wanted
 
-    def _take_over_optimizers(self) -> Callable[[Parameter], None] | None:
-        return take_over_optimizers(self._setting.parameters)
+    def _paceline_take_over_optimizers(self) -> Callable[[Parameter], None] | None:
+        return take_over_optimizers(self._paceline_setting.parameters)
 
-    def _init_torch_surface(self) -> None:
+    def _paceline_init_torch_surface(self) -> None:
         self.logger = Logger(self)
         self.buffer_hook: _BufferCommHook | None = None
         self.broadcast_bucket_size = BROADCAST_BYTES
         self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
-        self._comm_hook: tuple[Any, Any] | None = None
         self._comm_hooks: list[tuple[Any, Any]] = []
-        self._comm_hook_name = ""
-        self._buffer_futures: list[Any] = []
+        self._paceline_hook_name = ""
         self._use_python_reducer = False
         self._lazy_init_ran = True
         self._ddp_sink_clone = True
@@ -132,7 +130,7 @@ class TorchSurface:
     # What torch's constructor reads first of a module that it is to wrap.
     _ddp_params_and_buffers_to_ignore = WrappedAlready()
 
-    def _check_not_within(self, outer: Any) -> None:
+    def _paceline_check_not_within(self, outer: Any) -> None:
         """Refuse to be a part of another wrapper's module, deeper than its constructor can be told so."""
         if outer is not None and outer is not self and any(part is self for part in outer.modules()):
             raise ConfigurationError(
@@ -142,12 +140,12 @@ class TorchSurface:
 
     @property
     def bucket_bytes_cap(self) -> int:
-        return int(max(self._setting.caps.caps_bytes))
+        return int(max(self._paceline_setting.caps.caps_bytes))
 
     @property
     def process_group(self) -> Any:
         """Over whom gradients are reduced; of several that take turns the first."""
-        return self._setting.process_groups[0]
+        return self._paceline_setting.process_groups[0]
 
     # ---- communication hooks
 
@@ -172,27 +170,26 @@ class TorchSurface:
             reduction = make_reduction(state, hook, backend_of(self.process_group))
         except (TypeError, ValueError) as error:
             self._log_and_throw(type(error), str(error))
-        if self._comm_hook is not None:
+        if self._comm_hooks:
             self._log_and_throw(
                 RuntimeError, "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
         try:
-            overlaps_forward = self._steps.forward_overlap is not None
-            check_comm_hook(self._setting.reduction, overlaps_forward)
+            overlaps_forward = self._paceline_steps.forward_overlap is not None
+            check_comm_hook(self._paceline_setting.reduction, overlaps_forward)
         except RuntimeError as error:
             self._log_and_throw(RuntimeError, str(error))
-        self._comm_hook = (hook, state)
         self._comm_hooks.append((hook, state))
-        self._comm_hook_name = name_of(hook)
-        self._setting.reduce_by(reduction)
+        self._paceline_hook_name = name_of(hook)
+        self._paceline_setting.reduce_by(reduction)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         from paceline.ddp.torch_compat.comm_hooks import builtin_hook  # noqa: PLC0415 (as above)
 
         self.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))
-        self._comm_hook_name = str(comm_hook_type)
+        self._paceline_hook_name = str(comm_hook_type)
 
-    def _register_again(
+    def _paceline_register_again(
         self, hooks: Sequence[tuple[Any, Any]], name: str, buffer_hook: _BufferCommHook | None
     ) -> None:
         """Register in a copy what the original had: hooks and their states, and what the first one was called."""
@@ -201,7 +198,7 @@ class TorchSurface:
 
             forget_buckets(state)
             self.register_comm_hook(state, hook)
-        self._comm_hook_name = name
+        self._paceline_hook_name = name
         if buffer_hook is not None:
             self._register_buffer_comm_hook(
                 buffer_hook.buffer_comm_hook_state,
@@ -222,18 +219,18 @@ class TorchSurface:
             raise TypeError(f"hook must be callable, got {type(hook).__name__}")
         self.buffer_hook = _BufferCommHook(hook, state, comm_hook_location)
         runs_before_forward = comm_hook_location == _BufferCommHookLocation.PRE_FORWARD
-        self._steps.buffers.take_hook(BufferHook(hook, state, runs_before_forward))
+        self._paceline_steps.buffers.take_hook(BufferHook(hook, state, runs_before_forward))
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        return self._steps.buffers.named()
+        return self._paceline_steps.buffers.named()
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        return list(self._steps.buffers.named().values())
+        return list(self._paceline_steps.buffers.named().values())
 
     def will_sync_module_buffers(self) -> bool:
-        return self._steps.has_synchronized_buffers()
+        return self._paceline_steps.has_synchronized_buffers()
 
     def _default_broadcast_coalesced(
         self,
@@ -243,7 +240,7 @@ class TorchSurface:
     ) -> None:
         """Give all ranks one rank's tensors, by default the buffers. Collective; blocks."""
         tensors = self.modules_buffers if bufs is None else list(bufs)
-        self._steps.broadcast_tensors(tensors, authoritative_rank, "broadcasting tensors")
+        self._paceline_steps.broadcast_tensors(tensors, authoritative_rank, "broadcasting tensors")
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
@@ -251,14 +248,14 @@ class TorchSurface:
         self._default_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
 
     def _sync_buffers(self) -> None:
-        self._steps.buffers.synchronize()
+        self._paceline_steps.buffers.synchronize()
 
     # ---- uneven inputs
 
     def join_hook(self, **kwargs: Any) -> Shadow:
         """What `Join` runs on a rank that has no more batches, whether `join` made it or a script."""
-        self._steps.joining.begin(kwargs.get("divide_by_initial_world_size", True))
-        return Shadow(self, self._steps)  # type: ignore[arg-type]
+        self._paceline_steps.joining.begin(kwargs.get("divide_by_initial_world_size", True))
+        return Shadow(self, self._paceline_steps)  # type: ignore[arg-type]
 
     @property
     def _join_config(self) -> _JoinConfig:
@@ -274,7 +271,7 @@ class TorchSurface:
 
     @property
     def join_device(self) -> torch.device:
-        return self._steps.membership.device
+        return self._paceline_steps.membership.device
 
     @property
     def join_process_group(self) -> Any:
@@ -282,14 +279,14 @@ class TorchSurface:
 
     @property
     def _divide_by_initial_world_size(self) -> bool:
-        return self._steps.joining.divides_by_all
+        return self._paceline_steps.joining.divides_by_all
 
     @property
     def _authoritative_rank(self) -> int:
-        return self._steps.joining.authoritative_rank
+        return self._paceline_steps.joining.authoritative_rank
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
-        self._steps.take_final_model(is_last_joiner)
+        self._paceline_steps.take_final_model(is_last_joiner)
 
     # ---- reports
 
@@ -342,15 +339,15 @@ class TorchSurface:
 
         Every member of the new group must switch in the same step.
         """
-        self._steps.membership.rebuild(new_process_group, same_step=False)
+        self._paceline_steps.membership.rebuild(new_process_group, same_step=False)
 
     def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
-        managed = self._setting.managed(self.module)
+        managed = self._paceline_setting.managed(self.module)
         return list(managed.parameters), list(managed.sparse)
 
     def _check_default_group(self) -> None:
         if (
-            len(self._setting.process_groups) > 1
+            len(self._paceline_setting.process_groups) > 1
             or self.process_group != dist.distributed_c10d._get_default_group()
         ):
             self._log_and_throw(
@@ -360,7 +357,7 @@ class TorchSurface:
             )
 
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
-        self._logged_error = {"has_error": 1, "error": f"{err_type}: {err_msg}"}
+        self._paceline_error = {"has_error": 1, "error": f"{err_type}: {err_msg}"}
         raise err_type(err_msg)
 
 
