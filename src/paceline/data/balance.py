@@ -2,10 +2,10 @@
 
 Rules
 1. What counts is how long a rank worked for its samples of a step, not how long the step took: fast ranks wait.
-2. Every rank is given every rank's numbers of the same step, so all decide alike, and nobody has to be told.
+2. Every rank is given every rank's numbers of the same step. So all decide alike, and nothing is exchanged afterwards.
 3. The first steps, and the first one of another size, are not measured: they allocate memory and tune kernels.
-4. Shares move only where that saves more of a step than it may be wrong by, and not before steps with the present
-   shares have been measured. The size of the global batch never changes.
+4. Shares move only if that saves more of a step than the estimate may be wrong by. Steps with the present shares are
+   measured before. The size of the global batch never changes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _LOGGER = logging.getLogger("paceline.balance")
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a rank did in a step.
+    """The work of a rank in a step.
 
     Attributes:
-        num_samples: It trained, or tokens where shares are of these; 0: nothing, or it is not known how long it took.
+        num_samples: Samples that it trained, or tokens where shares are of these; 0: none, or the time is unknown.
         seconds: Until its gradients were ready, without waiting for other ranks.
     """
 
@@ -96,7 +96,7 @@ class Balance:
         return f"Balance(move={self.move!r}, gain_ratio={self.gain_ratio}, most={self._most})"
 
     def begin(self, batch: GlobalBatch, tells: bool = True) -> None:
-        """Before the first step: make sure that these shares can be moved.
+        """Make sure that these shares can be moved. Called before the first step.
 
         Args:
             batch: Whose shares.
@@ -195,7 +195,7 @@ class Balance:
             return None
         self._num_steps += 1
         fits = all(self._holds(batch, rank) for rank in range(batch.num_ranks))
-        if not fits:  # somebody has changed the shares
+        if not fits:  # the script has changed the shares
             self._num_measured = 0
             if self.move == "micro-steps":
                 self._check_limits(batch)
@@ -272,7 +272,7 @@ class Balance:
         return best_shares(speeds, batch.size, self._most_samples(batch), least=unit, unit=unit)
 
     def _unit(self, batch: GlobalBatch) -> int:
-        """What moves: as many samples of a step at a time."""
+        """Return how many samples of a step move at a time."""
         return batch.local[0] if self.move == "micro-steps" else batch.num_micro_steps
 
     def _most_samples(self, batch: GlobalBatch) -> list[int]:
@@ -331,7 +331,7 @@ class Balance:
     """Whether this rank says so when shares move; `DistributedDataParallel` lets rank 0 do it."""
 
     def report(self, batch: GlobalBatch) -> dict[str, Any]:
-        """What was learnt and done, as plain numbers, for JSON: local, the same on every rank.
+        """Return what was learnt and done, as plain numbers, for JSON. Local, the same on every rank.
 
         Args:
             batch: The present shares; the sampler's `batch`.

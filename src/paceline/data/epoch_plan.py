@@ -3,10 +3,10 @@
 Rules
 1. A step takes the next samples of the order, as many as its `GlobalBatch` says: micro-step after micro-step, and rank
    after rank within one. So while only shares move, every step has the same samples whatever the shares.
-2. A step depends on its own position and batch alone, never on a later change: ranks that look at it at different
-   times, because one fetches further ahead than another, see the same.
-3. How many steps there are follows from the samples and the size of the batch: as many as one process would have with a
-   loader of that batch size. So a schedule of a fixed length fits any number of ranks. One exception: `joins`.
+2. A step depends on its own position and batch alone, never on a later change. One rank may fetch further ahead than
+   another and look at a step earlier; both see the same.
+3. The number of steps follows from the samples and the size of the batch, as for one process with a loader of that
+   batch size. So a schedule of a fixed length fits any number of ranks. One exception: `joins`.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class StepCut:
         return tuple(map(sum, zip(*self.micro_steps, strict=True)))
 
     def weights(self, *ranks: int) -> list[int]:
-        """What each of the ranks' micro-batches counts, rank after rank: its samples, or its tokens."""
+        """Return what each of the ranks' micro-batches counts, rank after rank: its samples, or its tokens."""
         counts = self.micro_steps if self.tokens is None else self.tokens
         pairs = list(zip(self.micro_steps, counts, strict=True))
         return [each[rank] for rank in ranks for sizes, each in pairs if sizes[rank]]
 
     def owners(self, *ranks: int) -> list[int]:
-        """Whose each of these micro-batches is."""
+        """Return the rank that each of these micro-batches belongs to."""
         return [rank for rank in ranks for sizes in self.micro_steps if sizes[rank]]
 
     def parts(self, *ranks: int) -> list[tuple[int, int]]:
-        """Where these micro-batches lie in the order, those that are not empty: (first sample, number)."""
+        """Return (first sample, number) in the order for each of these micro-batches that is not empty."""
         starts = [
             self.position + sum(map(sum, self.micro_steps[:place])) for place in range(len(self.micro_steps))
         ]
@@ -73,7 +73,7 @@ class StepCut:
 
 
 class EpochPlan:
-    """Which batch is trained from which sample of an epoch on. `num_samples` is infinite while that is not known."""
+    """The global batch from each sample of an epoch on. `num_samples` is infinite while it is unknown."""
 
     def __init__(self, num_samples: float, drops_last: bool, start: int, batch: GlobalBatch) -> None:
         self.num_samples = num_samples
@@ -81,7 +81,7 @@ class EpochPlan:
         self._starts, self._batches = [start], [batch]
 
     def change(self, position: int, batch: GlobalBatch) -> None:
-        """Train `batch` from sample `position` on, which is where a step ends that nobody has gone beyond."""
+        """Train `batch` from sample `position` on, which is where a step ends that no rank has gone beyond."""
         while self._starts and self._starts[-1] >= position:
             self._starts.pop()
             self._batches.pop()
@@ -89,7 +89,7 @@ class EpochPlan:
         self._batches.append(batch)
 
     def batch_at(self, position: int) -> GlobalBatch:
-        """What the step that begins there trains."""
+        """Return the global batch of the step that begins there."""
         return self._batches[max(bisect.bisect_right(self._starts, position) - 1, 0)]
 
     def step_at(self, position: int, joins: bool = False) -> StepCut | None:

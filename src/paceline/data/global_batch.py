@@ -12,7 +12,7 @@ from paceline.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """How many samples each rank trains in one step.
+    """The numbers of samples that the ranks train in one step.
 
     Attributes:
         local: Samples of each rank in one micro-step, by rank; not all the same on unequal machines. A rank with 0
@@ -21,7 +21,7 @@ class GlobalBatch:
             micro-steps of the same size. A rank that has run all of its own has nothing in the step's further ones.
 
     Raises:
-        ConfigurationError: A number is negative, or nobody trains anything.
+        ConfigurationError: A number is negative, or no rank trains anything.
     """
 
     local: tuple[int, ...]
@@ -169,8 +169,8 @@ class GlobalBatch:
 def cut_by(sizes: Sequence[int], num_samples: int) -> tuple[int, ...]:
     """Cut `num_samples` in proportion to `sizes`: whole samples that add up.
 
-    Largest remainders first, lower ranks before higher ones; nobody with a size is left without as long as there are
-    enough samples for that, and who has none gets none.
+    Largest remainders come first, and lower ranks before higher ones. A rank with a size gets a sample as long as
+    there are enough for all of them. A rank without a size gets none.
     """
     whole = sum(sizes)
     if num_samples == whole:
@@ -212,5 +212,5 @@ def _whole(accumulation: Any) -> int | tuple[int, ...]:
 
 
 def num_takers(sizes: Sequence[int]) -> int:
-    """How many ranks have a share."""
+    """Return how many ranks have a share."""
     return sum(size > 0 for size in sizes)

@@ -72,11 +72,11 @@ class GlobalBatches(ABC):
     @property
     @abstractmethod
     def fetched(self) -> int:
-        """How much of this epoch's order can no longer be cut in another way, in samples over all ranks."""
+        """Return how much of this epoch's order can no longer be cut in another way, in samples over all ranks."""
 
     @abstractmethod
     def state_dict(self) -> Mapping[str, Any]:
-        """Where training stands: at least `epoch`, and `position`, the samples of it that were trained."""
+        """Return the progress of training: at least `epoch`, and `position`, the samples of it that were trained."""
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of `epoch`; a position that was loaded within that same epoch is kept.
@@ -201,7 +201,7 @@ class GlobalBatches(ABC):
 
     @abstractmethod
     def _move(self, batch: GlobalBatch, epoch: int, position: int) -> None:
-        """As `move`, of what was checked."""
+        """Move to a batch and position that were checked."""
 
 
 def check_state(state: Mapping[str, Any], *names: str) -> None:

@@ -1,7 +1,7 @@
 """`GlobalShuffle`: a batch sampler that divides one random order of the data set, a new one an epoch, among ranks.
 
 Rules
-1. The order of an epoch depends on (seed, epoch, number of samples) alone: not on the ranks, so a job that goes on with
+1. The order of an epoch depends on (seed, epoch, number of samples) alone, not on the ranks. So a job that goes on with
    another number of them goes on in the same order.
 2. Batch after batch takes the next samples of the order; within a batch, rank after rank takes its part.
 3. Every sample is trained once an epoch (`last="drop"`: at most once). None is repeated to even things out.
@@ -90,7 +90,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         self._plan = self._make_plan(start, self._epoch)
 
     def _make_plan(self, start: int, epoch: int) -> EpochPlan:
-        """Of an epoch, from sample `start` on."""
+        """Make the plan of an epoch, from sample `start` on."""
         return EpochPlan(self.num_samples, self.last == "drop", start, self.batch)
 
     def _check(self, batch: GlobalBatch) -> None:
@@ -106,9 +106,9 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
 
     @property
     def fetched(self) -> int:
-        """How much of this epoch's order can no longer be cut in another way, in samples over all ranks.
+        """Return how much of this epoch's order can no longer be cut in another way, in samples over all ranks.
 
-        Up to the end of the last step from which this rank's loader has asked for a batch.
+        That is up to the end of the last step from which this rank's loader has asked for a batch.
         """
         return max(self._fetched, self._start if self.step is None else self.step.end)
 
@@ -187,7 +187,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         return torch.randperm(self.num_samples, generator=source)
 
     def sizes(self, index: int) -> tuple[int, ...]:
-        """How many samples each rank has in batch `index` of the iteration under way."""
+        """Return how many samples each rank has in batch `index` of the iteration under way."""
         return self._cuts()[index]
 
     def __len__(self) -> int:
@@ -203,7 +203,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         return [sizes for step in steps if not self._is_rest(step) for sizes in step.micro_steps]
 
     def _is_rest(self, step: StepCut) -> bool:
-        """Whether these are too few samples for all ranks that have a share, so that a loop over the loader ends."""
+        """Return whether these are too few samples for all ranks with a share, so that a loop over the loader ends."""
         return step.size < sum(size > 0 for size in self.batch.local)
 
     def _begin_iteration(self) -> object:

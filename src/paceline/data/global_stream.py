@@ -1,12 +1,12 @@
 """`GlobalStream`: global batches of data that can only be read in order, divided among ranks.
 
 Rules
-1. Every rank reads the same samples in the same order, and prepares only its own. So who trains a sample is decided
+1. Every rank reads the same samples in the same order, and prepares only its own. So the rank of a sample is decided
    when its step is handed out, and shares may change from one step to the next.
 2. A place in the stream is a number of samples, whatever the ranks: a job goes on with another number of them.
-3. A source that keeps state is asked for it before samples of a step are read, and not more than a step ahead: resuming
-   reads less than two global batches again. One that does not is read from the beginning.
-4. It is asked after it has given a sample of this epoch, never before: the body of a generator has not run by then, and
+3. A source that keeps state is asked for it before samples of a step are read, and not more than a step ahead. So
+   resuming reads less than two global batches again. A source without state is read from the beginning.
+4. It is asked after it has given a sample of this epoch, never before. The body of a generator has not run by then, and
    its state is still that of the epoch before.
 """
 
@@ -99,7 +99,7 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
         }
 
     def _stands(self, reader: _Reader[Sample]) -> tuple[int, dict[str, Any] | None, bool]:
-        """In a loop: how far it is, a place in the source not after that, and whether the epoch is over."""
+        """Return how far a loop is, a place in the source not after that, and whether the epoch is over."""
         position = reader.position if self.step is None or self._goes_to is not None else self.step.end
         is_over = self._plan.step_at(position) is None
         return position, None if is_over else reader.place_before(position), is_over
@@ -206,7 +206,7 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
                 self._end_loop()
 
     def _begin(self) -> _Reader[Sample]:
-        """Of the next epoch, or of what was loaded."""
+        """Begin to read the next epoch, or the one that was loaded."""
         self._end_loop()
         epoch, position, place = self._epoch, self._start, self._place
         if self._has_begun:

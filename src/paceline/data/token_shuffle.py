@@ -1,10 +1,10 @@
-"""`TokenShuffle`: global batches of so many tokens, of sequences that are about equally long, divided among ranks.
+"""`TokenShuffle`: global batches of a number of tokens, of sequences of about equal length, divided among ranks.
 
 Rules
-1. The batches of an epoch and their order depend on (seed, epoch, lengths, tokens of a step) alone: not on the ranks,
-   nor on their shares. So a job that goes on with other shares or ranks trains the same batches in the same order.
+1. The batches of an epoch and their order depend on (seed, epoch, lengths, tokens of a step) alone. Neither the ranks
+   nor their shares matter. So a job that goes on with other shares or ranks trains the same batches in the same order.
 2. Shares are of tokens. A rank's part is whole sequences, next to each other in the batch, whose tokens come nearest.
-3. A step's batch is made once. How much padding it has depends on how it is cut among the ranks.
+3. A step's batch is made once. Its padding depends on how it is cut among the ranks.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class TokenShuffle(GlobalShuffle):
             )
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, int]:
-        """As of `GlobalShuffle`, with the tokens of all samples."""
+        """Return the state of `GlobalShuffle`, with a digest of the tokens of all samples."""
         return super().state_dict(num_batches) | {"tokens": self._digest}
 
     def load_state_dict(self, state: Mapping[str, int], batch_may_change: bool = False) -> None:

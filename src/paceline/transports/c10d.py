@@ -1,8 +1,8 @@
 """A transport over the send and recv of a c10d backend, such as Gloo.
 
-Gloo announces a message, waits until the peer has a buffer for it, and sends it straight into that; several
-messages are under way at once. A message larger than its receiver's buffer would end the process, so its size is its
-tag: it finds no receiver, and the exchange times out.
+Gloo announces a message, waits until the peer has a buffer for it, and sends it straight into that. Several messages
+are under way at once. A message larger than its receiver's buffer would end the process. So its size is its tag: a
+message of another size finds no receiver, and the exchange times out.
 """
 
 from __future__ import annotations

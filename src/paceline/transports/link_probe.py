@@ -1,7 +1,7 @@
 """Measures latency and bandwidth of a transport's links: once, by all ranks together, in a fraction of a second.
 
-All ranks send at once, as they do in a collective: a link is measured as its ranks share it, with the processor time
-that messages cost where ranks share cores. Every rank gets the same answer, for they must choose the same.
+All ranks send at once, as in a collective. So a link is measured as its ranks share it, with the processor time that
+messages cost where ranks share cores. Every rank gets the same answer, so that all choose the same.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class Transport(ABC):
     any other size is never delivered into it, so ranks that disagree on sizes run into the timeout instead of
     overwriting memory.
 
-    After an error the transport can't be used any more: messages may be under way that nobody awaits.
+    After an error the transport can't be used any more: messages may be under way that no call awaits.
     """
 
     def __init__(self, rank: int, num_ranks: int) -> None:

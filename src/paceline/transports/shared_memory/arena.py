@@ -4,7 +4,7 @@ Rules
 1. An arena is a memfd: it has no name, belongs to no folder and goes with its last user, also after SIGKILL. The size
    of /dev/shm, 64 MB in many containers, does not limit it.
 2. Its size is address space, not memory: a page costs something once it is touched. Every rank maps the arenas of all
-   ranks of its host, so they agree on a size that the one with the least address space can afford.
+   ranks of its host. So they agree on a size that the rank with the least address space can afford.
 3. A tensor allocated here keeps the mapping alive; its place is free again when the tensor is gone.
 4. Only its owner allocates in an arena. Peers read and write where the owner has announced that its tensor lies.
 
@@ -62,14 +62,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a process can afford for the arenas of one group: for all it maps together, and for its own."""
+    """The bytes that a process can afford for the arenas of one group: for all that it maps, and for its own."""
 
     together_bytes: int
     own_bytes: int
 
     @classmethod
     def of_this_process(cls) -> Budget:
-        """By its limits (RLIMIT_AS, RLIMIT_FSIZE) and what it has used up."""
+        """Return the budget by this process's limits (RLIMIT_AS, RLIMIT_FSIZE) and what it has used up."""
         address_limit, file_limit = (
             resource.getrlimit(which)[0] for which in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE)
         )
@@ -88,7 +88,7 @@ def size_within(budgets: Sequence[Budget]) -> int:
 
 
 def least_bytes(num_ranks: int) -> int:
-    """What collectives and messages between so many ranks need in each arena."""
+    """Return the bytes that collectives and messages between so many ranks need in each arena."""
     return 8 * 2**20 + num_ranks * 2 * 2**20
 
 
@@ -152,7 +152,7 @@ class Arena:
         return tensor.zero_()
 
     def place_of(self, tensor: Tensor) -> Place | None:
-        """Where a contiguous tensor lies in this arena, or None when it does not."""
+        """Return the place of a contiguous tensor in this arena, or None if it lies elsewhere."""
         start = tensor.data_ptr() - self.address
         size_bytes = tensor.numel() * tensor.element_size()
         if start >= 0 and start + size_bytes <= self.size_bytes:
@@ -233,7 +233,7 @@ class Status:
             futex.wake(self._address)
 
     def has_arrived(self, barrier: int) -> bool:
-        """Whether its owner is at barrier number `barrier` or beyond."""
+        """Return whether the arena's owner is at barrier number `barrier` or beyond."""
         return (self._arrivals[0] - barrier) % 2**32 < 2**31
 
     def wait_for(self, barrier: int, timeout_s: float) -> bool:

@@ -1,12 +1,12 @@
 """A barrier for the ranks of one host, with a timeout, that names the rank that is missing.
 
 Rules
-1. Who has left a barrier knows that every rank of the host has arrived at it.
+1. A rank that has left a barrier knows that every rank of the host has arrived at it.
 2. What a rank announces (`Status.announcements`) before a barrier can be read by all ranks after it, and until the next
    but one.
-3. Who waits checks every `SLICE_S` whether those it waits for are alive. It raises, and writes so in its status, when
+3. A rank that waits checks every `SLICE_S` whether the others are alive. It raises, and writes so in its status, when
    one is gone, when one gave up, and at the timeout. After that the barrier is broken for good.
-4. Who gives up wakes whoever waits for it, and its own threads that wait for others: they raise at once.
+4. A rank that gives up wakes the ranks that wait for it, and its own threads that wait for others: they raise at once.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class HostBarrier:
                 )
 
     def _lost(self, other: Neighbour, waited_s: float) -> tuple[int, str] | None:
-        """Which rank is missing, and why; None as long as it may still arrive."""
+        """Return which rank is missing, and why; None as long as it may still arrive."""
         if self.is_broken:
             return self._me.rank, "(this one) was told to give up"
         because_of = other.status.given_up_because_of

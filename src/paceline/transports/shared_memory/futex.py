@@ -44,11 +44,11 @@ def wake(address: int) -> None:
 
 
 def let_threads_run() -> None:
-    """Let go of the interpreter's lock, for whoever waits for it in this process: half a microsecond if nobody does.
+    """Let another thread of this process take the interpreter's lock: half a microsecond if none waits for it.
 
-    Not of the core: what `sched_yield` gives away on a busy machine is a whole slice, 3 ms, again and again, while who
-    sleeps on a futex is put first when woken. And `time.sleep(0)` sets a timer, which the kernel may let be late by 50
-    microseconds: as slow as sleeping.
+    The core is kept. On a busy machine `sched_yield` would give away a whole slice, 3 ms, again and again. A thread
+    that sleeps on a futex is put first when woken. `time.sleep(0)` sets a timer, which the kernel may let be late by
+    50 microseconds: as slow as sleeping.
     """
     _libc.getpid()
 

@@ -1,8 +1,8 @@
 """Finding the ranks that can share this host's memory, and mapping each other's arenas.
 
-Equal host names prove nothing: containers share a name or a kernel without sharing memory. So ranks that could be
-neighbours (same boot of the same kernel, same network and process namespaces) open each other's memfd through /proc,
-and check the nonce that its owner put into the store. Hosts emulated as network namespaces on one machine stay apart.
+Equal host names prove nothing: containers share a name or a kernel without sharing memory. Ranks could be neighbours if
+they share the boot of a kernel and the network and process namespaces. Those open each other's memfd through /proc, and
+check the nonce that its owner put into the store. Hosts emulated as network namespaces on one machine stay apart.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _neighbour(rank: int, pid: int, arena: Arena) -> Neighbour:
 
 
 def _card() -> tuple[dict[str, Any], int | None]:
-    """What the others need to know to map a new memfd of this process, into which the nonce is written, and its fd."""
+    """Make a memfd with the nonce. Return what other ranks need in order to map it, and its file descriptor."""
     nonce, where, budget, fd = secrets.token_bytes(NONCE_BYTES), _where(), Budget.of_this_process(), None
     if where:
         try:
@@ -126,7 +126,7 @@ def _card() -> tuple[dict[str, Any], int | None]:
 
 
 def _where() -> str:
-    """What two processes must have in common before they try to share memory; empty if this one cannot."""
+    """Return what two processes must have in common before they try to share memory; empty if this one cannot."""
     setting = os.environ.get(SWITCH, "")
     if not futex.IS_AVAILABLE or setting == "0":
         return ""
