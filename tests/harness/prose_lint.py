@@ -47,11 +47,23 @@ SOURCES = (
 HARNESS = "tests/harness"
 # Files and folders whose every docstring and comment is held to `OPENINGS`, `PRONOUNS` and the length of sentences.
 PLAIN: tuple[str, ...] = (
-    *(
-        f"src/paceline/{room}"
-        for room in ("cli", "compression", "demo", "host", "planning", "preflight", "recipes", "report")
-    ),
+    "plan/src",
+    "src/paceline/cli",
+    "src/paceline/compression",
+    "src/paceline/data",
+    "src/paceline/demo",
+    "src/paceline/diagnosis",
+    "src/paceline/host",
+    "src/paceline/integrations",
+    "src/paceline/observe",
+    "src/paceline/optim",
+    "src/paceline/planning",
+    "src/paceline/preflight",
+    "src/paceline/recipes",
+    "src/paceline/recording",
+    "src/paceline/report",
     "src/paceline/schedules",
+    "src/paceline/transports",
 )
 ONLY_HELP = "lab/src/paceline_lab/experiments"  # the words of pictures are looked at, not read
 
