@@ -50,7 +50,7 @@ class ServerSide:
 
     @property
     def num_missing(self) -> int:
-        """How many bytes it has to say next."""
+        """Return how many bytes it has to say next."""
         return (CODE_BYTES if self.has_knocked else KNOCK_BYTES) - len(self._received)
 
     def take(self, part: bytes) -> bytes:

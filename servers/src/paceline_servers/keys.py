@@ -31,7 +31,7 @@ class Key:
 
 
 def largest_key_bytes(total_bytes: int, num_servers: int, width: int) -> int:
-    """How many bytes a key has at most, for elements of `width` bytes."""
+    """Return how many bytes a key has at most, for elements of `width` bytes."""
     elements = total_bytes // (num_servers * KEYS_PER_SERVER * width)
     return max(1, elements // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS * width
 

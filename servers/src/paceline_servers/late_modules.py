@@ -44,7 +44,7 @@ class LateModules:
         self._is_closed = False
 
     def is_there_for(self, kind: Kind) -> bool:
-        """Whether what a frame of this kind needs has been imported, or cannot be; begins to import it."""
+        """Return whether what a frame of this kind needs has been imported, or cannot be; begins to import it."""
         if kind not in _NEEDED_FOR or kind in self._there:
             return True
         if kind not in self._begun:

@@ -230,7 +230,7 @@ class Session:
 
     @property
     def is_full(self) -> bool:
-        """Whether as much is held as may be."""
+        """Return whether as much is held as may be."""
         return self._held_bytes >= self._most_held_bytes
 
     def accepts_from(self, rank: int) -> bool:

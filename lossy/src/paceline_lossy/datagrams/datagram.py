@@ -108,7 +108,7 @@ def seal(row: Any, word: Any, size: int, keys: Any, hash_key: Any) -> None:
 
 @inner
 def is_sealed(row: Any, word: Any, size: int, keys: Any, hash_key: Any) -> bool:
-    """Whether a datagram of `size` bytes carries the right code."""
+    """Return whether a datagram of `size` bytes carries the right code."""
     return bool(row[0] == _code(row, word, size, keys, hash_key))
 
 

@@ -129,7 +129,7 @@ class DatagramEnd(ABC):
         return None
 
     def is_unreached(self, peer: int, now_us: int, for_us: int) -> bool:
-        """Whether a peer is heard, and no chunk has got through to it for so long, though some were tried."""
+        """Return whether a peer is heard, and no chunk has got through to it for so long, though some were tried."""
         ways = self._ways_to(peer)
         is_tried = (ways[:, e.W_BACKOFF] > 0) & (now_us - ways[:, e.W_STUCK_SINCE] > for_us)
         is_heard = now_us - self.tables.peers[peer, e.P_HEARD_AT] < for_us // 2
@@ -145,12 +145,12 @@ class DatagramEnd(ABC):
         return self._peer_in(e.MISFIT_PEER)
 
     def has_heard_chunks(self, peer: int) -> bool:
-        """Whether any datagram with a number ever came from a peer."""
+        """Return whether any datagram with a number ever came from a peer."""
         return bool((self._ways_to(peer)[:, e.W_RX_LARGEST] >= 0).any())
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way, also not for a peer."""
+        """Return whether nothing is under way, also not for a peer."""
         return bool((self.tables.slots[:, e.S_STAGE] == e.FREE).all())
 
     def _peer_in(self, number: int) -> int | None:

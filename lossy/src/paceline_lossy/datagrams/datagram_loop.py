@@ -176,7 +176,7 @@ def _send(t: Any, io: Any, now: int) -> int:
 
 @compiled
 def _rest_us(drain: Any) -> int:
-    """How long to rest while transfers are under way: until half of what the shortest queue holds has left."""
+    """Return how long to rest while transfers are under way: until half of what the shortest queue holds has left."""
     lasts_us = 2.0 * LONGEST_REST_US
     for port in range(drain.shape[0]):
         queued, rate = drain[port, _FILLED], drain[port, _RATE]
@@ -205,7 +205,7 @@ def note_drain(drain: Any, queued: int, now: int) -> int:
 
 @compiled
 def queue_room(local: Any, queued: int, row_bytes: int, smallest: int = SMALLEST_LIMIT) -> int:
-    """How many chunks may be added to the kernel's queue of `queued` bytes; finds the limit for it.
+    """Return how many chunks may be added to the kernel's queue of `queued` bytes; finds the limit for it.
 
     A queue that was full, or took all that there was room for, and is empty now was too short for the time between
     turns: its limit doubles. One that was never short had more than was needed: the limit shrinks by what was always

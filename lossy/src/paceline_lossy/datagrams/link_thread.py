@@ -127,7 +127,7 @@ class LinkThread(ABC):
 
     @abstractmethod
     def _is_under_way(self) -> bool:
-        """Whether anything was handed in that has not ended. On the thread."""
+        """Return whether anything was handed in that has not ended. On the thread."""
 
     @abstractmethod
     def _check(self) -> None:
@@ -176,7 +176,7 @@ class LinkThread(ABC):
         return self._met.name_of(self._rank)
 
     def _usable(self) -> bool:
-        """Whether something may be handed in; with the lock."""
+        """Return whether something may be handed in; with the lock."""
         if self._failure is None and self._is_closing:
             self._failure = self._closed()
         return self._failure is None

@@ -33,7 +33,7 @@ _PROMPT, _LEAST_PROMPT = (
 
 @compiled
 def allowed_losses(droppable: int, bound_ppm: int) -> int:
-    """How many of a transfer's droppable chunks may be missing. The last may be short, so it is not counted."""
+    """Return how many of a transfer's droppable chunks may be missing. The last may be short, so it is not counted."""
     return max(0, (droppable - 1) * bound_ppm // 1_000_000)
 
 
@@ -113,7 +113,7 @@ def _take(t: Any, row: Any, word: Any, long: Any, size: int, mark: int, now_us: 
 
 @inner
 def _was_told(t: Any, peer: int, number: int) -> bool:
-    """Whether this number of a peer's has come before, or is too old to say; remember it."""
+    """Return whether this number of a peer's has come before, or is too old to say; remember it."""
     p, told = t.peers[peer], t.told[peer]
     if number <= p[e.P_TOLD] - e.TOLD or told[number % e.TOLD] == number:
         return True

@@ -265,7 +265,7 @@ def _send_burst(
 
 @inner
 def _next_chunk(t: Any, slot: int, phase: int, peer: int, port: int) -> int:
-    """Which chunk of a transfer goes next by a port; -1 for an END, -2 for nothing."""
+    """Return which chunk of a transfer goes next by a port; -1 for an END, -2 for nothing."""
     outgoing = t.outgoing[slot, phase, peer]
     chunks = outgoing[e.O_CHUNKS]
     if outgoing[e.O_QUEUED] > 0:
