@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from harness.models import Mlp, digest, generator, random_batch, squares
 from harness.ranks import Ranks, pool
@@ -247,7 +248,72 @@ def test_all_ranks_hear_why_the_first_one_failed():
     others = pool(3).run(waits)
     for rank, message in enumerate(others):
         who, _, said = message.partition("The backend said: ")
-        assert "every rank still answers" in who
+        assert who.startswith(
+            f"rank {rank} was waiting for bucket 0 when communication failed: every rank still answers."
+        )
         assert "a router drops what is long" in said
         assert ("another rank has started failure detection (rank 1's backend said" in said) == (rank != 1)
         assert said.count("started failure detection") == (rank != 1), "quoted once"
+
+
+def hook_that_raises(model, on):
+    def hook(_, bucket):
+        def give(future):
+            if on:
+                raise ValueError("a mistake in the hook")
+            return future.value()[0]
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(give)
+
+    model.register_comm_hook(None, hook)
+
+
+def refuses(message):
+    raise torch.linalg.LinAlgError(message)
+
+
+def known_causes(rank, _num_ranks, how):
+    """The error of a step that fails although every rank is there and the network carries all."""
+    group = dist.new_group([0, 1], backend="paceline")  # which nobody uses afterwards
+    model = DistributedDataParallel(
+        nn.Linear(64, 64), process_group=group, compression="powersgd" if how == "algebra" else None
+    )
+    if "hook" in how:
+        hook_that_raises(model, on=how == "every hook" or rank == 1)
+    if how == "other collectives" and rank == 1:
+        dist.all_reduce(torch.ones(7), group=group, async_op=True)
+    if how == "destroyed":
+        dist.barrier()
+        dist.destroy_process_group(group)
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "algebra" and rank == 1:
+            patch.setattr(torch.linalg, "qr", lambda *_: refuses("the input is not finite"))
+        try:
+            squares(model(random_batch(1, 0, rank, shape=(4, 64)))).backward()
+        except RuntimeError as error:
+            return type(error).__name__, str(error)
+        finally:
+            dist.barrier()  # nobody is gone while another asks
+    return "no error", ""
+
+
+KNOWN = {
+    "every hook": ("HookError", "HookError", "ValueError: a mistake in the hook"),
+    "one hook": ("PeerLostError", "HookError", "ValueError: a mistake in the hook"),
+    "algebra": ("PeerLostError", "_LinAlgError", "the input is not finite"),
+    "other collectives": ("CollectiveMismatchError", "ProtocolError", "all-reduce number"),
+    "destroyed": ("ProtocolError", "ProtocolError", "this process group has been destroyed"),
+}
+
+
+@pytest.mark.parametrize("how", KNOWN)
+def test_a_cause_that_is_known_is_the_one_that_is_named(how):
+    """A mistake in a hook, a local error, another collective: nobody says that a peer or the network was lost."""
+    *kinds, cause = KNOWN[how]
+    for kind, (found, message) in zip(kinds, pool(2).run(known_causes, how), strict=True):
+        assert found == kind, message
+        assert cause in message
+        assert "network" not in message
+        if found == "PeerLostError":
+            assert "every rank still answers" in message
+            assert f"rank 1 raised {kinds[1]}: " in message

@@ -222,7 +222,7 @@ def test_a_store_that_is_late_is_not_gone():
     call._has_store = True
     call._store.set("here/1", "waiting")
     call._query = peers._StoreQuery(SlowStore(), "failure_detection")
-    assert "every rank still answers" in call.who_is_gone("waiting", None, None)
+    assert call.who_is_gone("waiting", None, None) == ("every rank still answers", True)
 
 
 @pytest.mark.parametrize("how", ["dead", "left", "answers and dies"])
@@ -248,7 +248,9 @@ def test_who_has_ended_is_not_waited_for(how, monkeypatch):
         "left": f"rank 1 (process {me.pid} on {me.host}) left after step 2",
         "answers and dies": "every rank still answers",
     }
-    assert call.who_is_gone("waiting", None, None).startswith(told[how])
+    words, answer = call.who_is_gone("waiting", None, None)
+    assert words.startswith(told[how])
+    assert answer is (how == "answers and dies")
 
 
 def test_rank_0_does_not_blame_itself():

@@ -151,6 +151,25 @@ def with_buffers(rank, _num_ranks, averages):
     return model[1].running_mean.tolist(), int(model[1].num_batches_tracked), moved, digest(model.buffers())
 
 
+def with_odd_buffers(rank, _num_ranks, dtypes):
+    """Buffers of types that no backend sums, after an exchange; those of float32 beside them are averaged."""
+    torch.manual_seed(rank)
+    model = nn.Linear(3, 2)
+    buffers = [torch.tensor([rank, 2.0]).to(dtype) for dtype in (torch.float32, *dtypes)]
+    optimizer = LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), every=1, buffers=buffers)
+    model(torch.randn(4, 3)).square().sum().backward()
+    optimizer.step()
+    return [buffer.float().tolist() for buffer in buffers]
+
+
+def test_buffers_of_any_dtype():
+    dtypes = [torch.bool, torch.uint16, torch.uint32, torch.int64, torch.float8_e4m3fn]
+    for first, flags, *others in pool(2).run(with_odd_buffers, dtypes):
+        assert first == [0.5, 2.0]
+        assert flags == [0.0, 1.0]
+        assert others == [[0.0, 2.0]] * 4
+
+
 def test_buffers_are_averaged_if_given():
     """Running statistics; the counter stays one. Left out, they are each rank's own."""
     (left, _, _, own), (right, _, _, others) = pool(2).run(with_buffers, False)

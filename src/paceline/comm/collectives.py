@@ -24,6 +24,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ProcessGroup
 
+from paceline.errors import HookError
+
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 # torch 2.8 knows it by its former name only.
@@ -258,13 +260,20 @@ def _outlive_works() -> None:
 class FutureWork(Work):
     """The handle of a communication hook's future; its value replaces the bucket's gradients."""
 
-    def __init__(self, future: torch.futures.Future[Any], body: Tensor) -> None:
-        self._future = future
-        self._body = body
+    def __init__(self, future: torch.futures.Future[Any], body: Tensor, hook: str) -> None:
+        self._future, self._body, self._hook = future, body, hook
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """As `Work.wait`; a future cannot be waited for in slices, so the time limit is the process group's."""
-        result = self._future.wait()
+        """As `Work.wait`; a future cannot be waited for in slices, so the time limit is the process group's.
+
+        Raises HookError if the hook's future has failed: a peer may be lost, or the hook's callback has raised.
+        """
+        try:
+            result = self._future.wait()
+        except RuntimeError as error:
+            raise HookError(
+                f"the future of the communication hook {self._hook} has failed: {error}"
+            ) from error
         if isinstance(result, (list, tuple)):
             result = result[0]
         if result.data_ptr() != self._body.data_ptr() or result.dtype != self._body.dtype:

@@ -277,7 +277,7 @@ class Lane:
 
     def _start(self) -> None:
         if self._closed:
-            raise RuntimeError(
+            raise ProtocolError(
                 "this process group has been destroyed. Make a new one (dist.new_group, init_process_group), and wrap "
                 "models again that used it."
             )

@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from paceline.comm.collectives import Work, all_gather, timeout_of
 from paceline.comm.forked import keep_when_forked
 from paceline.comm.rendezvous import announce
 from paceline.comm.sealed_store import SealedStore
-from paceline.errors import PeerLostError, ServerLostError
+from paceline.errors import CollectiveMismatchError, PeerLostError, ServerLostError
 from paceline.host.exit import end_before_exit
 from paceline.host.processes import GONE, UNKNOWN, ProcessCard, is_stopped
 from paceline.observe.progress import Counter, counter
@@ -119,8 +119,7 @@ class Peers:
         """Wait for a collective, at most for the group's timeout, `GRACE_S` and failure detection, whatever it is.
 
         The error says what this rank was `doing` and the `consequence`, where that is not the usual one. `on_host`: it
-        is of tensors of the host, so that this wait may be cut into slices. Raises PeerLostError, which names the ranks
-        that are gone.
+        is of tensors of the host, so that this wait may be cut into slices. Raises as `fail`.
         """
         if self._count is not None:
             self._count.enter(doing, self._failure_detection.progress.next_step)
@@ -138,14 +137,26 @@ class Peers:
             else:
                 pending.wait()
         except RuntimeError as error:
-            raise self.lost(error, doing, consequence) from error
+            self.fail(error, doing, consequence)
         if self._count is not None:
             self._count.leave()
         if self._failure_detection.still_asks:
             self._failure_detection.learn()
 
-    def lost(self, error: Exception, doing: str, consequence: str | None = None) -> PeerLostError:
-        """Start failure detection, or join it; returns the error that names missing ranks. Arguments as of `wait`."""
+    def fail(self, error: Exception, doing: str, consequence: str | None = None) -> NoReturn:
+        """Start failure detection, or join it, and raise. Arguments as of `wait`.
+
+        Raises:
+            CollectiveMismatchError: The ranks were in different collectives.
+            PeerLostError: It names the ranks that are gone, or says what the backend said.
+            RuntimeError: `error` itself. Every rank still answers, and no backend raises errors of this class.
+        """
+        failure = self._failure(error, doing, consequence)
+        if failure is error:
+            raise error
+        raise failure from error
+
+    def _failure(self, error: Exception, doing: str, consequence: str | None) -> Exception:
         if isinstance(error, ServerLostError):  # every rank is connected to it, and sees the same
             return ServerLostError(
                 f"rank {self._rank} was {doing} when communication failed: {error}. {consequence or self._consequence}"
@@ -157,13 +168,23 @@ class Peers:
                 f"rank {self._rank} was {doing} when communication failed: {told}. {consequence or self._consequence} "
                 f"The backend said: {said}"
             )
-        reason = None if isinstance(error, _CalledError) else f"rank {self._rank}'s backend said: {said}"
+        reason = None
+        if not isinstance(error, _CalledError):
+            who_says = "'s backend said" if _may_be_the_network(error) else f" raised {type(error).__name__}"
+            reason = f"rank {self._rank}{who_says}: {said}"
         named = error.peer if isinstance(error, PeerLostError) else None
-        who = self._failure_detection.who_is_gone(doing, named, reason)
+        who, answer = self._failure_detection.who_is_gone(doing, named, reason)
+        if isinstance(error, CollectiveMismatchError) or (answer and not _may_be_the_network(error)):
+            return error
         return PeerLostError(
             f"rank {self._rank} was {doing} when communication failed: {who}. {consequence or self._consequence} "
             f"The backend said: {said}"
         )
+
+
+def _may_be_the_network(error: Exception) -> bool:
+    """Whether a backend may have raised this because it lost a peer: not a hook's error, or one of our own."""
+    return type(error) is RuntimeError or isinstance(error, _OF_BACKENDS)
 
 
 class _CalledError(RuntimeError):
@@ -172,6 +193,9 @@ class _CalledError(RuntimeError):
 
 class _LateError(RuntimeError):
     """The timeout is over. Parts of a collective have timeouts of their own, and work between them has none."""
+
+
+_OF_BACKENDS = (dist.DistError, PeerLostError, _CalledError, _LateError)
 
 
 @dataclass
@@ -232,22 +256,34 @@ class _FailureDetection:
                     f"another rank has started failure detection ({reason.decode(errors='replace')})"
                 )
 
-    def who_is_gone(self, doing: str, named: int | None, reason: str | None) -> str:
-        """Start failure detection, or join it if there is no `reason`; returns in words which ranks are missing."""
+    def who_is_gone(self, doing: str, named: int | None, reason: str | None) -> tuple[str, bool]:
+        """Start failure detection, or join it if there is no `reason`.
+
+        Returns in words which ranks are missing, and whether it is known that none is.
+        """
         if not self._has_store:
-            return "this job has no store in which to ask who still answers"
+            return "this job has no store in which to ask who still answers", False
         if self._query is not None:
             self._query.join(GRACE_S)  # on a busy machine it may be late without hanging
         self.progress.is_store_busy = self._query is not None and self._query.is_alive()
         silent = None if self.progress.is_store_busy else self._call(doing, reason)
         if silent is None:
-            return self._without_store(named)
+            return self._without_store(named), False
         states = {rank: self._state_of(rank) for rank in silent}
         gone = {rank: state for rank, state in states.items() if state.is_gone}
         who = "; ".join(f"rank {rank} {state.words}" for rank, state in (gone or states).items())
         if states and not gone and (num_steps := self.progress.num_steps) is not None:
             who += f" (after {num_steps} synchronized backwards, while rank {self._rank} is in number {num_steps + 1})"
-        return who or "every rank still answers, so the network between them failed or they no longer agree"
+        return (who, False) if who else (f"every rank still answers{self._elsewhere(doing)}", True)
+
+    def _elsewhere(self, doing: str) -> str:
+        """The first rank that is doing something else, in words."""
+        for rank in range(self._num_ranks):
+            with contextlib.suppress(RuntimeError):
+                words = (self._store.get(f"here/{rank}") or b"").decode()
+                if words not in ("", doing):
+                    return f", but rank {rank} was {words}"
+        return ""
 
     def _without_store(self, named: int | None) -> str:
         """What can be said when the store does not answer: from the collective, and from the kernel."""

@@ -264,7 +264,10 @@ class Window(Generic[Batch]):
             return ()
         try:
             others_wait = not (reducer.has_failed or self._weights().refusing_ranks)
-        except PeerLostError:  # as the user has been told, or will be by whatever communicates next
+        except (
+            PeerLostError,
+            ProtocolError,
+        ):  # as the user has been told, or will be by whatever communicates next
             others_wait = False
         if others_wait:
             return reducer.give_up(status)

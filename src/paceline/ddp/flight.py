@@ -83,7 +83,7 @@ class PlainFlight(Flight):
         except RuntimeError as error:
             if is_users_hook(self._reduction):
                 raise
-            raise self._peers.lost(error, f"launching {describe_bucket(bucket)}") from error
+            self._peers.fail(error, f"launching {describe_bucket(bucket)}")
         launched.pending, launched.done_s = pending, 0.0
         if bucket.size_bytes < LEAST_CALLED_BACK_BYTES and self._times is None:
             self._unseen.append((pending, launched))

@@ -420,7 +420,7 @@ class Membership:
             groups.close_others()
             if isinstance(error, PacelineError) or not isinstance(error, RuntimeError):
                 raise
-            raise joining.lost(error, "opening groups with the members of another one") from error
+            joining.fail(error, "opening groups with the members of another one")
         return groups
 
 

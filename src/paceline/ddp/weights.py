@@ -29,7 +29,7 @@ from paceline.ddp.membership import Membership
 from paceline.ddp.setting import Setting
 from paceline.ddp.step import Terms
 from paceline.ddp.step_shares import NO_REPORT
-from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError
+from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError, ProtocolError
 from paceline.numbers_given import number
 from paceline.observe import StepTimings
 from paceline.reductions.logical_mean import LogicalMean
@@ -116,17 +116,22 @@ class WeightExchange:
         is_alone = process_group.size() == 1
         self._pending: Work = Done() if is_alone else all_reduce(self._words, process_group)
         self._found: StepWeights | None = None
-        self._lost: PeerLostError | None = None
+        self._lost: PeerLostError | ProtocolError | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its sum will never come."""
+        return self._lost is not None
 
     def finish(self) -> StepWeights:
-        """Wait for the sum. Raises PeerLostError if a rank died or hangs."""
+        """Wait for the sum. Raises as `Peers.fail`."""
         if self._lost is not None:
             raise self._lost
         if self._found is None:
             try:
                 doing = "learning how much the other ranks' micro-batches count"
                 self._peers.wait(self._pending, doing, on_host=self._words.is_cpu)
-            except PeerLostError as error:
+            except (PeerLostError, ProtocolError) as error:
                 self._lost = error
                 raise
             total, *words = self._words.tolist()
@@ -211,8 +216,9 @@ class Weighing:
         try:
             with self.wait():
                 return exchange.finish()
-        except PeerLostError as error:
-            self._fail(error)
+        except (PeerLostError, ProtocolError) as error:
+            if exchange.has_failed:  # else the ranks disagree, and all raise
+                self._fail(error)
             raise
 
     def terms(self, weights: StepWeights, weight: float, total: float, num_averaged: int | None) -> Terms:

@@ -118,7 +118,8 @@ class AcrossRanks(Optimizer, ABC):
         if self._group.size() > 1:
             for flat in self._flats:
                 flat.take()
-                self._peers.wait(broadcast(flat.kept, self._group, 0), "receiving rank 0's parameters")
+                pending = broadcast(flat.kept.view(torch.uint8), self._group, 0)
+                self._peers.wait(pending, "receiving rank 0's parameters")
                 flat.put_back()
 
     def _step_here(self, closure: Callable[[], float] | None) -> float | None:

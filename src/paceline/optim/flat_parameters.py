@@ -74,7 +74,7 @@ def flatten(parameters: Sequence[Tensor]) -> list[FlatParameters]:
 class AveragedBuffers:
     """A model's buffers (batch-norm statistics), averaged over ranks where its parameters are.
 
-    All ranks' are laid out alike. What is no floating-point number (a counter) becomes rank 0's.
+    All ranks' are laid out alike. What is no floating-point number (a counter), or one of 8 bits, becomes rank 0's.
     """
 
     def __init__(self, buffers: Iterable[Tensor], process_group: ProcessGroup) -> None:
@@ -95,8 +95,8 @@ class AveragedBuffers:
 
     def _launch(self, flat: FlatParameters) -> Work:
         flat.take()
-        if not flat.kept.is_floating_point():
-            return broadcast(flat.kept, self._group, 0)
+        if not flat.kept.is_floating_point() or flat.kept.itemsize == 1:
+            return broadcast(flat.kept.view(torch.uint8), self._group, 0)  # bytes, which every backend takes
         return all_reduce(flat.kept.div_(self._group.size()), self._group)
 
     def finish(self) -> None:

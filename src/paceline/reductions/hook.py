@@ -109,7 +109,7 @@ class HookReduction(Reduction):
                 "wrap a value that is already there with Future.set_result."
             )
         self._previous = future
-        return FutureWork(future, message.body)
+        return FutureWork(future, message.body, self.name)
 
     @property
     def name(self) -> str:

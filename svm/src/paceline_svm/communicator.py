@@ -160,7 +160,7 @@ class GroupCommunicator:
         try:
             pending = launch()
         except RuntimeError as error:
-            raise self._peers.lost(error, doing) from error
+            self._peers.fail(error, doing)
         self._peers.wait(pending, doing)
 
 

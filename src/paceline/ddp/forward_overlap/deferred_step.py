@@ -262,9 +262,8 @@ class ForwardOverlap(Flights):
         if step is None or index not in step.left:
             return
         if self._failure is not None:
-            what = (
-                "communication failed" if isinstance(self._failure, PeerLostError) else "the optimizer raised"
-            )
+            is_of_peers = isinstance(self._failure, (PeerLostError, ProtocolError))
+            what = "communication failed" if is_of_peers else "the optimizer raised"
             raise ProtocolError(
                 f"this parameter's last step was not completed, because {what}: "
                 f"{str(self._failure) or type(self._failure).__name__}"
