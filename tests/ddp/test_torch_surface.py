@@ -595,16 +595,20 @@ def test_lazy_bucket_allocation_is_taken():
 
 def shapes(rank, _num_ranks):
     """Names and shapes of the collectives in a profile of one step, with three buckets."""
-    model = DistributedDataParallel(nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]), bucket_cap_mb=1e-6)
+    layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    model = DistributedDataParallel(layers, bucket_cap_mb=1e-6, find_unused_parameters=True)
     step = functools.partial(model, torch.ones(2, 8) * rank)
     step().sum().backward()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
     ) as profiler:
         step().sum().backward()
+    searches = [event for event in profiler.events() if event.name.endswith("::search_unused_parameters")]
+    assert len(searches) == 1
     events = [
         event for event in profiler.events() if event.name in ("c10d::allreduce_", "paceline:all_reduce")
     ]
+    assert all(event.is_async for event in events if event.name == "paceline:all_reduce")
     sizes = sorted(
         event.input_shapes[0][0] for event in events if event.input_shapes and event.input_shapes[0]
     )
