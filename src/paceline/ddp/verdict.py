@@ -59,7 +59,7 @@ class RankStatuses:
     """What all ranks have said of one backward. It is read once: the message is written anew in the next step."""
 
     words: tuple[int, ...] = ()  # a rank's each; empty if no rank has anything to say
-    # Of each parameter, how many ranks used it; empty where that was not asked for
+    # Of each parameter, how many ranks used it; empty if this rank has used all, and none is late
     uses: tuple[float, ...] = ()
     buffers_have_changed: bool = False  # whether those of any rank have other shapes than agreed
 
@@ -84,8 +84,8 @@ class RankStatuses:
         return [word // _MODULE + 1 for word in self.words]
 
     def is_used(self, index: int) -> bool:
-        """Return whether any rank used this parameter."""
-        return self.uses[index] > 0
+        """Return whether any rank used this parameter; without `uses` this rank has used all."""
+        return not self.uses or self.uses[index] > 0
 
     @property
     def only_out_of_memory(self) -> tuple[int, ...]:
@@ -157,7 +157,8 @@ class PiggybackedStatus:
         said = () if words == [plain] * len(words) else tuple(round(word) for word in words)
         if not (said or asks_uses or num_changed):
             return _NOTHING_SAID
-        uses = tuple(self.words[: self._num_parameters].tolist()) if asks_uses else ()
+        # Also if ranks have something to say: late gradients may be of a bucket that was left out as unused.
+        uses = tuple(self.words[: self._num_parameters].tolist())
         return RankStatuses(said, uses, num_changed > 0)
 
     def _module_remainder(self) -> int:
