@@ -42,10 +42,8 @@ class AcrossHosts:
         self._columns = Topology.one_rank_a_host(len(hosts))
         self._num_columns = min(len(ranks) for ranks in hosts)
         self._timeout_s = timeout.total_seconds()
-        self._transport = C10dTransport(inner)
+        self._inner, self._hosts, self._index = inner, hosts, index
         self._column: Executor | None = None  # None: this rank is in no column
-        if index < self._num_columns:
-            self._column = Executor(Subset(self._transport, [ranks[index] for ranks in hosts]))
         self._links: Links | None = None
         self._only: str | None = None
         self.use(os.environ.get(CHOICE), CHOICE)
@@ -66,7 +64,11 @@ class AcrossHosts:
     def prepare(self) -> None:
         """Learn what the links can do, at the first use. Collective over all ranks of the group."""
         if self._links is None:
-            self._links = find_links(self._transport, self._places, self._timeout_s)
+            # Not before: on one host the Gloo group is opened by what needs it, at its first call.
+            transport = C10dTransport(self._inner)
+            if self._index < self._num_columns:
+                self._column = Executor(Subset(transport, [ranks[self._index] for ranks in self._hosts]))
+            self._links = find_links(transport, self._places, self._timeout_s)
 
     def choose(self, size_bytes: int, itemsize: int) -> Choice:
         """Return the cheapest schedule for a message of all columns together. After `prepare`."""
