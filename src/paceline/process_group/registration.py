@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from typing import TYPE_CHECKING, Any
 
 from paceline.comm import BACKEND_NAME, OWN_GROUPS
@@ -39,9 +41,25 @@ def _make(what: Any, pg_options: object) -> dist.ProcessGroup:
 
     from paceline.comm.rendezvous import announce  # noqa: PLC0415
 
-    announce(dist.PrefixStore("memory", what.store), what.group_rank)  # what is imported now may take seconds
+    store = _store_of(what)
+    announce(dist.PrefixStore("memory", store), what.group_rank)  # what is imported now may take seconds
     from paceline.process_group.backend import ProcessGroup  # noqa: PLC0415
 
     waits = getattr(what, "enable_reconfigure", False)  # from torch 2.14 on
     talks = not str(what.group_id).startswith(OWN_GROUPS)
-    return ProcessGroup(what.store, what.group_rank, what.group_size, what.timeout, waits, talks)
+    return ProcessGroup(store, what.group_rank, what.group_size, what.timeout, waits, talks)
+
+
+def _store_of(what: Any) -> dist.Store:
+    """Return a store of this group alone, also if an earlier group had its name: members count how often they made it.
+
+    With `use_local_synchronization` torch names a group by its members, and by how many groups the rank is in. That
+    number may differ among the members, so their numbers in the job find each other instead.
+    """
+    import torch.distributed as dist  # noqa: PLC0415
+
+    store = what.store
+    if re.fullmatch("[0-9a-f]{40}", what.group_id):
+        members = hashlib.sha256(str(what.global_ranks_in_group).encode()).hexdigest()
+        store = dist.PrefixStore(f"paceline/members/{members}", dist.distributed_c10d._get_default_store())
+    return dist.PrefixStore(str(store.add(f"made/{what.group_rank}", 1)), store)
