@@ -23,7 +23,7 @@ from harness.models import digest, generator, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.comm.peers import Peers
-from paceline.ddp.forward_overlap import agreement, piece_flight
+from paceline.ddp.forward_overlap import agreement, piece_sync
 from paceline.ddp.forward_overlap.agreement import agree
 from paceline.errors import ConfigurationError, PeerAbortedError, ProtocolError
 from paceline.observe import timings as timings_module
@@ -743,7 +743,7 @@ def parts_and_duration(rank, num_ranks):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Peers, "wait", wait_longer)
-        patch.setattr(piece_flight._Progress, "has_ended", False)  # so every bucket is waited for
+        patch.setattr(piece_sync._Progress, "has_ended", False)  # so every bucket is waited for
         run = Run(rank, "always")
         deferred = []
         for step in range(STEPS):

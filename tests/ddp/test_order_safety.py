@@ -84,7 +84,7 @@ def launch_in_pairs(by_readiness):
 
     def launch_ready(self, backward):
         last = len(self.buckets) - 1
-        while (place := backward.flight.num_launched) + 1 < last:
+        while (place := backward.sync.num_launched) + 1 < last:
             pair = self.buckets[place : place + 2]
             if not all(bucket.ready_s for bucket in pair):
                 return

@@ -45,8 +45,8 @@ COLLECTIVES = (
     "comm/collectives.py",
     "comm/peers.py",
     "ddp/buffers.py",
-    "ddp/flight.py",
-    "ddp/forward_overlap/piece_flight.py",
+    "ddp/gradient_sync.py",
+    "ddp/forward_overlap/piece_sync.py",
     "ddp/reducer.py",
     "ddp/verdict.py",
     "ddp/weights.py",
@@ -203,7 +203,7 @@ def _live(mutant: Mutant) -> Any:
 BY_FILE: dict[str, tuple[str, ...]] = {
     "comm/lane.py": ("dropped work",),
     "comm/device.py": ("hooks on two streams",),
-    "ddp/forward_overlap/piece_flight.py": ("overlapped", "dropped overlap"),
+    "ddp/forward_overlap/piece_sync.py": ("overlapped", "dropped overlap"),
     "ddp/buffers.py": ("buffers",),
     "ddp/weights.py": ("weighed",),
     "ddp/reducer.py": (

@@ -10,7 +10,7 @@ from harness.models import Mlp, conv_net, generator, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.comm.collectives import Work
-from paceline.ddp.flight import LEAST_CALLED_BACK_BYTES, PlainFlight
+from paceline.ddp.gradient_sync import LEAST_CALLED_BACK_BYTES, BucketSync
 from paceline.observe import BucketTiming, StepTiming
 
 pytestmark = pytest.mark.processes
@@ -77,7 +77,7 @@ def test_small_messages_are_looked_at_instead_of_calling_back():
         SimpleNamespace(index=i, size_bytes=size, ready_s=0.0, launch=lambda *_, i=i: sent[i])
         for i, size in enumerate(sizes)
     ]
-    flight = PlainFlight(None, [None], None, buckets, times=None)
+    flight = BucketSync(None, [None], None, buckets, times=None)
     for bucket in buckets[:2]:
         flight.launch(bucket)
     assert [len(work.callbacks) for work in sent] == [0, 1, 0]

@@ -24,7 +24,7 @@ from typing_extensions import Self
 
 from paceline.comm.device import empty_cache
 from paceline.ddp.coordinator import StepCoordinator
-from paceline.ddp.step import Terms
+from paceline.ddp.step import BackwardPlan
 from paceline.ddp.verdict import Status
 from paceline.ddp.weights import REFUSED, StepWeights, WeightExchange, checked_weight
 from paceline.errors import (
@@ -331,7 +331,7 @@ class Window(Generic[Batch]):
         """A forward in which gradients are enabled."""
         self._num_forwards += 1
 
-    def note_backward(self) -> Terms:
+    def note_backward(self) -> BackwardPlan:
         """A backward has reached the module: says whether it synchronizes, and what it counts once weights are known.
 
         Raises:
@@ -347,7 +347,7 @@ class Window(Generic[Batch]):
             )
         self._num_backwards += 1
         if not self._is_last():
-            return Terms(synchronizes=False)
+            return BackwardPlan(synchronizes=False)
         if not self._steps.will_synchronize:
             raise ProtocolError(
                 f"{where} ran under no_sync(), but its backward has to synchronize. Leave out no_sync() in a window."
@@ -356,8 +356,8 @@ class Window(Generic[Batch]):
         weights.raise_if_refused(self._steps.membership.rank)
         self._has_synchronized = True
         own = math.fsum(weight for _, weight in self._counted)
-        num_averaged = self._steps.reducer.step.divisor
-        return self._steps.weighing.terms(weights, self._counted[self._place][1], own, num_averaged)
+        divisor = self._steps.reducer.step.divisor
+        return self._steps.weighing.plan(weights, self._counted[self._place][1], own, divisor)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

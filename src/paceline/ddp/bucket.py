@@ -22,7 +22,7 @@ class Bucket(Protocol):
     num_large: int  # the first so many slots hold gradients that are worth a copy of their own
     touched: list[Tensor]  # parameters as autograd finished them; the hooks hold this very list
     expected: int  # touches that make it full; 1 while idle: the first touch wakes the reducer
-    # Whether the message of this backward has been made; whether it was launched the flight knows.
+    # Whether the message of this backward has been made; whether it was launched the sync knows.
     is_collected: bool
     # No rank needs it in this backward, so that it is not collected. Until the next one is armed.
     left_out: bool
@@ -46,7 +46,7 @@ class Bucket(Protocol):
     def expect(self, touches: int) -> None:
         """From now on so many touches make it full."""
 
-    def note_ready(self, ready_s: float) -> None:
+    def mark_ready(self, ready_s: float) -> None:
         """It is full, or backward has ended."""
 
     def leave_out(self) -> None:
@@ -99,7 +99,7 @@ class Bucket(Protocol):
 
     # ---- between backwards
 
-    def drop_installed(self) -> None:
+    def drop_unwritten(self) -> None:
         """After a backward without synchronization: gradients that stayed untouched are None again."""
 
     def take_over(self, gradients: Mapping[int, Tensor]) -> None:

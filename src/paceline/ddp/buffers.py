@@ -215,7 +215,7 @@ class BufferSync:
         self._under_way: Broadcast | None = None  # what the end of the step sends
         self._futures: list[torch.futures.Future[Any]] = []  # of the hook; awaited when backward ends
 
-    def bring_in_line(self, source_of: Callable[[], int], is_joined: bool) -> None:
+    def broadcast_once(self, source_of: Callable[[], int], is_joined: bool) -> None:
         """Take over a rank's buffers before a forward (rule 2); within `join` before each. Collective; blocks."""
         if self._buffers.exist() and (is_joined or not self._are_in_line):
             self._buffers.synchronize(source_of())

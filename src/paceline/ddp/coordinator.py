@@ -1,9 +1,9 @@
 """What a wrapped module does around its steps: before a forward, in a window of micro-batches, beside joined ranks.
 
-The wrapper, its windows (`accumulation`) and the shadows of joined ranks (`torch_surface`) meet here: each backward's
-`Terms` are returned from here to the reducer. The wrapper is held weakly. The parameters' hooks keep the reducer, and
-the reducer keeps this: a strong reference would keep a dropped wrapper alive, and wrapping its module again would
-reduce twice.
+The wrapper, its windows (`accumulation`) and the shadows of joined ranks (`torch_surface`) meet here. From here the
+reducer gets each backward's `BackwardPlan`. The wrapper is held weakly. The parameters' hooks keep the reducer, and the
+reducer keeps this: a strong reference would keep a dropped wrapper alive, and wrapping its module again would reduce
+twice.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from paceline.comm.peers import Peers
 from paceline.data import GlobalBatch
 from paceline.ddp import conflicts, inputs_outputs, sync_batch_norm
 from paceline.ddp.buffers import Broadcast, Buffers, BufferSync, parts_of
-from paceline.ddp.flight import Flights
 from paceline.ddp.forward_overlap import ForwardOverlap
+from paceline.ddp.gradient_sync import SyncFactory
 from paceline.ddp.joining import Joining, NextStep
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import FaultHandler, Groups, Membership, Met
@@ -36,7 +36,7 @@ from paceline.ddp.reducer import Reducer
 from paceline.ddp.replicas import Description, Verified, verify
 from paceline.ddp.setting import Setting
 from paceline.ddp.skipping import Skipping
-from paceline.ddp.step import Step, Terms
+from paceline.ddp.step import BackwardPlan, Step
 from paceline.ddp.step_shares import Standing, StepShares
 from paceline.ddp.weights import StepWeights, Weighing, WeightExchange
 from paceline.errors import ConfigurationError
@@ -61,7 +61,7 @@ class OpenWindow(Protocol):
     def note_forward(self) -> None:
         """A forward in which gradients are enabled."""
 
-    def note_backward(self) -> Terms:
+    def note_backward(self) -> BackwardPlan:
         """A backward has reached the module: what it counts."""
 
 
@@ -206,12 +206,12 @@ class StepCoordinator:
         """Reduce the gradients of these parameters from now on, in this step; None: the first. Local."""
         wrapped, setting, members = self.wrapped, self.setting, self.membership
         setting.expect(wrapped.find_unused_parameters, wrapped.static_graph)
-        flights: Flights = self.forward_overlap or self.skipping or Flights()
+        syncs: SyncFactory = self.forward_overlap or self.skipping or SyncFactory()
         self.reducer = wrapped._paceline_reducer_class(
             managed,
             setting,
-            flights,
-            self._terms,
+            syncs,
+            self._plan,
             members.groups,
             members.peers,
             members.number,
@@ -408,7 +408,7 @@ class StepCoordinator:
         if synchronizes and hook is None:
             source_of = functools.partial(self.joining.agree_on_source, is_candidate=True) if joins else int
             began_s = time.perf_counter()
-            self.reducer.step.buffers.bring_in_line(source_of, joins)
+            self.reducer.step.buffers.broadcast_once(source_of, joins)
             spans.note("waiting", began_s, time.perf_counter())
         elif synchronizes and hook is not None and hook.runs_before_forward and self.buffers.exist():
             self.reducer.step.buffers.run_hook()
@@ -519,16 +519,16 @@ class StepCoordinator:
     def _fail(self, error: Exception) -> None:
         self.reducer.abandon(error)
 
-    def _terms(self, owner: Owner | None) -> Terms:
+    def _plan(self, owner: Owner | None) -> BackwardPlan:
         """Whether the backward that begins now synchronizes, and what it counts."""
         if self.window is not None:
             return self.window.note_backward()
         if not self.will_synchronize:
-            return Terms(synchronizes=False)
+            return BackwardPlan(synchronizes=False)
         step, forward = self.reducer.step, None if owner is None else owner.forward
         if forward is None or forward.weight is None:
-            return Terms(num_averaged=step.divisor)
-        return self.weighing.plain_terms(forward.weight, forward.begin_step(), step.divisor, step.buffers)
+            return BackwardPlan(divisor=step.divisor)
+        return self.weighing.plan_of_forward(forward.weight, forward.begin_step(), step.divisor, step.buffers)
 
     def synchronize_gradients(self) -> None:
         """Reduce what earlier backwards have left in `.grad`. Collective; blocks."""
@@ -539,7 +539,7 @@ class StepCoordinator:
 
     def run_without_autograd(self, share: float | None = None) -> None:
         """A synchronized backward of what is in `.grad` already. Collective; blocks."""
-        self.reducer.run_without_autograd(Terms(share=share, num_averaged=self.reducer.step.divisor))
+        self.reducer.run_without_autograd(BackwardPlan(share=share, divisor=self.reducer.step.divisor))
 
     # ---- ranks without batches
 

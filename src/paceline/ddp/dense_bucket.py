@@ -160,7 +160,7 @@ class DenseBucket:
     def expect(self, touches: int) -> None:
         self.expected = touches
 
-    def note_ready(self, ready_s: float) -> None:
+    def mark_ready(self, ready_s: float) -> None:
         self.ready_s = ready_s
 
     def leave_out(self) -> None:
@@ -364,7 +364,7 @@ class DenseBucket:
 
     def attach(self, is_used: Callable[[int], bool]) -> None:
         if self.left_out:
-            self.drop_installed()
+            self.drop_unwritten()
             return
         attached = len(self.members) if self._is_detached else self.num_large
         _set_gradients(self.parameters[:attached], self.views)
@@ -395,7 +395,7 @@ class DenseBucket:
         late = self.parameters if self.has_late_gradients() else []
         return launch_late(self.body, late, scale, group)
 
-    def drop_installed(self) -> None:
+    def drop_unwritten(self) -> None:
         if not self._installed:
             return
         touched = self.slots_with_gradients()

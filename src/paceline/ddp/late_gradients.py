@@ -38,7 +38,7 @@ def collect_left_out(bucket: Bucket) -> None:
 
     So does what was there before: autograd has added to it, here or on another rank.
     """
-    bucket.drop_installed()
+    bucket.drop_unwritten()
     touched = list(bucket.touched)
     late = [(p, p.grad.detach().clone()) for p in bucket.parameters if p.grad is not None]
     for slot in bucket.slots_with_gradients():

@@ -13,7 +13,7 @@ from paceline.ddp.bucket import Bucket
 from paceline.ddp.dense_bucket import DenseBucket
 from paceline.ddp.droppable import Unit
 from paceline.ddp.sparse_bucket import SparseBucket
-from paceline.ddp.verdict import PiggybackedStatus
+from paceline.ddp.verdict import StatusVector
 from paceline.ddp.views import is_large, real_dtype
 from paceline.planning.bucket_assignment import BucketCaps, GradientSpec, assign_buckets
 from paceline.reductions.reduction import real_numel
@@ -81,7 +81,7 @@ class GradientMemory:
     """The flat buffers, made by `allocate`. Cutting them anew moves no memory: only the boundaries change."""
 
     def __init__(
-        self, managed: ManagedParameters, caps: BucketCaps, status: PiggybackedStatus, allocate: Allocate
+        self, managed: ManagedParameters, caps: BucketCaps, status: StatusVector, allocate: Allocate
     ) -> None:
         self._managed = managed
         self._caps = caps

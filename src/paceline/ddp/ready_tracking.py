@@ -112,7 +112,7 @@ class ReadyTracker:
             bucket.arm(self.pending.touches(bucket.members, not_expected) if synchronizes else NEVER)
             bucket.touched.extend(first_touches)
             if bucket.expected == 0:
-                bucket.note_ready(started_s)
+                bucket.mark_ready(started_s)
             if bucket.expected in (NEVER, len(bucket.members)) and not self._recorders:
                 listener.listen_quickly()
 

@@ -5,7 +5,7 @@ Rules
    the ones before it.
 2. The last bucket leaves when backward has ended: it carries how each rank's ended (status words, `verdict`).
 3. Every backward outside `no_sync` reduces every bucket. What a rank did not use counts as zero. So the sequence of
-   collectives depends on the number of synchronized backwards alone, never on which parameters they touched. A flight
+   collectives depends on the number of synchronized backwards alone, never on which parameters they touched. A sync
    may leave out buckets, if all ranks have agreed in that backward that none of them needs these.
 4. By linearity a second backward before `zero_grad` is right too: the mean of (old + new) is old + mean(new), because
    old is the same on every rank.
@@ -43,13 +43,13 @@ from paceline.comm.collectives import device_for_metadata
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.bucket_cuts import BucketCuts
-from paceline.ddp.flight import Flights
+from paceline.ddp.gradient_sync import SyncFactory
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Groups
 from paceline.ddp.open_forwards import Owner, accumulates_everywhere
 from paceline.ddp.ready_tracking import ReadyTracker
 from paceline.ddp.setting import Setting
-from paceline.ddp.step import BackwardPass, Step, Terms
+from paceline.ddp.step import BackwardPass, BackwardPlan, Step
 from paceline.ddp.verdict import Status, Verdict
 from paceline.errors import ConfigurationError, ProtocolError, ReplicaMismatchError, StepDroppedError
 from paceline.observe import StepTiming, StepTimings
@@ -64,9 +64,9 @@ class Reducer:
         self,
         managed: ManagedParameters,  # whose gradients
         setting: Setting,
-        flights: Flights,  # how the buckets of each backward travel
+        syncs: SyncFactory,  # how the buckets of each backward travel
         # Asked when a backward begins: whether it reduces gradients, and what it counts.
-        terms: Callable[[Owner | None], Terms],
+        plan: Callable[[Owner | None], BackwardPlan],
         groups: Groups,  # over whom
         peers: Peers,
         number: int,  # of the module, among those over these groups
@@ -82,8 +82,8 @@ class Reducer:
         self.step = step
         self._next_step = next_step
 
-        self._terms = terms
-        self._flights = flights
+        self._plan = plan
+        self._syncs = syncs
         self._peers = peers
         self._group_for_numbers = group = groups.numbers
         self._num_ranks = group.size()
@@ -101,7 +101,7 @@ class Reducer:
         # Which forwards wait for a backward, and to which one a backward belongs.
         self.open_forwards = self.verdict.open_forwards
         self.tracker = ReadyTracker(managed, setting, self._take, self._on_full)  # which bucket is full
-        flights.follow(managed, groups, peers, self.open_forwards, timings)
+        syncs.follow(managed, groups, peers, self.open_forwards, timings)
         # How gradients are cut into buckets, and when anew
         self.cuts = BucketCuts(managed, setting, self.tracker, self.verdict, groups, peers)
         self.buckets = self.cuts.cut()
@@ -111,7 +111,7 @@ class Reducer:
     def let_go(self) -> None:
         """Leave the parameters alone from now on, and keep nothing of the module alive."""
         self.tracker.stop()
-        self._terms = _refuse_backward
+        self._plan = _refuse_backward
 
     def retire(self) -> None:
         """Another reducer takes the place: backwards of this one's forwards do not begin here any more. Local.
@@ -124,7 +124,7 @@ class Reducer:
         _reducers.discard(self)
         self.process_groups.clear()
         self.buckets.clear()
-        del self.step, self.cuts, self.verdict, self._flights, self._peers, self._group_for_numbers
+        del self.step, self.cuts, self.verdict, self._syncs, self._peers, self._group_for_numbers
 
     @property
     def num_steps(self) -> int:
@@ -193,43 +193,43 @@ class Reducer:
         """Backward has reached the module: does it synchronize? Without an `owner`, its forward, it is local."""
         if self.step.is_interrupted:
             self._complete_interrupted(Status.ABORTED)
-        terms = self._terms(owner)
+        plan = self._plan(owner)
         if owner is not None:
             self.open_forwards.note_backward()
-        elif terms.synchronizes:
-            terms = Terms(synchronizes=False)
+        elif plan.synchronizes:
+            plan = BackwardPlan(synchronizes=False)
             self.verdict.warn_of_local_backward()
         ends_with_inner = owner is not None and owner.is_recomputed
-        token = Backward(terms.synchronizes, self._end, ends_with_inner=ends_with_inner)
+        token = Backward(plan.synchronizes, self._end, ends_with_inner=ends_with_inner)
         torch.autograd.Variable._execution_engine.queue_callback(token.end)
-        return self._arm(token, terms)
+        return self._arm(token, plan)
 
-    def _arm(self, token: Backward, terms: Terms) -> BackwardPass:
-        """Make ready for a backward: its scales, its flight, how many gradients each bucket waits for."""
+    def _arm(self, token: Backward, plan: BackwardPlan) -> BackwardPass:
+        """Make ready for a backward: its scales, its sync, how many gradients each bucket waits for."""
         with profiler_range("started"):
             reduction, expected = self.setting.reduction, self.tracker.pending
             expected.begin()
             backward = BackwardPass(
                 token,
-                terms,
+                plan,
                 self.step,
                 reduction,
-                self._goes_first(),
+                self._launches_early(),
                 expected.reached,
                 self._record,
                 self._note_raised,
             )
             self.step.begin(backward)
             try:
-                flight = self._flights.begin(backward, self.buckets)  # the step before is over now
+                sync = self._syncs.begin(backward, self.buckets)  # the step before is over now
             except Exception as error:
                 self.abandon(error)
                 raise
-            num_averaged = terms.num_averaged or self._num_ranks
-            backward.start(flight, terms.weight, terms.weight / num_averaged)
-            if terms.synchronizes:  # a reduction may refuse it: giving it up then needs the flight
-                backward.scale_by(reduction.begin_step(num_averaged, terms.active_ratio, terms.share))
-            self.tracker.arm(terms.synchronizes, token.started_s, flight.not_expected)
+            divisor = plan.divisor or self._num_ranks
+            backward.start(sync, plan.weight, plan.weight / divisor)
+            if plan.synchronizes:  # a reduction may refuse it: giving it up then needs the sync
+                backward.scale_by(reduction.begin_step(divisor, plan.active_ratio, plan.share))
+            self.tracker.arm(plan.synchronizes, token.started_s, sync.not_expected)
         return backward
 
     def _running(self) -> BackwardPass:
@@ -244,42 +244,42 @@ class Reducer:
         """Autograd has finished a large gradient; the small ones it has added into the buffer itself."""
         backward = self._running()
         if not self.tracker.has_foreign_hooks(parameter) and bucket.expected:
-            if backward.terms.synchronizes:
+            if backward.plan.synchronizes:
                 bucket.enter(slot, backward.scale)
             else:
                 bucket.accumulate(slot)
 
     def _on_full(self, bucket: Bucket) -> None:
         backward = self._running()
-        if bucket.is_collected or not backward.terms.synchronizes or len(bucket.touched) != bucket.expected:
+        if bucket.is_collected or not backward.plan.synchronizes or len(bucket.touched) != bucket.expected:
             return
         if not self.tracker.is_full(bucket):
             return  # one parameter twice, another not yet: this bucket leaves when backward has ended
         with profiler_range("ready"):
-            bucket.note_ready(time.perf_counter())
+            bucket.mark_ready(time.perf_counter())
         if not self.tracker.has_foreign_hooks(bucket.touched[-1]):
             self._launch_ready(backward)  # else with the next full bucket: those hooks want `.grad`
 
     def _launch_ready(self, backward: BackwardPass) -> None:
-        last = len(self.buckets) - 1 if backward.goes_first else 0
+        last = len(self.buckets) - 1 if backward.launches_early else 0
         try:
-            if not backward.flight.may_launch():
+            if not backward.sync.may_launch():
                 return
         except Exception as error:
             self.abandon(error)
             raise
-        while (place := backward.flight.num_launched) < last and self.buckets[place].ready_s:
+        while (place := backward.sync.num_launched) < last and self.buckets[place].ready_s:
             self._launch(backward, self.buckets[place])
 
     def _launch(self, backward: BackwardPass, bucket: Bucket) -> None:
         with profiler_range("launched"):
-            if not bucket.is_collected and backward.flight.leaves(bucket):
+            if not bucket.is_collected and backward.sync.leaves(bucket):
                 if (origins := self.tracker.origins) is not None:
                     origins.order()
                 used_before = backward.step.used_before
                 bucket.collect(backward.scale, backward.mean_scale, used_before, has_ended=False)
             try:
-                backward.flight.launch(bucket)
+                backward.sync.launch(bucket)
             except Exception as error:
                 self.abandon(error)
                 raise
@@ -293,7 +293,7 @@ class Reducer:
             return
         ended_well = False
         try:
-            if backward.terms.synchronizes:
+            if backward.plan.synchronizes:
                 self._finish(backward)
                 ended_well = True
                 if not self.cuts.has_followed and self.cuts.follow():
@@ -310,7 +310,7 @@ class Reducer:
         finally:
             self.step.end_backward()
             self.tracker.rest()
-            if backward.terms.synchronizes and not self.has_failed:
+            if backward.plan.synchronizes and not self.has_failed:
                 self.step = self._next_step(self.step, ended_well)
 
     def _end_unsynchronized(self) -> None:
@@ -318,7 +318,7 @@ class Reducer:
             self.step.used_before.update(
                 id(bucket.parameters[slot]) for slot in bucket.slots_with_gradients()
             )
-            bucket.drop_installed()
+            bucket.drop_unwritten()
 
     def _finish(self, backward: BackwardPass) -> None:
         """Reduce what is left, wait for everything, give every parameter its gradient.
@@ -328,8 +328,8 @@ class Reducer:
         hangs.
         """
         ended_s = time.perf_counter()
-        flight, step = backward.flight, backward.step
-        if (error := flight.close()) is not None:
+        sync, step = backward.sync, backward.step
+        if (error := sync.close()) is not None:
             self._complete(backward, Status.ABORTED)
             raise error
         unused = self._complete(backward, Status.GOOD)
@@ -340,7 +340,7 @@ class Reducer:
             if statuses.buffers_have_changed:
                 step.buffers.follow_change()
         except (ProtocolError, ReplicaMismatchError):
-            flight.wait()  # the words came last: for Gloo, whose threads may end in another order
+            sync.wait()  # the words came last: for Gloo, whose threads may end in another order
             self.drop_gradients()
             raise
         backward.note_statuses(unused, statuses)
@@ -354,9 +354,9 @@ class Reducer:
         # Gradients that are not finite are looked at before the next forward.
         is_whole = backward.by_autograd and self._on_reduced is None
         is_whole = is_whole and not has_late and not statuses.ranks_not_finite
-        if is_whole and flight.hand_over(backward):
+        if is_whole and sync.defer(backward):
             return
-        flight.wait()
+        sync.wait()
         if has_late:
             self._reduce_late(backward)
         self._attach(backward)
@@ -365,12 +365,12 @@ class Reducer:
 
     def _record(self, backward: BackwardPass, waited_s: float) -> None:
         """All gradients of a step have arrived, and it has waited so long for them."""
-        flight, step, is_used = backward.flight, backward.step, backward.statuses.is_used
+        sync, step, is_used = backward.sync, backward.step, backward.statuses.is_used
         unused_by_all = [self.managed.parameters[index] for index in backward.unused if not is_used(index)]
-        buckets = flight.timings()
+        buckets = sync.timings()
         exposed_s = min(waited_s, sum(bucket.waited_s for bucket in buckets))
         timing = step.times.record(step.number, exposed_s, buckets)
-        self.timings.add(timing, flight.device_times())
+        self.timings.add(timing, sync.device_times())
         self.setting.reduction.end_step(StepEnd(timing, unused_by_all, self._settled_timing))
 
     def _settled_timing(self) -> StepTiming:
@@ -384,13 +384,13 @@ class Reducer:
         unused: list[int] = []
         not_finite: list[Tensor] = []
         has_late = False
-        flight, step = backward.flight, backward.step
-        remaining = self.buckets[flight.num_launched :]
+        sync, step = backward.sync, backward.step
+        remaining = self.buckets[sync.num_launched :]
         for bucket in remaining:
             if not bucket.ready_s:
                 with profiler_range("ready"):
-                    bucket.note_ready(time.perf_counter())
-            if flight.leaves(bucket):
+                    bucket.mark_ready(time.perf_counter())
+            if sync.leaves(bucket):
                 bucket.collect(backward.scale, backward.mean_scale, step.used_before, has_ended=True)
         for bucket in self.buckets:
             has_late = has_late or bucket.has_late_gradients()
@@ -406,7 +406,7 @@ class Reducer:
         for bucket in remaining:
             self._launch(backward, bucket)
         step.buffers.launch_at_end(self.setting.reduction)
-        if not flight.wait_for_words():
+        if not sync.wait_for_status():
             self.verdict.exchange(self._group_for_numbers, self._peers)
         step.buffers.finish()
         return unused
@@ -414,7 +414,7 @@ class Reducer:
     def _reduce_late(self, backward: BackwardPass) -> None:
         """Sum what arrived after its bucket had left, or in one that was left out, on all ranks (rule 5)."""
         for bucket in self.buckets:
-            pending = backward.flight.launch_late(bucket, backward.mean_scale)
+            pending = backward.sync.launch_late(bucket, backward.mean_scale)
             self._peers.wait(pending, "reducing late gradients")
 
     def _attach(self, backward: BackwardPass) -> None:
@@ -429,17 +429,17 @@ class Reducer:
     def _note_unused(self, backward: BackwardPass) -> None:
         self.unused = backward.unused
         looks = self.setting.find_unused_parameters
-        if unused := backward.flight.unexplained(backward.unused):
+        if unused := backward.sync.unexplained(backward.unused):
             self.tracker.pending.look()
             if not (looks or self.setting.static_graph):
                 self.verdict.warn_of_unused(unused)
         elif looks and backward.step.number == 1 and set(backward.statuses.uses) == {self._num_ranks}:
             self.verdict.warn_of_none_unused()
 
-    def run_without_autograd(self, terms: Terms) -> None:
+    def run_without_autograd(self, plan: BackwardPlan) -> None:
         """A synchronized backward that touches nothing here: `sync_gradients`, or a joined rank's. Collective."""
         token = Backward(True, self._end, by_autograd=False)
-        self._arm(token, terms)
+        self._arm(token, plan)
         token.end()
 
     # ---- several modules in one backward
@@ -449,14 +449,14 @@ class Reducer:
         """Whether a backward is under way here."""
         return self.step.backward is not None and self.step.backward.token() is not None
 
-    def _goes_first(self) -> bool:
+    def _launches_early(self) -> bool:
         """Whether no other module over one of these groups is in a synchronized backward (rule 6)."""
         return len(_reducers) == 1 or not any(map(self._meets, _reducers))
 
     def _meets(self, other: Reducer) -> bool:
         backward = other.step.backward
         is_active = (
-            other is not self and other._has_begun and backward is not None and backward.terms.synchronizes
+            other is not self and other._has_begun and backward is not None and backward.plan.synchronizes
         )
         return is_active and any(a is b for a in self.process_groups for b in other.process_groups)
 
@@ -477,10 +477,10 @@ class Reducer:
 
         Returns the ranks that ran out of memory, if nothing else went wrong on any. Collective; blocks.
         """
-        if self.step.backward is None or not self.step.backward.terms.synchronizes:
+        if self.step.backward is None or not self.step.backward.plan.synchronizes:
             self.step.end_backward()
             self.tracker.rest()
-            self._arm(Backward(True, _never_ended, by_autograd=False), Terms())
+            self._arm(Backward(True, _never_ended, by_autograd=False), BackwardPlan())
         out_of_memory = self._complete_interrupted(status)
         self.open_forwards.forget()
         return out_of_memory
@@ -508,7 +508,7 @@ class Reducer:
 
     def _note_raised(self, token: weakref.ref[Backward]) -> None:
         backward = self.step.backward
-        if backward is not None and backward.token is token and backward.terms.synchronizes:
+        if backward is not None and backward.token is token and backward.plan.synchronizes:
             self.drop_gradients()
 
     def _complete_interrupted(self, status: Status) -> tuple[int, ...]:
@@ -520,7 +520,7 @@ class Reducer:
         assert backward is not None, "no backward was interrupted"
         self.step.end_backward()
         out_of_memory: tuple[int, ...] = ()
-        if backward.terms.synchronizes:
+        if backward.plan.synchronizes:
             raised, parameters = backward.token() is None, self.managed.parameters
             set_since = [parameter.grad if raised else None for parameter in parameters]
             try:
@@ -536,17 +536,17 @@ class Reducer:
         return out_of_memory
 
     def _complete_collectives(self, backward: BackwardPass, status: Status) -> tuple[int, ...]:
-        flight = backward.flight
+        sync = backward.sync
         self.tracker.expect_nothing()
         with suppress(StepDroppedError):  # the other ranks raise it; nothing was launched
-            flight.close()
+            sync.close()
             self._complete(backward, status)
-            flight.wait()  # as in `_finish`
+            sync.wait()  # as in `_finish`
             return self.verdict.status.read().only_out_of_memory
         return ()
 
 
-def _refuse_backward(_: Owner | None) -> Terms:
+def _refuse_backward(_: Owner | None) -> BackwardPlan:
     raise ConfigurationError(
         "the wrapper of this backward's forward is gone, so nobody would reduce its gradients: keep the wrapped model "
         "in a variable until backward has returned."

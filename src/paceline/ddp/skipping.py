@@ -34,12 +34,12 @@ from paceline.comm.gradient_group import is_beside
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.droppable import Parts, Unit, flat
-from paceline.ddp.flight import Flights, PlainFlight
+from paceline.ddp.gradient_sync import BucketSync, SyncFactory
 from paceline.ddp.late_gradients import collect_left_out
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Groups
 from paceline.ddp.open_forwards import OpenForwards, out_of_step
-from paceline.ddp.step import BackwardPass, Flight
+from paceline.ddp.step import BackwardPass, GradientSync
 from paceline.ddp.verdict import describe_ranks
 from paceline.errors import ConfigurationError, SkipError
 from paceline.observe import StepTimings
@@ -52,8 +52,8 @@ _MOST_NAMED = 5
 PATIENCE_S = 0.002
 
 
-class Skipping(Flights):
-    """What one module's steps skip, on one rank: makes flights that leave that out."""
+class Skipping(SyncFactory):
+    """What one module's steps skip, on one rank: makes syncs that leave that out."""
 
     def __init__(self, module: Module, units: Sequence[Unit], looks: bool) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Skipping(Flights):
         open_forwards: OpenForwards,
         timings: StepTimings,
     ) -> None:
-        """As `Flights.follow`; the ranks agree over the group for numbers."""
+        """As `SyncFactory.follow`; the ranks agree over the group for numbers."""
         super().follow(managed, groups, peers, open_forwards, timings)
         indices = {id(parameter): index for index, parameter in enumerate(managed.parameters)}
         members = [
@@ -80,18 +80,18 @@ class Skipping(Flights):
         is_private = groups.for_numbers is not None or all(map(is_beside, groups.for_gradients))
         self._ranks = _Ranks(managed, groups.numbers, peers, open_forwards, self._units, members, is_private)
 
-    def begin(self, backward: BackwardPass, buckets: Sequence[Bucket]) -> Flight:
-        """As `Flights.begin`: take down what is declared, and ask the other ranks if this one may launch now."""
+    def begin(self, backward: BackwardPass, buckets: Sequence[Bucket]) -> GradientSync:
+        """As `SyncFactory.begin`: take down what is declared, and ask the other ranks if this one may launch now."""
         declared = frozenset[int]().union(*self._contexts) if backward.by_autograd else frozenset[int]()
         plain = backward.reduction, self._groups, self._peers, buckets, self._times()
-        flight = SkippingFlight(self._ranks, declared, self._looks, *plain)
-        if backward.terms.synchronizes:
-            flight.propose(
+        sync = SkippingSync(self._ranks, declared, self._looks, *plain)
+        if backward.plan.synchronizes:
+            sync.propose(
                 backward.by_autograd, backward.reached() if self._looks else None, backward.step.used_before
             )
-            if backward.goes_first:
-                flight.ask()
-        return flight
+            if backward.launches_early:
+                sync.ask()
+        return sync
 
     # ---- declared by the caller
 
@@ -138,8 +138,8 @@ class _Ranks:
         return (_UNITS + len(self.units) - 1) // _BITS + 1
 
 
-class SkippingFlight(PlainFlight):
-    """A plain flight without the buckets that no rank needs."""
+class SkippingSync(BucketSync):
+    """A plain sync without the buckets that no rank needs."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class SkippingFlight(PlainFlight):
         return self._pending
 
     def may_launch(self) -> bool:
-        """As `Flight.may_launch`; waits once a backward (rules 1 and 2)."""
+        """As `GradientSync.may_launch`; waits once a backward (rules 1 and 2)."""
         if not self._is_agreed and self._pending is not None:
             patience_s, self._patience_s = self._patience_s, 0.0
             if not self._ranks.is_private or self._has_arrived.wait(patience_s):
@@ -238,7 +238,7 @@ class SkippingFlight(PlainFlight):
         )
 
     def close(self) -> Exception | None:
-        """As `Flight.close`: raises if ranks skip different layers, returns the error if this one uses one."""
+        """As `GradientSync.close`: raises if ranks skip different layers, returns the error if this one uses one."""
         super().close()
         if not self._is_agreed:
             self._read(self._pending or self.ask())

@@ -46,7 +46,7 @@ class SparseBucket:
     def expect(self, touches: int) -> None:
         self.expected = touches
 
-    def note_ready(self, ready_s: float) -> None:
+    def mark_ready(self, ready_s: float) -> None:
         self.ready_s = ready_s
 
     def leave_out(self) -> None:
@@ -109,7 +109,7 @@ class SparseBucket:
     def _add_late(self, late: Tensor) -> None:
         self.message = (self.message + late).coalesce()
 
-    def drop_installed(self) -> None:
+    def drop_unwritten(self) -> None:
         """Nothing is ever installed."""
 
     def take_over(self, gradients: Mapping[int, Tensor]) -> None:

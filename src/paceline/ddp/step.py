@@ -6,8 +6,9 @@ next one begins. What belongs to a step is a field of this object, so nothing of
 A step may have several backwards: all but the last do not synchronize. A step that is deferred (`forward_overlap`)
 keeps its last `BackwardPass` until all gradients have arrived, while the next step is under way.
 
-`Terms` say what a backward counts; a plain step, a window of micro-batches or the shadow of another rank returns them.
-A `Flight` is how its buckets travel. What a graph may keep, a forward or a hook, refers to none of these objects.
+A `BackwardPlan` says what a backward counts; a plain step, a window of micro-batches or the shadow of another rank
+returns it. A `GradientSync` is how its buckets travel. What a graph may keep, a forward or a hook, refers to none of
+these objects.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from paceline.reductions import Reduction
 
 
 @dataclass(frozen=True)
-class Terms:
+class BackwardPlan:
     """What one backward counts."""
 
     synchronizes: bool = True  # whether it reduces gradients
     weight: float = 1.0  # of this rank's gradients in the mean; over the ranks, weights average to 1
     # This rank's fraction of all that counts in the step; None: the step is not weighed.
     share: float | None = None
-    num_averaged: int | None = None  # by how many ranks sums are divided; None: by all
+    divisor: int | None = None  # by how many ranks sums are divided; None: by all
     active_ratio: float = 1.0  # the fraction of the ranks that have samples in the step
 
 
-class Flight(ABC):
+class GradientSync(ABC):
     """The buckets of one backward on their way. The methods stand in the order in which they are called."""
 
     not_expected: frozenset[int] = frozenset()
@@ -68,7 +69,7 @@ class Flight(ABC):
         """It is the bucket's turn: send it, once it is collected. Collective; does not wait."""
 
     def close(self) -> Exception | None:
-        """Autograd is done: come to know which buckets leave. Local in a plain flight; else collective, and blocks.
+        """Autograd is done: come to know which buckets leave. Local in a plain sync; else collective, and blocks.
 
         Returns what this rank has to raise once it has completed the step's collectives. Raises StepDroppedError, on
         every rank, if the ranks do not agree; nothing was launched.
@@ -77,11 +78,11 @@ class Flight(ABC):
             self._times.end()
         return None
 
-    def wait_for_words(self) -> bool:
+    def wait_for_status(self) -> bool:
         """Wait for what brings the ranks' status words; False: they are summed apart. Raises PeerLostError."""
         return False
 
-    def hand_over(self, backward: BackwardPass) -> bool:
+    def defer(self, backward: BackwardPass) -> bool:
         """Every rank's backward has ended well: whether somebody else completes each bucket when it is needed.
 
         Then it calls `BackwardPass.attach` with each, and after the last one `conclude`.
@@ -90,7 +91,7 @@ class Flight(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait for every bucket that has not been waited for, in order. Raises as `wait_for_words`."""
+        """Wait for every bucket that has not been waited for, in order. Raises as `wait_for_status`."""
 
     @abstractmethod
     def launch_late(self, bucket: Bucket, scale: float) -> Work:
@@ -112,16 +113,16 @@ class Flight(ABC):
 class BackwardPass:
     """One run of autograd through the module, or what stands for one: what it counts, and how its buckets travel."""
 
-    flight: Flight  # from `start` on
+    sync: GradientSync  # from `start` on
     statuses: RankStatuses  # from `note_statuses` on
 
     def __init__(
         self,
         token: Backward,  # which autograd owns
-        terms: Terms,
+        plan: BackwardPlan,
         step: Step,  # to which it belongs
         reduction: Reduction,  # what combines its gradients
-        goes_first: bool,  # no other module over these groups is in a synchronized backward (rule 6 of `reducer`)
+        launches_early: bool,  # no other module over these groups is in a synchronized backward (rule 6 of `reducer`)
         # Which parameters it touches; None: not known before it ends
         reached: Callable[[], list[bool] | None],
         # Called once all gradients have arrived, with this object and the seconds that the step has waited for them.
@@ -131,16 +132,16 @@ class BackwardPass:
     ) -> None:
         # Never a strong reference: that autograd drops the token is the only sign of a raise (`comm.backward`).
         self.token = weakref.ref(token, on_raised)
-        self.terms, self.step, self.reduction = terms, step, reduction
+        self.plan, self.step, self.reduction = plan, step, reduction
         self.by_autograd, self.started_s = token.by_autograd, token.started_s
-        self.goes_first, self.reached, self._on_concluded = goes_first, reached, on_concluded
+        self.launches_early, self.reached, self._on_concluded = launches_early, reached, on_concluded
         self.scale = 1.0  # of gradients on their way into a bucket
         self.mean_scale = 1.0  # of what bypasses the reduction
         self.unused: list[int] = []  # indices of parameters that this rank's step has not used
 
-    def start(self, flight: Flight, scale: float, mean_scale: float) -> None:
+    def start(self, sync: GradientSync, scale: float, mean_scale: float) -> None:
         """Let its buckets travel so, with these scales. Local."""
-        self.flight, self.scale, self.mean_scale = flight, scale, mean_scale
+        self.sync, self.scale, self.mean_scale = sync, scale, mean_scale
 
     def scale_by(self, factor: float) -> None:
         """Multiply gradients by this, too, on their way into a bucket. Local."""

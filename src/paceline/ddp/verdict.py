@@ -96,7 +96,7 @@ class RankStatuses:
 _NOTHING_SAID = RankStatuses()
 
 
-class PiggybackedStatus:
+class StatusVector:
     """This rank's status words, and after the reduction their sum over all ranks."""
 
     def __init__(
@@ -175,9 +175,9 @@ class Verdict:
         num_ranks: int,
         named: Sequence[tuple[str, Tensor]],
         module_number: int,
-        apart_on: torch.device | None = None,  # as of `PiggybackedStatus`
+        apart_on: torch.device | None = None,  # as of `StatusVector`
     ) -> None:
-        self.status = PiggybackedStatus(len(named), num_ranks, rank, module_number, apart_on)
+        self.status = StatusVector(len(named), num_ranks, rank, module_number, apart_on)
         self.open_forwards = OpenForwards()
         self._rank = rank
         self._named = named

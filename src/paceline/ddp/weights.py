@@ -27,7 +27,7 @@ from paceline.comm.peers import Peers
 from paceline.ddp.buffers import BufferSync
 from paceline.ddp.membership import Membership
 from paceline.ddp.setting import Setting
-from paceline.ddp.step import Terms
+from paceline.ddp.step import BackwardPlan
 from paceline.ddp.step_shares import NO_REPORT
 from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError, ProtocolError
 from paceline.numbers_given import number
@@ -147,7 +147,7 @@ class WeightExchange:
 
 
 class Weighing:
-    """What the batches of one module count, on one rank: asks, tells the other ranks, and says it in a step's terms."""
+    """What the batches of one module count, on one rank: asks, tells the other ranks, and says it in a step's plan."""
 
     def __init__(
         self,
@@ -184,13 +184,13 @@ class Weighing:
             return float(sizes[0])
         return checked_weight(setting.weight(*inputs, **kwargs), "this batch, by weight=,")
 
-    def plain_terms(
-        self, weight: float, begins_step: bool, num_averaged: int | None, buffers: BufferSync
-    ) -> Terms:
+    def plan_of_forward(
+        self, weight: float, begins_step: bool, divisor: int | None, buffers: BufferSync
+    ) -> BackwardPlan:
         """Return what the backward of a weighed forward outside of windows counts. Collective; blocks (rule 1)."""
         weights = self.finish(self.exchange(weight, 1, begins_step, buffers))
         weights.raise_if_refused(self._membership.rank)
-        return self.terms(weights, weight, weight, num_averaged)
+        return self.plan(weights, weight, weight, divisor)
 
     def exchange(
         self,
@@ -221,18 +221,18 @@ class Weighing:
                 self._fail(error)
             raise
 
-    def terms(self, weights: StepWeights, weight: float, total: float, num_averaged: int | None) -> Terms:
+    def plan(self, weights: StepWeights, weight: float, total: float, divisor: int | None) -> BackwardPlan:
         """What the backward that begins counts: `weight` of its last micro-batch, `total` of all of them. Local."""
         setting = self._setting
         if setting.shares is not None:
             setting.shares.backward_begins()
         reduction, num_ranks = setting.reduction, len(weights.micro_steps)
         if isinstance(reduction, LogicalMean):
-            num_ranks = num_averaged = reduction.num_averaged
-        return Terms(
+            num_ranks = divisor = reduction.num_averaged
+        return BackwardPlan(
             weight=weights.factor(weight, num_ranks),
             share=total / weights.total if weights.total > 0 else None,
-            num_averaged=num_averaged,
+            divisor=divisor,
             active_ratio=weights.active_ratio,
         )
 

@@ -1,6 +1,6 @@
 """Forward overlap: the next forward runs while gradients are still being reduced.
 
-`piece_flight` sends pieces of buckets in the agreed order, `outstanding` is what a parameter is until its step has been
+`piece_sync` sends pieces of buckets in the agreed order, `outstanding` is what a parameter is until its step has been
 made, `hooks` makes modules wait for their own, `agreement` finds the order, `deferred_step` is the life of a step that
 is deferred, `open_step` what is done with each of its buckets, `moment` what torch was set to when that was called.
 """

@@ -35,23 +35,23 @@ from torch.utils.hooks import RemovableHandle
 from paceline.comm.opened_groups import close
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
-from paceline.ddp.flight import Flights
 from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.forward_overlap.agreement import Agreement
 from paceline.ddp.forward_overlap.open_step import (
     Action,
     Cover,
+    DeferredStep,
     Moment,
-    OpenStep,
     outside_transforms,
     zero_gradients,
 )
 from paceline.ddp.forward_overlap.outstanding import Needs, install, lock
-from paceline.ddp.forward_overlap.piece_flight import HALF_STEPPED, PieceFlight
+from paceline.ddp.forward_overlap.piece_sync import HALF_STEPPED, PieceSync
+from paceline.ddp.gradient_sync import SyncFactory
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Groups
 from paceline.ddp.open_forwards import OpenForwards
-from paceline.ddp.step import BackwardPass, Flight
+from paceline.ddp.step import BackwardPass, GradientSync
 from paceline.errors import PeerLostError, ProtocolError
 from paceline.observe import StepTimings
 from paceline.planning.forward_overlap import Gain
@@ -59,7 +59,7 @@ from paceline.planning.forward_overlap import Gain
 GRACE_S = 1.0  # for sums under way when the program ends with an error
 
 
-class ForwardOverlap(Flights):
+class ForwardOverlap(SyncFactory):
     """Defers the end of steps into the next forward, for one module on one rank.
 
     The ranks agree over the script's `process_group`; `piece_group` is for pieces alone. `poisons` (debug) fills
@@ -85,7 +85,7 @@ class ForwardOverlap(Flights):
         self._tells = process_group.rank() == 0 and not is_forced
         self._has_optimizer = False  # without one, backward waits for its gradients
         self.is_idle = False
-        self._step: OpenStep | None = None
+        self._step: DeferredStep | None = None
         self._failure: BaseException | None = None
         self._needs = Needs()
         self._warned: set[str] = set()
@@ -93,7 +93,7 @@ class ForwardOverlap(Flights):
         self._module = module
         self._timings = StepTimings()  # of the reducer that it follows
         self._hooks: tuple[RemovableHandle, ...] = ()
-        self._flight: PieceFlight | None = None  # the last one
+        self._sync: PieceSync | None = None  # the last one
         _alive.add(self)
 
     @property
@@ -111,7 +111,7 @@ class ForwardOverlap(Flights):
         """A step with and without it, as compared once it was on; None before, and with "always". Local."""
         return self._agreement.seen
 
-    # ---- for the reducer: the flights of its backwards
+    # ---- for the reducer: the syncs of its backwards
 
     def follow(
         self,
@@ -121,7 +121,7 @@ class ForwardOverlap(Flights):
         open_forwards: OpenForwards,
         timings: StepTimings,
     ) -> None:
-        """As `Flights.follow`. Local; flushes."""
+        """As `SyncFactory.follow`. Local; flushes."""
         self.flush()
         super().follow(managed, groups, peers, open_forwards, timings)
         self._timings = timings
@@ -135,10 +135,10 @@ class ForwardOverlap(Flights):
         self._piece_group = piece_group
         self._agreement.move_to(process_group, peers)
 
-    def begin(self, backward: BackwardPass, buckets: Sequence[Bucket]) -> Flight:
-        """As `Flights.begin`; flush, as it needs the buffers. Collective when ranks agree or compare."""
+    def begin(self, backward: BackwardPass, buckets: Sequence[Bucket]) -> GradientSync:
+        """As `SyncFactory.begin`; flush, as it needs the buffers. Collective when ranks agree or compare."""
         self.flush()
-        if not backward.terms.synchronizes:
+        if not backward.plan.synchronizes:
             return super().begin(backward, buckets)
         defers = self._agreement.defers(
             buckets, backward.step.number - 1, self._timings, backward.step.times.last_forward_s, self._needs
@@ -154,19 +154,19 @@ class ForwardOverlap(Flights):
             return super().begin(backward, buckets)
         self.is_idle = True
         assert self._piece_group is not None, "the wrapper is gone"
-        self._flight = PieceFlight(
+        self._sync = PieceSync(
             buckets,
             self._agreement.pieces,
             backward.reduction,
             self._piece_group,
             self._peers,
             self._times(),
-            self._take_over,
+            self._defer,
         )
-        return self._flight
+        return self._sync
 
-    def _take_over(self, flight: PieceFlight, backward: BackwardPass) -> bool:
-        """As `Flight.hand_over`: complete each bucket of this flight when it is needed, if an optimizer takes part."""
+    def _defer(self, sync: PieceSync, backward: BackwardPass) -> bool:
+        """As `GradientSync.defer`: complete each bucket of this sync when it is needed, if an optimizer takes part."""
         if not self._has_optimizer:
             self._warn(
                 "optimizer",
@@ -175,9 +175,9 @@ class ForwardOverlap(Flights):
             )
             return False
         with lock:
-            self._step = OpenStep(flight, backward, set(range(len(flight.buckets))))
+            self._step = DeferredStep(sync, backward, set(range(len(sync.buckets))))
             self._needs.begin()
-            for bucket in flight.buckets:
+            for bucket in sync.buckets:
                 outstanding.mark(bucket.parameters, self, bucket.index)
             self.is_idle = False
         return True
@@ -253,8 +253,8 @@ class ForwardOverlap(Flights):
     def drain(self) -> None:
         """As `flush`; and wait until a device has sent all pieces: c10d does not say that a closed group still does."""
         self.flush()
-        if self._flight is not None and self._flight.arrived is not None:
-            self._flight.arrived.block()
+        if self._sync is not None and self._sync.arrived is not None:
+            self._sync.arrived.block()
 
     def complete(self, index: int, reads_gradient: bool) -> None:
         """As `Owner.complete`; raises as `flush`."""
@@ -269,7 +269,7 @@ class ForwardOverlap(Flights):
                 f"{str(self._failure) or type(self._failure).__name__}"
             ) from self._failure
         bucket = step.buckets[index]
-        if reads_gradient and not step.flight.progress[index].has_ended:
+        if reads_gradient and not step.sync.progress[index].has_ended:
             self._warn_of_reader()
         try:
             self._await(step, bucket)
@@ -288,10 +288,10 @@ class ForwardOverlap(Flights):
             self.is_idle = self.is_on is not None
             step.backward.conclude(step.waited_s)
 
-    def _await(self, step: OpenStep, bucket: Bucket) -> None:
+    def _await(self, step: DeferredStep, bucket: Bucket) -> None:
         before_s = time.perf_counter()
         with outside_transforms(), Moment.plain().again():  # a reduction may compute in it
-            step.flight.wait_for(bucket, HALF_STEPPED if step.actions else None)
+            step.sync.wait_for(bucket, HALF_STEPPED if step.actions else None)
         after_s = time.perf_counter()
         step.note_wait(after_s - before_s)
         self._needs.note_wait(before_s, after_s)
@@ -343,7 +343,7 @@ class ForwardOverlap(Flights):
         if self._step is None or self._failure is not None:
             return
         if _has_failed():
-            self._step.flight.give_up(GRACE_S)
+            self._step.sync.give_up(GRACE_S)
         else:
             self.flush()
 

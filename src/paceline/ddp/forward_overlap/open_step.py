@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from paceline.comm.device import accelerator_type
 from paceline.ddp.bucket import Bucket
-from paceline.ddp.forward_overlap.piece_flight import PieceFlight
+from paceline.ddp.forward_overlap.piece_sync import PieceSync
 from paceline.ddp.step import BackwardPass
 from paceline.errors import ProtocolError
 
@@ -88,10 +88,10 @@ Action = Callable[[Sequence[Parameter]], None]
 
 
 @dataclass
-class OpenStep:
+class DeferredStep:
     """One module's, on one rank."""
 
-    flight: PieceFlight  # its gradients
+    sync: PieceSync  # its gradients
     backward: BackwardPass  # its own; the next step's may be under way
     left: set[int]  # indices of buckets that have not been completed
     # what to do with each, in this order, and when that was called
@@ -106,7 +106,7 @@ class OpenStep:
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        return self.flight.buckets
+        return self.sync.buckets
 
     def make(self, bucket: Bucket) -> None:
         """Give a bucket that has arrived its gradients, and step it; once: after an error they are undefined. Local."""

@@ -8,7 +8,7 @@ Rules
    clipping, a checkpoint) waits, too, and sees a whole step. Shapes, dtypes and the like need no waiting.
 3. What does not go through torch's Python functions cannot be seen. What takes the parameter so (`torch.tensor(p)`,
    extensions, a `ProcessGroup`'s methods, scripted functions) reads NaN, because its memory is another from
-   `optimizer.step()` on (`OpenStep.hide`). What refers to its own memory from before (a view, `.data`, NumPy) reads
+   `optimizer.step()` on (`DeferredStep.hide`). What refers to its own memory from before (a view, `.data`, NumPy) reads
    the old step. Hence `overlap_forward="debug"`.
 """
 

@@ -405,7 +405,7 @@ class Shadow(JoinHook):
         exchange = steps.weighing.exchange() if is_window else None  # before the first forward
         if steps.wrapped.training and steps.has_synchronized_buffers():
             source_of = functools.partial(steps.joining.agree_on_source, is_candidate=False)
-            steps.reducer.step.buffers.bring_in_line(source_of, is_joined=True)
+            steps.reducer.step.buffers.broadcast_once(source_of, is_joined=True)
         steps.reducer.drop_gradients()
         if exchange is not None:
             steps.match_window(exchange.finish())

@@ -1,6 +1,6 @@
-"""The plain way of the buckets of one backward, and what makes the `Flight` of each: `Flights`.
+"""The plain way of the buckets of one backward, and what makes the `GradientSync` of each: `SyncFactory`.
 
-The reducer calls a flight and never asks which one it is. Subclasses of these change what differs. The order of calls
+The reducer calls a sync and never asks which one it is. Subclasses of these change what differs. The order of calls
 is the order of collectives, the same on every rank.
 """
 
@@ -21,7 +21,7 @@ from paceline.ddp.bucket import Bucket
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Groups
 from paceline.ddp.open_forwards import OpenForwards
-from paceline.ddp.step import BackwardPass, Flight
+from paceline.ddp.step import BackwardPass, GradientSync
 from paceline.observe import BucketTiming, StepTimings
 from paceline.observe.device_times import DeviceTimes
 from paceline.observe.timings import profiler_range
@@ -53,7 +53,7 @@ class _Launched:
         )
 
 
-class PlainFlight(Flight):
+class BucketSync(GradientSync):
     """Every bucket leaves as a whole, bucket i over group i mod k, and backward waits for all."""
 
     def __init__(
@@ -102,7 +102,7 @@ class PlainFlight(Flight):
     def group_of(self, bucket: Bucket) -> ProcessGroup:
         return self._groups[bucket.index % len(self._groups)]
 
-    def wait_for_words(self) -> bool:
+    def wait_for_status(self) -> bool:
         self.wait()
         has_words = self._last is not None and self._last.words is not None
         return self._reduction.carries_status and has_words
@@ -127,8 +127,8 @@ class PlainFlight(Flight):
         return tuple(launched.timing() for launched in self._launched)
 
 
-class Flights:
-    """Makes the flights of one reducer's backwards: plain ones."""
+class SyncFactory:
+    """Makes the syncs of one reducer's backwards: plain ones."""
 
     def __init__(self) -> None:
         self._groups: Sequence[ProcessGroup] = ()
@@ -147,9 +147,9 @@ class Flights:
         self._groups, self._peers = groups.for_gradients, peers
         self._devices = devices_of(managed.parameters)[:1]
 
-    def begin(self, backward: BackwardPass, buckets: Sequence[Bucket]) -> Flight:
+    def begin(self, backward: BackwardPass, buckets: Sequence[Bucket]) -> GradientSync:
         """A backward begins. Collective where ranks have to agree on something first, local otherwise."""
-        return PlainFlight(backward.reduction, self._groups, self._peers, buckets, self._times())
+        return BucketSync(backward.reduction, self._groups, self._peers, buckets, self._times())
 
     def _times(self) -> DeviceTimes | None:
         return DeviceTimes.begin(self._devices[0]) if self._devices else None

@@ -26,8 +26,8 @@ from paceline.comm.device import Mark
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.dense_bucket import DenseBucket
-from paceline.ddp.flight import describe_bucket
-from paceline.ddp.step import BackwardPass, Flight
+from paceline.ddp.gradient_sync import describe_bucket
+from paceline.ddp.step import BackwardPass, GradientSync
 from paceline.observe import BucketTiming
 from paceline.observe.device_times import DeviceTimes
 from paceline.observe.timings import profiler_range
@@ -72,11 +72,11 @@ class _Progress(Work):
         """Not known: nobody asks."""
 
 
-class PieceFlight(Flight):
-    """Sends buckets in pieces: a `Flight` whose end backward need not wait for; status words travel apart.
+class PieceSync(GradientSync):
+    """Sends buckets in pieces: a `GradientSync` whose end backward need not wait for; status words travel apart.
 
     Buckets are dense; pieces are handed to the reduction in the same order on every rank, with a group for them alone.
-    `take_over` is asked when every rank's backward has ended well. `arrived` is, on an accelerator, behind the bucket
+    `defer` is asked when every rank's backward has ended well. `arrived` is, on an accelerator, behind the bucket
     that was waited for last. Collective: every rank launches every bucket, in any order.
     """
 
@@ -88,12 +88,12 @@ class PieceFlight(Flight):
         process_group: ProcessGroup,
         peers: Peers,
         times: DeviceTimes | None,
-        # Completes its buckets when they are needed, as `Flight.hand_over`
-        take_over: Callable[[PieceFlight, BackwardPass], bool],
+        # Completes its buckets when they are needed, as `GradientSync.defer`
+        defer: Callable[[PieceSync, BackwardPass], bool],
     ) -> None:
         super().__init__(peers, times)
         self._reduction = reduction
-        self._take_over = take_over
+        self._defer = defer
         self.buckets = list(buckets)
         self._ready: list[DenseBucket | None] = [None] * len(self.buckets)
         self.arrived: Mark | None = None
@@ -184,8 +184,8 @@ class PieceFlight(Flight):
 
     # ---- waiting
 
-    def hand_over(self, backward: BackwardPass) -> bool:
-        return self._take_over(self, backward)
+    def defer(self, backward: BackwardPass) -> bool:
+        return self._defer(self, backward)
 
     def wait_for(self, bucket: Bucket, consequence: str | None = None) -> None:
         """Wait until a bucket has arrived. Raises PeerLostError if a rank died or hangs."""
