@@ -1,4 +1,4 @@
-"""Where is the repository that this package was imported from? Only a checkout has stored results and tests."""
+"""The repository that this package was imported from. Only a checkout has stored results and tests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Is it faster here, and how far from the limit? Benchmarks against torch's DDP and other libraries.
+"""Benchmarks against torch's DDP and other libraries: is Paceline faster on this machine, and how far from the limit?
 
-`protocol` says how everything is measured, `sides` and `allreduce_sides` who is compared, `ranks` where the ranks run;
-`step` and `allreduce` measure, `step_report` and `allreduce_report` tell. What is trained is in
+`protocol` says how everything is measured. `sides` and `allreduce_sides` list what is compared, and `ranks` starts
+the ranks. `step` and `allreduce` measure, `step_report` and `allreduce_report` print and draw. The models are in
 `paceline_lab.workloads`.
 """

@@ -36,12 +36,12 @@ _NUM_COPIES = 9
 
 @dataclass(frozen=True)
 class ReduceConfig:
-    """What is measured.
+    """The settings of a measurement of all-reduces.
 
     Attributes:
-        side_names: In the order of the report; the first is what the others are set against.
-        sizes_bytes: Of the buffers.
-        num_rounds: Every side takes two turns in each.
+        side_names: Sides in the order of the report. The first one is the baseline.
+        sizes_bytes: Sizes of the buffers.
+        num_rounds: Number of rounds. Every side takes two turns in each.
     """
 
     side_names: tuple[str, ...]
@@ -57,11 +57,11 @@ class ReduceConfig:
 
 @dataclass(frozen=True)
 class ReduceSamples:
-    """What some sides did in one launch.
+    """The times of all sides in one launch.
 
     Attributes:
-        times_s: By side, then by size: one value a round and turn, the mean of the turn's all-reduces.
-        right: By side: whether every rank had the right sum, every time it was looked at.
+        times_s: By side and size: for each round and turn, the mean time of the turn's all-reduces.
+        right: By side: whether every rank had the right sum at every check.
         copy_bytes_per_s: What the slowest rank reads and writes in a second when all copy at once.
     """
 

@@ -1,4 +1,4 @@
-"""What `paceline bench allreduce` tells: a row for each size and side, the link's limit beside it, a figure."""
+"""Report of `paceline bench allreduce`: a row for each size and side, the link's limit next to it, and a figure."""
 
 from __future__ import annotations
 

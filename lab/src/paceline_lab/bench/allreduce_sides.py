@@ -1,4 +1,4 @@
-"""Who performs an all-reduce: a table, one line a side, and how sides and sizes are typed.
+"""Table of the sides that perform an all-reduce, and how sides and sizes are typed.
 
 A side is opened once on every rank and is then handed flat float32 buffers. To add one, add a line: a name, which
 program starts its ranks, and what opens it.
@@ -24,7 +24,7 @@ Buffer = npt.NDArray[np.float32]
 
 
 class Exchange(ABC):
-    """What the measurement needs of a side; every method is collective.
+    """The interface of a side that the measurement calls. Every method is collective.
 
     Attributes:
         rank: This process's number.

@@ -1,4 +1,4 @@
-"""What `paceline bench step`, `allreduce`, `profile` and `workloads` do, from checked options to a report."""
+"""The commands `paceline bench step`, `allreduce`, `profile` and `workloads`, from checked options to a report."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""How long each layer of a model computes: recorded, given, or from published timings; kept as a JSON file.
+"""Computing times of a model's layers: recorded, given, or from published timings; kept as a JSON file.
 
-Without a file, a total is shared out: forward to backward 1 to 2 (two products for each one of forward), and among
-the layers by their operations.
+Without a file, a total is divided. Forward gets a third and backward two thirds, since backward has two products for
+each one of forward. The layers get parts in proportion to their operations.
 
 A layer is a module that owns parameters itself, or one item of a ParameterList. A parameter that several modules
-share belongs to the first one, which is the last to finish its gradient. Sizes and operations are found on torch's meta
-device, without memory or arithmetic.
+share belongs to the first one, which is the last to finish its gradient. Sizes and operations are found on torch's
+meta device, without memory or arithmetic.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _count(workload: Workload) -> Mapping[str, float]:
                 module.register_forward_hook(_counter(name, counted))
         workload.loss(model, batch, None)
         lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ParameterList)]
-    for name, module in lists:  # containers: nobody calls their forward
+    for name, module in lists:  # containers, which have no forward
         counted[name] = float(sum(parameter.numel() for parameter in module.parameters()))
     return counted
 
@@ -137,13 +137,13 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """How long every layer of a workload computes.
+    """The computing times of a workload's layers.
 
     Attributes:
-        workload: Its name.
+        workload: Name of the workload.
         source: Where the times are from, in words for a report.
-        layers: In the order of forward; backward takes them in reverse.
-        optimizer_s: What the optimizer takes after backward.
+        layers: The layers in the order of forward. Backward takes them in reverse.
+        optimizer_s: Time of the optimizer after backward.
     """
 
     workload: str

@@ -1,14 +1,14 @@
 """The limits of a training step and of an all-reduce: how fast could it be? Arithmetic only.
 
-    bytes per rank = 2 (P-1)/P * N, the least without help from the network; a flat ring sends just that
-    communication  = bytes per rank / rate of the slowest link
+    bytes per rank = 2 (P-1)/P * N, the least without help from the network (a flat ring)
+    communication  = bytes per rank / the slowest link's rate
     no overlap     = forward + backward + communication + optimizer
     ideal          = forward + max(backward, communication) + optimizer
     realised       = (no overlap - measured) / (no overlap - ideal)
 
-With several ranks on a host, a flat ring of consecutive ranks sends that many bytes over each host's link, too;
-reducing within hosts first would need 2 (H-1)/H * N only, H being the number of hosts. Headers (4 to 5 % with an MTU
-of 1,500) are not counted. A side that sends fewer bytes (a cast, a low rank) may realise more than 1.
+With several ranks on a host, a flat ring of consecutive ranks sends that many bytes over each host's link, too.
+Reducing within hosts first would need 2 (H-1)/H * N only, for H hosts. Headers (4 to 5 % with an MTU of 1,500) are
+not counted. A side that sends fewer bytes (a cast, a low rank) may realise more than 1.
 
 Not all of the ideal can be reached: the gradients that become ready last have nothing left to hide behind.
 `backward_and_communication_s` is what a perfect implementation takes that sends each layer's gradients at once.
@@ -51,13 +51,13 @@ def backward_and_communication_s(layers: Sequence[tuple[float, int]], communicat
 
 @dataclass(frozen=True)
 class StepLimit:
-    """What a step is made of when nothing overlaps.
+    """The parts of a step when nothing overlaps.
 
     Attributes:
-        forward_s: Alone.
-        backward_s: Alone.
-        communication_s: Alone, of all gradients in float32.
-        optimizer_s: Alone.
+        forward_s: Time of forward alone.
+        backward_s: Time of backward alone.
+        communication_s: Time of reducing all gradients in float32, alone.
+        optimizer_s: Time of the optimizer alone.
     """
 
     forward_s: float

@@ -1,11 +1,11 @@
 """Starting ranks by mpirun, on this machine or on the hosts of an emulated cluster.
 
-Started once a rank, as `python -m paceline_lab.bench.mpi FOLDER`: runs the task that lies there, as `rank_program` does
+Each rank runs `python -m paceline_lab.bench.mpi FOLDER`. It performs the task in that folder, as `rank_program` does
 under torchrun.
 
-mpirun wants ssh, and a host of an emulated cluster cannot start a process on another one. So an agent stands in for
-ssh: a small program that mpirun calls as `AGENT HOST COMMAND...` hands its words over a Unix socket in a private folder
-to us, outside; we start them inside the host.
+mpirun wants ssh, and a host of an emulated cluster cannot start a process on another one. So a small program replaces
+ssh. mpirun calls it as `AGENT HOST COMMAND...`. It sends these words over a Unix socket in a private folder to this
+process, which is outside and starts the command inside the host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How other libraries train in parallel: one adapter a library, importing it only when it is measured.
+"""Adapters of other data-parallel libraries. Each library is imported only when it is measured.
 
-Each is set up as its documentation says for processes without accelerators, over the Gloo group that is open already
-(torchft brings a group of its own). Nothing is tuned for or against anyone.
+Each is set up as its documentation says for processes without accelerators. All use the Gloo group that is open
+already, except torchft, which brings its own. Nothing is tuned for or against a library.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Record a profile: train for some steps without data parallelism, and note when every layer is done.
 
-A layer's time is what passed between the end of the one before it and its own end, in the order in which timed models
-go (`timed_model`): so the sums are those of the real forward and backward, whatever happens between layers. A layer
-that is done before one that should come earlier gets 0.
+A layer's time lasts from the end of the layer before it to its own end, in the order of timed models (`timed_model`).
+So the sums are those of the real forward and backward. A layer that is done before one that should come earlier
+gets 0.
 """
 
 from __future__ import annotations

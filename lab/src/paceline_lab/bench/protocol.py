@@ -1,22 +1,22 @@
-"""How every benchmark measures: order of turns, the allocator, what is refused before and after.
+"""The rules of every benchmark: order of turns, the allocator, and what is refused before and after.
 
 Rules
 1. Real processes (torchrun's), a real Gloo group over loopback or emulated links, one thread per rank.
-2. All sides live in the same processes in the same run and alternate; a load on the machine hits each of them. (A side
-   that needs a launcher of its own runs in launches that alternate; the report says so.)
+2. All sides live in the same processes in the same run and alternate, so a load on the machine hits each of them. A
+   side with a launcher of its own runs in launches that alternate, and the report says so.
 3. A round visits the sides in one order and then in the reverse (ABBA); odd rounds start from the other end (BAAB).
 4. A step's time is the slowest rank's. A barrier goes before each timed step.
-5. Sides are compared within a round; what is reported is the median of those ratios and their quartiles.
+5. Sides are compared within a round. Reports show the median of those ratios and their quartiles.
 6. Raw samples are kept, with what is needed to run them again.
-7. A side that computes something else than it should is refused afterwards, whatever its times; one whose package is
-   not installed is refused before anything starts.
+7. A side that computes a wrong result is refused afterwards, whatever its times. A side whose package is missing is
+   refused before anything starts.
 
 PacelineError
 └── BenchmarkError
     ├── RanksFailedError  (also RuntimeError) one of the processes raised or died
-    └── WrongAnswerError  (also RuntimeError) a side does not compute what it should: its times mean nothing
+    └── WrongAnswerError  (also RuntimeError) a side computes a wrong result
 
-What was asked wrongly is a ConfigurationError.
+A wrong option raises a ConfigurationError.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def turns(num_sides: int, num_rounds: int) -> Iterator[Turn]:
 
 
 class Allocator(str, Enum):
-    """Which memory a fresh tensor gets: a policy of malloc.
+    """Malloc's policy for the memory of a fresh tensor.
 
-    glibc's malloc adapts: whether a freed 16 MB gradient goes back to the kernel, to be page-faulted in again in the
-    next step, depends on what lies above it on the heap. On a world of one rank that alone made two identical sides
+    glibc's malloc adapts. A freed 16 MB gradient goes back to the kernel or stays, depending on what lies above it on
+    the heap. If it goes back, the next step page-faults it in again. On one rank that alone made two identical sides
     differ by 16 % (LOG.md), steadily within a process and differently in the next. So a comparison of times keeps
     freed memory in the process, as jemalloc or tcmalloc would.
     """

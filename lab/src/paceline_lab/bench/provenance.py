@@ -1,4 +1,4 @@
-"""Where a number comes from: command, commit, versions, machine and its load."""
+"""Provenance of a measurement: command, commit, versions, machine and its load."""
 
 import datetime as dt
 import os
@@ -84,7 +84,7 @@ def _command() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """What git says about the checkout that this package lies in; nothing where it was installed from a wheel."""
+    """Return git's output about this package's checkout; empty if it was installed from a wheel."""
     root = repository()
     if root is None:
         return ""

@@ -26,8 +26,8 @@ def save_task(folder: Path, task: Callable[..., Any], config: Any) -> None:
 
 
 def run_task(folder: Path, rank: int) -> None:
-    """Do it, on this rank, and leave the result."""
-    # The launcher wrote it into a folder that is only ours.
+    """Perform the task on this rank, and write its result into the folder."""
+    # The launcher wrote it into a private folder.
     module, name, config = pickle.loads((folder / _TASK).read_bytes())  # noqa: S301
 
     def tell(done_ratio: float) -> None:

@@ -1,8 +1,8 @@
-"""Where ranks of a benchmark run: processes on loopback, or on hosts of an emulated cluster; the same task on both.
+"""Starting the ranks of a benchmark, as processes on loopback or on hosts of an emulated cluster.
 
 Rules
-1. A task is a function at the top level of a module. It goes to the ranks by name, its configuration and its
-   results as files of a private folder that is removed afterwards, even if we are killed.
+1. A task is a function at the top level of a module. It goes to the ranks by name. Its configuration and its results
+   are files of a private folder that is removed afterwards, even after SIGKILL.
 2. Every rank is a process under torchrun's environment, with one thread and a Gloo group that is open already.
 3. If one rank fails, all are stopped.
 """
@@ -99,12 +99,12 @@ class Ranks(ABC):
     def run_mpi(
         self, task: Task[Config, Result], config: Config, title: str, *, tcp_only: bool
     ) -> list[Result]:
-        """As `run`, started by mpirun: no process group, and no torch that the task does not import.
+        """Run a task like `run`, but started by mpirun: no process group, and no torch that the task does not import.
 
         Args:
-            task: Called on every rank.
-            config: The same for every rank; must pickle.
-            title: What the progress bar says.
+            task: Function that is called on every rank.
+            config: Configuration, the same for every rank. It must pickle.
+            title: Text of the progress bar.
             tcp_only: Whether ranks of one host talk over TCP as well, instead of shared memory.
         """
         with self._prepared(task, config, title) as (folder, launch_id):

@@ -1,4 +1,4 @@
-"""Who is compared with whom in a training step, and how a side trains: a table of ways to wrap a module.
+"""Table of the sides of a training step: ways to wrap a module for data parallelism.
 
 A side is a name for a way of training a module in parallel. Comparing `torch` with `torch` shows the noise.
 Libraries that are not installed are refused before anything starts; lab/peers-requirements.txt has them all.

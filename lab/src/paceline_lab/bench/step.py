@@ -1,10 +1,10 @@
 """Measure training steps under each side, computing alone and communication alone, in turn.
 
-All sides train in the same processes and alternate (`protocol`), together with two that are no sides: the same
+All sides train in the same processes and alternate (`protocol`). Two more measurements take turns with them: the
 model without data parallelism (compute alone) and an all-reduce of its gradients' bytes (communication alone).
-`limit` says what follows from those two.
+`limit` derives the limits from those two.
 
-`timed` compute sleeps (`timed_model`): any number of ranks fits on two cores, and afterwards every rank checks its
+`timed` compute sleeps (`timed_model`), so any number of ranks fits on two cores. Afterwards every rank checks its
 gradients against the mean that is known in advance. `real` compute computes: ranks should not outnumber cores.
 """
 
@@ -34,18 +34,18 @@ _IN_FLIGHT = 4
 
 @dataclass(frozen=True)
 class StepConfig:
-    """What is measured.
+    """The settings of a measurement of steps.
 
     Attributes:
-        workload: Its name; with a profile, of whatever was recorded.
-        side_names: In the order of the report.
-        num_rounds: Every side runs twice in each.
-        steps_per_turn: Timed steps at a turn.
-        profile: How long layers compute; None: they really do.
-        scale: Divides the gradients' bytes; only with a profile.
-        quick: The workload's smallest size; only without a profile.
+        workload: Name of the workload; with a profile, of the model that was recorded.
+        side_names: Sides in the order of the report.
+        num_rounds: Number of rounds. Every side runs twice in each.
+        steps_per_turn: Number of timed steps per turn.
+        profile: Computing times of the layers; None: the layers compute.
+        scale: Divisor of the gradients' bytes; only with a profile.
+        quick: Whether the workload has its smallest size; only without a profile.
         baseline: Index of the side that the others' times are divided by.
-        arguments: For the wrapper, by side name; `bucket_cap_mb`, say.
+        arguments: Arguments of the wrapper by side name, for example `bucket_cap_mb`.
     """
 
     workload: str
@@ -92,14 +92,15 @@ class StepConfig:
 
 @dataclass(frozen=True)
 class SideOutcome:
-    """What one side did.
+    """The times of one side, and whether it computed the right gradients.
 
     Attributes:
-        name: Its name.
+        name: Name of the side.
         per_rank: Times of all timed steps, by rank.
-        ranks_equal: All ranks ended bitwise the same: gradients of timed compute, parameters of real.
-        error: Timed compute: the worst rank's distance of its gradients from the exact mean, relative.
-        bucket_bytes: In the order of launch, where the side tells.
+        ranks_equal: Whether all ranks ended with the same bits: gradients of timed compute, parameters of real
+            compute.
+        error: Largest relative distance of a rank's gradients from the exact mean; only for timed compute.
+        bucket_bytes: Bytes of each bucket in the order of launch, if the side reports them.
     """
 
     name: str
@@ -111,7 +112,7 @@ class SideOutcome:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one run found; every rank returns the same."""
+    """The samples of one run; every rank returns the same."""
 
     alone: tuple[StepTimes, ...]  # by rank
     communication_s: tuple[list[float], ...]  # by rank

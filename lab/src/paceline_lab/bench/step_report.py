@@ -1,4 +1,4 @@
-"""What `paceline bench step` tells: a row for each side, the limit beside it, a figure."""
+"""Report of `paceline bench step`: a row for each side, the limit next to it, and a figure."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ class SideSummary:
 
 @dataclass(frozen=True)
 class StepFindings:
-    """What follows from the samples.
+    """The limit, and the summary of each side.
 
     Attributes:
-        limit: From what was measured alone; medians.
+        limit: Limit of a step from the medians of what was measured alone.
         link_s: Bytes per rank over the slowest link's rate; None without a rate.
-        reachable_s: The least step of any implementation, since what is ready last cannot be hidden; None: not known.
-        bytes_per_rank: What a ring sends.
-        sides: By label.
-        disturbed: Why the parts cannot have been measured right; empty if they can.
+        reachable_s: Least step of any implementation, which cannot hide what is ready last; None if it is unknown.
+        bytes_per_rank: Bytes that each rank sends in a ring.
+        sides: Summaries by label.
+        disturbed: Why the measured parts contradict each other; empty if they do not.
     """
 
     limit: StepLimit
@@ -197,7 +197,7 @@ def report(config: StepConfig, outcome: StepOutcome, ranks: Ranks, load_before: 
 
 
 def _row(name: str, side: SideSummary, *, is_disturbed: bool) -> tuple[str, ...]:
-    """With disturbed parts, the ratio alone: both of its sides met the same in every round."""
+    """Return a side's row. With disturbed parts, only the ratio: load hits both of its sides alike in every round."""
     error = "" if side.error is None else ("0" if side.error == 0 else f"{side.error:.1e}")
     if is_disturbed:
         return (name, "", side.ratio.text(digits=3), "", "", error)

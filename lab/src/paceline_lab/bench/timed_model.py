@@ -228,5 +228,5 @@ def planned(profile: Profile, scale: float = 1.0) -> RecordedWorkload:
 
 
 def _untouched(shape: Shape) -> nn.Parameter:
-    """Return a parameter of zeros whose pages the kernel hands out when someone writes there: nobody does."""
+    """Return a parameter of zeros that takes no memory, since the kernel allocates a page at its first write."""
     return nn.Parameter(torch.from_numpy(np.zeros(shape, dtype=np.float32)))

@@ -65,7 +65,7 @@ def step(
     report: ReportFolder = Path("paceline-report"),
     as_json: AsJson = False,
 ) -> None:
-    """How long is a training step under each side, and how far is that from the limit?"""
+    """Measure how long a training step is under each side, and how far that is from the limit."""
     from paceline_lab.bench.commands import StepOptions, bench_step
     from paceline_lab.bench.ranks import choose_place
 
@@ -90,7 +90,7 @@ def allreduce(
     report: ReportFolder = Path("paceline-report"),
     as_json: AsJson = False,
 ) -> None:
-    """How long does an all-reduce take, and which share of the link's rate does it reach?"""
+    """Measure how long an all-reduce takes, and which share of the link's rate it reaches."""
     from paceline_lab.bench.commands import bench_allreduce
     from paceline_lab.bench.ranks import choose_place
 

@@ -161,7 +161,7 @@ def _check(cluster: EmulatedCluster, console: Console, *, as_json: bool) -> int:
 
 
 def _traffic(outcome: Outcome) -> Table:
-    """What became of each host, and what its links carried."""
+    """Return a table of how each host ended, and what its links carried."""
     from paceline_lab.emulation.quantities import show_size
     from paceline_lab.report import table
 

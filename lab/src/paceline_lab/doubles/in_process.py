@@ -44,7 +44,6 @@ class _Collective:
             work.perform()
 
     def raise_error(self) -> None:
-        """What a rank's work does when it is ended."""
         if self.error is not None:
             raise self.error
 

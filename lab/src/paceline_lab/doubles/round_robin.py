@@ -1,8 +1,8 @@
 """RoundRobin: a process group that uses several groups in turn, with a bound on how many collectives are in flight.
 
-One connection, or one thread, may not saturate a link; several can. Every rank dispatches in the order of its calls, so
-the i-th collective goes to group i mod k everywhere. With a bound of c, the end of collective n lets collective n + c
-start: the same ones are in flight on every rank, and none waits for one that another rank has not started.
+One connection, or one thread, may not saturate a link; several can. Every rank dispatches in the order of its calls,
+so the i-th collective goes to group i mod k everywhere. With a bound of c, the end of collective n lets collective n
++ c start. So the same collectives are in flight on every rank. None waits for one that another rank has not started.
 
 Source:
     Li et al., VLDB 2020, section 5.4 (round-robin process groups, since removed from torch); Goyal et al. 2017,
@@ -111,7 +111,7 @@ class RoundRobin(dist.ProcessGroup):
         """Launch what waits, in order, as far as the bound allows; one thread at a time does so for all."""
         with self._lock:
             if self._is_launching:
-                return  # whoever launches looks again
+                return  # the launching thread looks again
             self._is_launching = True
         while (following := self._next_allowed()) is not None:
             launch, work, group = following
@@ -134,7 +134,7 @@ class RoundRobin(dist.ProcessGroup):
         self._launch_allowed()
 
     def shutdown(self) -> None:
-        """Nothing: the groups belong to whoever made them."""
+        """Leave the groups alone: the caller that made them destroys them."""
 
 
 class _Dispatched(dist.Work):

@@ -1,8 +1,8 @@
 """`EmulatedCluster`: emulated hosts on this machine, as a context manager that builds and removes them.
 
 Rules
-1. The cluster belongs to this process. When it ends, however it ends, hosts, links and processes go with it: the
-   laboratory (see `laboratory`) holds them only as long as this process holds its end of a socket.
+1. The cluster belongs to this process. When the process ends, even by SIGKILL, its hosts, links and processes end
+   with it. The laboratory (see `laboratory`) keeps them only while this process holds its end of a socket.
 2. Namespaces have no names, so two emulations cannot collide; what has one carries its owner (see `owned_resources`).
 """
 
@@ -40,7 +40,7 @@ _AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 
 @dataclass(frozen=True)
 class Counters:
-    """What one host's links carried since the start, over all its links.
+    """The traffic of all links of one host since the start.
 
     Attributes:
         sent_bytes: Bytes with Ethernet headers that reached the switch from the host.
@@ -224,7 +224,7 @@ class EmulatedCluster:
         self.change(Change.parse("delay", None, delay))
 
     def counters(self) -> list[Counters]:
-        """What each host's links carried since the cluster was built."""
+        """Return what each host's links carried since the cluster was built."""
         return [Counters(**record) for record in self._ask({"do": "counters"})]
 
     def _ask(self, request: Mapping[str, Any]) -> Any:

@@ -1,12 +1,13 @@
 """Measures an emulated cluster: rows of what was asked for against what was measured.
 
-What is measured, each alone:
-- rate: datagrams as fast as the link takes them, from each host to the next; bytes with all headers.
-- TCP: one connection with the cluster's congestion control; bytes with all headers; nothing is asked of it.
-- loss: small datagrams at a quarter of the rate, counted.
-- priority: two hosts send to a third at four fifths of its port's rate each; the higher class has to arrive whole.
-- delay: half of the median round trip of single datagrams.
-- cores: the share of a core that a computing process gets.
+1. Rate: datagrams as fast as the link takes them, from each host to the next; bytes with all headers.
+2. TCP: one connection with the cluster's congestion control; bytes with all headers. It has no target.
+3. Loss: small datagrams at a quarter of the rate, counted.
+4. Priority: two hosts send to a third at four fifths of its port's rate each. The higher class has to arrive whole.
+5. Delay: half of the median round trip of single datagrams.
+6. Cores: the share of a core that a computing process gets.
+
+Each is measured alone.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def check(cluster: EmulatedCluster) -> Iterator[Finding]:
 
 
 def _pairs(spec: ClusterSpec) -> list[tuple[int, int]]:
-    """For every different pair of rates one pair of hosts, next to each other; across racks first."""
+    """Return one pair of hosts for every different pair of rates, next to each other; across racks first."""
     seen: dict[object, tuple[int, int]] = {}
     for source in range(spec.hosts):
         target = (source + 1) % spec.hosts

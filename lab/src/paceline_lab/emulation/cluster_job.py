@@ -3,8 +3,8 @@
 Rules
 1. Each host's agent is `paceline run` with `--nnodes`, `--node-rank` and the first host's address, so the ranks'
    environment is what torchrun gives on real hosts.
-2. When a host fails, the others get a grace to fail by themselves: they often know why, and a rank's own message is
-   better than ours. Then they are stopped.
+2. When a host fails, the others get a grace period to fail by themselves, since a rank's own message often names the
+   cause. Then they are stopped.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ _OF_RANK = re.compile(f"{_PREFIX}(\\d+){_PREFIX}(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job on a cluster ended.
+    """The end of a job on a cluster.
 
     Attributes:
-        exit_code: 0 if every host's agent ended well, otherwise the code of the host that failed first; 124 if the time
-            was up.
-        exit_codes: One a host; None for one that had to be stopped.
+        exit_code: 0 if every host's agent ended well, 124 after a timeout, otherwise the code of the host that failed
+            first.
+        exit_codes: Exit code of each host; None for one that had to be stopped.
         failed_host: The host that failed first; None if none did.
         failed_s: Seconds from the start until it failed.
         wall_s: Seconds from the start of the agents to the end of the last.
         timed_out: Whether `timeout_s` ended it.
-        busy_ratio: Share of this machine's processor time that was in use in the second half, by anyone.
+        busy_ratio: Share of this machine's processor time that all programs used in the second half.
         counters: What each host's links carried meanwhile.
         spec: The cluster.
     """
@@ -72,7 +72,7 @@ class Outcome:
     spec: ClusterSpec
 
     def failure(self) -> str | None:
-        """What went wrong, in one paragraph; None if all is well."""
+        """Return what went wrong, in one paragraph; None if all is well."""
         if self.timed_out:
             return (
                 f"the time was up after {self.wall_s:.1f} s and every rank was stopped. Give the job longer with "
@@ -93,7 +93,7 @@ class Outcome:
         )
 
     def remarks(self) -> list[str]:
-        """What may have shaped the figures besides the spec."""
+        """Return what may have shaped the figures besides the spec."""
         found = []
         if self.busy_ratio > _CROWDED:
             found.append(
@@ -280,7 +280,7 @@ class Job:
 
 
 class _Processor:
-    """How busy this machine's cores were in the second half of a time; the first is mostly starting Python."""
+    """The load of this machine's cores in the second half of a time. The first half is mostly starting Python."""
 
     def __init__(self) -> None:
         self._samples: list[tuple[float, int, int]] = []
@@ -294,7 +294,7 @@ class _Processor:
         self._samples.append((now_s, sum(ticks), ticks[3] + ticks[4]))
 
     def busy_ratio(self) -> float:
-        """Of the samples' second half; 0 if there are too few."""
+        """Return the mean of the samples' second half; 0 if there are too few."""
         if len(self._samples) < 3:
             return 0.0
         _, total, idle = self._samples[len(self._samples) // 2]

@@ -6,8 +6,8 @@ Rules
 3. The user-space wire is one process a link, forked by the laboratory and dead with it. It keeps packets in order;
    netem, whose jitter is drawn for every packet, does not.
 
-Limits: the user-space wire is Python and moves a packet at a time, see docs/guide/emulate.md for what was measured;
-what it is too slow for is lost, and counted as `wire_drops`.
+Limits: the user-space wire is Python and moves one packet at a time (measured in docs/guide/emulate.md). Packets that
+it is too slow for are lost, and counted as `wire_drops`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Rules
 1. The backlog is that of a virtual queue, drained at the port's rate: a program in front of a queue cannot see the
    queue. It is kept as the time at which the queue will be empty, so that one atomic addition keeps it on all cores.
-2. A packet above the mark threshold that says it is ECN-capable is marked; above the drop threshold, one that is not
-   is dropped; each class selector may have a drop threshold of its own. Whatever passes is added to the backlog.
+2. An ECN-capable packet above the mark threshold is marked. Another packet above the drop threshold is dropped; each
+   class selector may have a drop threshold of its own. A packet that passes is added to the backlog.
 3. The program is assembled here and loaded by bpf(2): no compiler, no pinned file. It goes with its interface.
 
 Limits: needs root (bpf(2) is refused in a user namespace); IPv4; without IP options it makes no difference.

@@ -125,7 +125,7 @@ class Laboratory:
 
 
 def host_name(host: int) -> str:
-    """What a host is called, in messages and as its own host name."""
+    """Return the name of a host in messages, which is also its own host name."""
     return f"host{host}"
 
 

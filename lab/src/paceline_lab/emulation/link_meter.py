@@ -69,7 +69,7 @@ def send_datagrams(
         while sent < packets if packets else time.monotonic() - started_s < seconds:
             try:
                 udp.send(data)
-            except OSError:  # nobody listens any more, or the host's own queue is full
+            except OSError:  # the receiver has closed, or the host's own queue is full
                 continue
             sent += segments
             if rate:

@@ -4,13 +4,13 @@ Rules
 1. A host is one process that is number 1 of its own network, mount, host name, IPC and process namespaces.
 2. Namespaces are anonymous: no name in /run/netns, no mount that others see. They last as long as a process in
    them, so the kernel removes them, and the links in them, when their last process is gone.
-3. A host's first process dies with the one that made it (PR_SET_PDEATHSIG), and with it, by the kernel's rule for
-   process namespaces, every process of the host. So nothing of a host outlives the laboratory, not even if
-   everybody is killed by SIGKILL.
+3. A host's first process dies with the one that made it (PR_SET_PDEATHSIG). By the kernel's rule for process
+   namespaces, every process of the host dies with it. So nothing of a host outlives the laboratory, not even if all
+   are killed by SIGKILL.
 4. A host has its own /proc (process ids are its own), host name and /etc/hosts; it shares all other files.
-5. `python -I -S namespaces.py PID GROUP COMMAND...` runs a command inside a host: PID is the host's first process,
-   GROUP a cgroup's list of processes to join, or `-`. It waits for the command, passes signals on and leaves with its
-   exit code; the command dies with it.
+5. `python -I -S namespaces.py PID GROUP COMMAND...` runs a command inside a host. PID is the host's first process.
+   GROUP is a cgroup's list of processes to join, or `-`. It waits for the command, passes signals on and leaves with
+   its exit code; the command dies with it.
 6. Standard library only, and little of it: as a script this starts in 20 ms.
 """
 
@@ -114,7 +114,7 @@ def start_host(name: str, hosts_text: str) -> int:
 
 
 def forget_the_laboratory(*keep: int) -> None:
-    """In a forked child: close all files but `keep`, and let signals act as usual again.
+    """Close all files but `keep` in a forked child, and let signals act as usual again.
 
     The owner sees the laboratory's end by its socket, which no child may hold open.
     """
@@ -129,7 +129,7 @@ def forget_the_laboratory(*keep: int) -> None:
 
 @contextlib.contextmanager
 def inside(pid: int, home: int) -> Iterator[None]:
-    """Be in the network of the host whose first process is `pid`; afterwards back in `home`, an open namespace."""
+    """Enter the network of the host whose first process is `pid`; afterwards return to `home`, an open namespace."""
     network = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
     try:
         _set_namespace(network, NEW_NET)
@@ -180,7 +180,7 @@ def _furnish(name: str, hosts_text: str) -> None:
 
 
 def _reap_for_ever() -> NoReturn:
-    """Do what process 1 of a system is for: wait for those whose parents are gone."""
+    """Wait for processes whose parents are gone, as process 1 of a system has to."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while True:
         signal.sigwait({signal.SIGCHLD})

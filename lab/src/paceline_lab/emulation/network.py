@@ -9,7 +9,7 @@ Rules
 2. A link's rate is HTB's at both ends: the host's as it sends, the switch port's towards the host. What exceeds it
    waits in a byte-limited FIFO, and what exceeds that is dropped.
 3. With several racks each has a bridge, joined to a bridge "spine" by a shaped link. With several links a host has
-   one to each of several such networks; an address that lies on none of them is reached over all, flow by flow.
+   one to each of several such networks. An address on none of them is reached over all links, flow by flow.
 """
 
 from __future__ import annotations

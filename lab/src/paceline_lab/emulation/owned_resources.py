@@ -29,10 +29,10 @@ _PATIENCE_S = 10.0
 
 
 def new_owner_id() -> str:
-    """An id of this process's that was not used before.
+    """Return an id that this process has not used before.
 
-    The process's namespace, number and start time, so that neither a reused number nor another container's is taken
-    for it; then a random part, because a process may own several clusters.
+    It consists of the process's namespace, number and start time, then a random part. So a reused number or another
+    container's process is never mistaken for it. The random part is there because a process may own several clusters.
     """
     return f"{_identity(os.getpid())}.{secrets.token_hex(4)}"
 
@@ -81,7 +81,7 @@ def _namespace() -> str:
 def _start_time(pid: int) -> str:
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        if fields[0] not in "ZX":  # a zombie owns nothing; in a container nobody may ever wait for it
+        if fields[0] not in "ZX":  # a zombie owns nothing; in a container its parent may never wait for it
             return fields[19]
     return "gone"
 
@@ -105,11 +105,11 @@ def _folder_of(owner: str) -> Path:
 
 @dataclass(frozen=True)
 class CgroupPlace:
-    """Where this process may make cgroups with a CPU quota.
+    """The folder in which this process may make cgroups with a CPU quota.
 
     Attributes:
-        folder: The parent of what is made.
-        version: 1 or 2 of the interface.
+        folder: Parent of the cgroups that are made.
+        version: Version of the interface, 1 or 2.
     """
 
     folder: Path

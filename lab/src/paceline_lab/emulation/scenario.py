@@ -1,12 +1,12 @@
-"""What can be changed of a running cluster, one change as a checked record, and timed scenarios of them.
+"""Changes of a running cluster as checked records, and scenarios that time them.
 
 Rules
-1. A change is checked against the cluster as it is by then, by the rules of `ClusterSpec`; a scenario as a whole before
-   anything starts. What `ClusterSpec` would refuse, no change brings about.
+1. A change is checked against the cluster as it is by then, by the rules of `ClusterSpec`; a scenario as a whole
+   before anything starts. What `ClusterSpec` would refuse, no change brings about.
 2. Words are those of the command line: `cores` is --cpu, and so on.
-3. A line of a scenario is a time, hosts and a change: `20s host1,host2 cores 25%`. `#` begins a comment. A host may be
-   one of its links alone: `20s all/link1 rate 40Mbit`. The clock runs from the start of the job; below a line
-   `after WORDS`, from the first line of output in which a rank says WORDS once all changes above it have happened.
+3. A line of a scenario is a time, hosts and a change: `20s host1,host2 cores 25%`. `#` begins a comment. A host may
+   be one of its links alone: `20s all/link1 rate 40Mbit`. The clock runs from the start of the job. Below a line
+   `after WORDS` it starts anew: at the first line of output with WORDS after all changes above.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Change:
         return tuple(self.value if self.host in (None, host) else was for host, was in enumerate(values))
 
     def describe(self) -> str:
-        """As a line of a scenario says it."""
+        """Return the change as a line of a scenario says it."""
         shows: dict[str, Callable[[float], str]] = {
             "cores": sizes.show_percentage,
             "rate": q.show_rate,
@@ -204,7 +204,7 @@ class Scenario:
 
     @property
     def changes(self) -> tuple[tuple[float, Change], ...]:
-        """Of all scenes."""
+        """Return the changes of all scenes, with their times."""
         return tuple(change for scene in self.scenes for change in scene.changes)
 
     def check(self, spec: ClusterSpec) -> None:

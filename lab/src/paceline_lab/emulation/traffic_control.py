@@ -1,8 +1,7 @@
 """Linux traffic control of one network device: rate, queues, random loss and priority of what it carries.
 
 Everything acts in the current network namespace. Filters are classic BPF, which needs no privilege beyond the
-namespace's own, so it also works in a user namespace, where bpf(2) does not; their offsets count from the Ethernet
-header.
+namespace's own. So it also works in a user namespace, where bpf(2) does not. Offsets count from the Ethernet header.
 """
 
 from __future__ import annotations

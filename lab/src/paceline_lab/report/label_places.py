@@ -1,4 +1,4 @@
-"""Where a picture's labels go, so that none lies on another: computed from places alone, without matplotlib."""
+"""Places of a picture's labels, so that none lies on another: computed without matplotlib."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CHARACTER_IN, AXES_IN = 0.068, 5.0  # of a label; of axes, about: to tell whethe
 
 
 class End(NamedTuple):
-    """Where a line ends, in pixels and in its panel's units, and what to write there."""
+    """The end of a line, in pixels and in its panel's units, and the label to write there."""
 
     at_x: float
     at_y: float
@@ -32,7 +32,7 @@ def columns(ends: Sequence[End], width: float) -> list[list[End]]:
 
 
 def rows_above(places: Mapping[str, float], most: float) -> dict[str, int]:
-    """On which row above a panel each name stands, so that those on a row do not meet; the leftmost is lowest."""
+    """Return the row of each name above a panel, so that names on a row do not meet; the leftmost is lowest."""
     ends: list[float] = []
     found = {}
     for name, place in sorted(places.items(), key=lambda item: item[1]):

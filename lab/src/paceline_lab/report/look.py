@@ -1,10 +1,10 @@
-"""How every figure looks: its width and fonts, and the one name and colour that each side has in all of them.
+"""Style of every figure: its width and fonts, and one name and colour for each side in all of them.
 
-A side keeps its colour from picture to picture: Paceline is blue, what it is compared with first (torch, Gloo,
-scikit-learn) orange, other peers have colours of their own, published figures are gray and dashed. A side with an
-option ("ours-bf16") has a lighter tint of its family's colour. The colours are those of Okabe and Ito, which
-colour-blind readers tell apart; each has a marker of its own besides, for paper without colours. Text is a darker
-shade, see `text_color`.
+A side keeps its colour from picture to picture. Paceline is blue, and the first baseline (torch, Gloo, scikit-learn)
+is orange. Other peers have colours of their own; published figures are gray and dashed. A side with an option
+("ours-bf16") has a lighter tint of its family's colour. The colours are those of Okabe and Ito, which colour-blind
+readers tell apart. Each has its own marker as well, for paper without colours. Text is a darker shade, see
+`text_color`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PART_COLORS = {
 
 @dataclass(frozen=True)
 class Look:
-    """What a side is called in pictures, and its colour."""
+    """The name and the colour of a side in pictures."""
 
     name: str
     color: str

@@ -1,7 +1,7 @@
 """Panels of figures: lines, bars, stacked bars or dots, as data that draws itself onto a pair of axes.
 
-A line is named where it ends, a limit where it stands, a bar at its side with its value at its end, so that no reader
-has to match colours with a list.
+Labels stand next to what they name, so no reader has to match colours with a list. A line has its label at its end,
+a bar at its side, with its value.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Panel(ABC):
 
     @property
     def parts(self) -> list[str]:
-        """What a legend explains: parts with a colour of their own, in order."""
+        """Return the parts with a colour of their own, which a legend explains, in order."""
         return []
 
     @property
@@ -49,15 +49,15 @@ class Panel(ABC):
 
 @dataclass(frozen=True)
 class Line:
-    """Points and how they look; a style with dashes is somebody else's figure, or a limit.
+    """Points and how they look. A dashed line is a published figure, or a limit.
 
     Attributes:
-        label: Stands at the line's end.
-        points: (x, y).
-        color: One of `look`'s.
-        style: Matplotlib's; empty: points alone.
-        band: The lower and upper quartile at each point, if they are known.
-        single: Of the points, which a single run stands for: they are hollow.
+        label: Text at the line's end.
+        points: Points (x, y).
+        color: A colour of `look`.
+        style: Matplotlib's line style; empty: points alone.
+        band: Lower and upper quartile at each point, if they are known.
+        single: Points that a single run stands for; they are hollow.
     """
 
     label: str
@@ -76,7 +76,7 @@ class Line:
 
     @classmethod
     def published(cls, label: str, points: Sequence[tuple[float, float]], color: str = PAPER) -> Line:
-        """Return somebody else's figures."""
+        """Return the line of a published figure."""
         return cls(label, points, color, "--", "x")
 
 

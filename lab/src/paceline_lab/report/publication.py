@@ -1,4 +1,4 @@
-"""Where a finished result goes: to the terminal, to JSON, into a folder beside its figures."""
+"""Publishing a finished result: to the terminal, to JSON, and into a folder next to its figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ReportFolder:
-    """Where a report's files go.
+    """The folder of a report's files.
 
     Attributes:
         path: The folder; it exists and can be written to.
@@ -97,7 +97,7 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What one benchmark found."""
+    """The result of one benchmark."""
 
     name: str  # also the file name, e.g. "step_time-resnet50-2ranks"
     question: str

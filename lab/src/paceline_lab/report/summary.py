@@ -74,7 +74,7 @@ class Spread:
 
     @property
     def std(self) -> float:
-        """Of the sample; 0 for a single value."""
+        """Return the sample's standard deviation; 0 for a single value."""
         return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Spread:
 
 
 def p_value(left: Sequence[float], right: Sequence[float]) -> float:
-    """How often a relabelling of the values has means as far apart as theirs: the exact permutation test, two-sided.
+    """Return how often a relabelling of the values has means as far apart: the exact permutation test, two-sided.
 
     With 5 and 5 values it can be as small as 2/252; with 3 and 3 it cannot be below 0.1. No distribution is assumed,
     which matters here: a diverged run is no normal deviate.

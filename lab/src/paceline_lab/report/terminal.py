@@ -1,4 +1,4 @@
-"""What a command shows on a terminal: tables, and a bar while a long measurement runs."""
+"""Output of a command on a terminal: tables, and a bar while a long measurement runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Convolutional networks: ResNet-50, many tensors of very different sizes; VGG-16, most bytes in one layer.
 
-Both have the parameters of the ImageNet models (25,557,032 in 161 tensors; 138,357,544 in 32); the images are small so
-that two cores finish a step.
+Both have the parameters of the ImageNet models (25,557,032 in 161 tensors; 138,357,544 in 32). The images are small
+so that two cores finish a step.
 
 Source: He et al. 2015, table 1; Simonyan & Zisserman 2015, configuration D, here without dropout (all sides must
 compute the same).

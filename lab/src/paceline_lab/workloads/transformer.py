@@ -1,8 +1,8 @@
 """The shape of BERT (Devlin et al. 2019): an encoder whose masked-word head shares the embedding's weight.
 
-Differences from the paper: no dropout (both sides must compute the same), no next-sentence task; the depth
-and width are scaled so that a step on one core takes well under two seconds. `depth=12, width=768,
-vocabulary_size=30522` is BERT-base.
+Differences from the paper: no dropout (both sides must compute the same), no next-sentence task. The depth and width
+are scaled so that a step on one core takes well under two seconds. `depth=12, width=768, vocabulary_size=30522` is
+BERT-base.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a workload is: a model, endless batches for it, and a loss."""
+"""A workload: a model, endless batches for it, and a loss."""
 
 from __future__ import annotations
 
