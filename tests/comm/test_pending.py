@@ -70,6 +70,37 @@ def test_a_chain_of_unknown_length_reports_when_it_has_been_waited_for():
     assert told == ["done"]
 
 
+class Slowly:
+    """Done after so many slices."""
+
+    def __init__(self, num_slices):
+        self.num_slices, self.told = num_slices, []
+
+    def wait(self, timeout_s=None):
+        self.told.append(timeout_s)
+        self.num_slices = 0 if timeout_s is None else self.num_slices - 1
+        return self.num_slices <= 0
+
+    def on_done(self, callback):
+        callback()
+
+
+def test_a_chain_is_waited_for_in_slices():
+    """Each link in turn, never longer than the slice; what comes after a link is done when that is."""
+    seen, first, second = [], Slowly(2), Slowly(3)
+
+    def stages():
+        yield first
+        seen.append("between")
+        yield second
+        seen.append("after")
+
+    chain = Chain(stages())
+    assert [chain.wait(0.5) for _ in range(4)] == [False, False, False, True]
+    assert seen == ["between", "after"]
+    assert all(0 < timeout_s <= 0.5 for timeout_s in first.told + second.told)
+
+
 @pytest.mark.parametrize("num_stages", [2, None])
 def test_who_asks_afterwards_is_told_at_once(num_stages):
     told, stages = [], [Stage(), Stage()]

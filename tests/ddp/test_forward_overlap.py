@@ -28,6 +28,7 @@ from paceline.ddp.forward_overlap.agreement import agree
 from paceline.errors import ConfigurationError, PeerAbortedError, ProtocolError
 from paceline.observe import timings as timings_module
 from paceline.optim import LAMB, LARS, overlap
+from paceline.planning import TrialConfig
 from paceline.planning.forward_overlap import Gain
 
 pytestmark = pytest.mark.processes
@@ -597,6 +598,7 @@ def where_it_is_on(rank, num_ranks):
         os.environ.update({"LOCAL_WORLD_SIZE": "2" if hosts == "one" else "1", "WORLD_SIZE": "2"})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(agreement, "AGREES_AGAIN_AFTER", (4, 5))
+            patch.setattr(agreement, "TRIAL", TrialConfig(num_sweeps=1, turn_steps=STEPS - 4))
             patch.setattr(timings_module, "tell", lambda *words, told=told: told.append(words))
             patch.setattr(agreement, "agree", functools.partial(agree_on, Gain(1.0, with_s)))
             try:
@@ -636,7 +638,7 @@ def test_it_is_off_where_nothing_can_be_gained():
                 True,
                 True,
                 True,
-                "on, to be compared in 20 steps; predicted to save 50.0% of a step (500 ms with it, 1 s without)",
+                "on, to be tried in turns; predicted to save 50.0% of a step (500 ms with it, 1 s without)",
             ),
         }
 
@@ -649,11 +651,12 @@ class Told:
         lasted_s = [(1.0 if (each == "x") == is_shorter else 2.0) + rank / 8 for each in deferred]
         self._started_s = [0.0, *itertools.accumulate(lasted_s)]
 
-    def recent(self, number):
-        real = list(self._timings.recent(number))
-        assert len(real) == number
-        started_s = self._started_s[: len(self._timings)][-number:]
-        return [dataclasses.replace(step, started_s=at_s) for step, at_s in zip(real, started_s, strict=True)]
+    def recent(self):
+        steps = zip(self._timings.recent(), self._started_s, strict=False)
+        return [dataclasses.replace(step, started_s=at_s) for step, at_s in steps]
+
+    def settle(self):
+        pass
 
 
 def what_comparing_decides(rank, num_ranks):
@@ -661,7 +664,7 @@ def what_comparing_decides(rank, num_ranks):
 
     And of each plan, whether it knew that forward needs some gradients before others.
     """
-    compare = agreement.Agreement._compare
+    compare, trial = agreement.Agreement._compare, TrialConfig(num_sweeps=1, turn_steps=3, warm_up_steps=1)
     warnings.simplefilter("ignore")
     found = {}
     for is_shorter in (True, False):
@@ -670,15 +673,13 @@ def what_comparing_decides(rank, num_ranks):
             patch.setenv("WORLD_SIZE", "2")
             run, deferred, needed_s = Run(rank, True), [], []
             patch.setattr(agreement, "agree", functools.partial(agree_on, Gain(1.0, 0.5), needed_s=needed_s))
-            patch.setattr(agreement, "TRIED_STEPS", 7)
-            patch.setattr(agreement, "COMPARED_STEPS", 4)
-            patch.setattr(agreement, "AGREES_AGAIN_EVERY", 14)  # in the step after the comparison
+            patch.setattr(agreement, "TRIAL", trial)
 
-            def told(self, timings, deferred=deferred, is_shorter=is_shorter):
-                compare(self, Told(timings, deferred, is_shorter, rank))
+            def told(self, trial, timings, deferred=deferred, is_shorter=is_shorter):
+                compare(self, trial, Told(timings, deferred, is_shorter, rank))
 
             patch.setattr(agreement.Agreement, "_compare", told)
-            for step in range(17):
+            for step in range(21):
                 run.optimizer.zero_grad()
                 run.backward(step)
                 run.step()
@@ -697,12 +698,12 @@ def test_a_predicted_gain_stays_only_if_it_is_seen():
     assert first == second  # all ranks see the same
     deferred, is_on, gain, seen, knew, words = first[True]
     assert words == "on: measured, it saves 47.1% of a step (1.12 s with it, 2.12 s without)"
-    assert (deferred, is_on, gain) == ("...xxxxxxx....xxx", True, Gain(1.0, 0.5))
+    assert (deferred, is_on, gain) == ("." * 7 + "x" * 8 + "." * 4 + "xx", True, Gain(1.0, 0.5))
     assert seen == Gain(without_s=2.125, with_s=1.125)  # the slower rank's
-    assert knew == [True] * 4  # after 3, 6, 12 and 14 steps
+    assert knew == [True] * 4  # after 3, 6, 12 and 16 steps
     deferred, is_on, gain, seen, _, words = first[False]
     assert words == "off, because it saves nothing: measured, 2.12 s with it, 1.12 s without"
-    assert (deferred, is_on, gain) == ("...xxxxxxx.......", False, Gain(1.0, 0.5))
+    assert (deferred, is_on, gain) == ("." * 7 + "x" * 4 + "." * 10, False, Gain(1.0, 0.5))
     assert seen == Gain(without_s=1.125, with_s=2.125)
 
 

@@ -19,8 +19,8 @@ from harness.models import generator
 from harness.random_programs import Program
 from paceline import DistributedDataParallel
 from paceline.compression import Int8, OneBit, RandomK, TopK
+from paceline.planning import TrialConfig
 from paceline.reductions import Auto, PowerSGD
-from paceline.reductions.auto.course import Pace
 
 SIZE = 4  # of an input
 LATE_S = 0.002  # of the slow rank
@@ -33,18 +33,22 @@ class InTurns(Auto):
     """`compression="auto"` whose decisions follow from the number of steps, not from clocks: a seed repeats them."""
 
     def __init__(self) -> None:
-        super().__init__((Int8(stochastic=False),), pace=Pace(num_measured=1, num_tried=4, check_every=3))
+        config = TrialConfig(num_sweeps=1, check_every=1, try_every=1)
+        super().__init__((Int8(stochastic=False),), config)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
     def _start_over(self, codecs: Sequence[str], num_ranks: int) -> None:
         super()._start_over(codecs, num_ranks)
-        course = self._decision.course
-        decided, tried_out = course.decided, course.tried_out
-        course.tries_longer = lambda *_: False  # type: ignore[method-assign]
-        course.decided = lambda *_: decided(codecs[0])  # type: ignore[method-assign]
-        course.tried_out = lambda *_: tried_out(1.0, 2.0 if course.num_steps % 2 else 0.5)  # type: ignore[method-assign]
+        trial = self._trial
+        decide = trial.decide
+
+        def in_turns(agreed: Sequence[float]) -> dict[str | None, float]:
+            """Let the codec that is off now seem the shorter way."""
+            return decide([1.0 if name == trial.in_use else 0.5 for name in trial.candidates])
+
+        trial.decide = in_turns  # type: ignore[method-assign]
 
 
 CODECS: dict[str, Callable[[], Any]] = {

@@ -1,6 +1,5 @@
-"""Predictions that training asks for before it acts: the time of a step, the shares that end soonest. Pure Python."""
+"""Predictions and trials that training asks before it acts: of shares, orders, buckets and codecs. Pure Python."""
 
-from paceline.planning.decision import Decision, Rules, decide
 from paceline.planning.replay import AlphaBetaCost, BucketLoad
 from paceline.planning.shares import (
     Proposal,
@@ -11,32 +10,18 @@ from paceline.planning.shares import (
     makespan_s,
     propose,
 )
-from paceline.planning.step_time import (
-    Prediction,
-    ReductionCost,
-    StepProfile,
-    calibration_slowdown,
-    crossover_slowdown,
-    predict,
-)
+from paceline.planning.trial import Trial, TrialConfig
 
 __all__ = [
     "AlphaBetaCost",
     "BucketLoad",
-    "Decision",
-    "Prediction",
     "Proposal",
-    "ReductionCost",
-    "Rules",
     "Speed",
     "SpeedEstimate",
-    "StepProfile",
+    "Trial",
+    "TrialConfig",
     "best_shares",
-    "calibration_slowdown",
-    "crossover_slowdown",
-    "decide",
     "lower_bound_s",
     "makespan_s",
-    "predict",
     "propose",
 ]

@@ -9,7 +9,7 @@ Rules
 2. A process group performs its collectives one after another, in launch order.
 3. A collective first waits (latencies), then flows.
 
-Everything that predicts a step's time calls this: the simulator, the choice of compression, and the benchmarks' limits.
+Everything that predicts a step's time calls this: the doctor, the planner's simulator, and the benchmarks' limits.
 """
 
 from __future__ import annotations
@@ -42,10 +42,6 @@ class AlphaBetaCost:
 
     def of(self, size_bytes: float) -> float:
         return self.fixed_s + self.s_per_byte * size_bytes
-
-    def at_least(self, other: AlphaBetaCost) -> AlphaBetaCost:
-        """The larger of both, for each of the two times."""
-        return AlphaBetaCost(max(self.fixed_s, other.fixed_s), max(self.s_per_byte, other.s_per_byte))
 
     @classmethod
     def through(cls, small: tuple[float, float], large: tuple[float, float]) -> AlphaBetaCost:
@@ -110,7 +106,6 @@ def replay(
     computed_s: float,  # when backward would end if launching took no time
     launch_s: Sequence[float] = (),  # what launching each takes; empty: nothing
     finish_s: Sequence[float] = (),  # what finishing each takes; empty: nothing
-    closing_s: float = 0.0,  # once, at the end
     arrive: Arrive = in_one_lane,  # when collectives that start at these times end
 ) -> Replay:
     """Replay the buckets of one step."""
@@ -123,4 +118,4 @@ def replay(
     now_s = computed_s = computed_s + late_s
     for i, arrival_s in enumerate(arrivals_s):
         now_s = max(now_s, arrival_s) + (finish_s[i] if finish_s else 0.0)
-    return Replay(computed_s, tuple(arrivals_s), now_s + closing_s)
+    return Replay(computed_s, tuple(arrivals_s), now_s)

@@ -1,8 +1,8 @@
 """Forward overlap: the next forward runs while gradients are still being reduced.
 
-`piece_sync` sends pieces of buckets in the agreed order, `outstanding` is what a parameter is until its step has been
-made, `hooks` makes modules wait for their own, `agreement` finds the order, `deferred_step` is the life of a step that
-is deferred, `open_step` what is done with each of its buckets, `moment` what torch was set to when that was called.
+`agreement` decides whether steps are deferred and finds the order of pieces, `piece_sync` sends pieces in that order,
+and `deferred_step` is the life of a deferred step. `open_step` holds the calls that are repeated for each bucket.
+`outstanding` is the class of a parameter whose step has not been made yet, and makes modules wait for theirs.
 """
 
 from paceline.ddp.forward_overlap.deferred_step import ForwardOverlap

@@ -1,13 +1,11 @@
-"""Whether a module's steps are deferred, and in which order their pieces are sent: measured, predicted, then seen.
+"""Decides whether a module's steps are deferred, and in which order their pieces are sent.
 
 Rules
 1. The ranks decide at the same steps by the same numbers, so they are never apart.
-2. After three steps rank 0 predicts from what all have measured; a prediction of no gain is asked for three times.
-3. A predicted gain is not yet one: 20 steps later 6 steps run without the overlap, and it stays only if steps were
-   shorter with it.
-4. The order is planned anew every 16 steps. If the link's rate is another by then than after the comparison, by a
-   quarter or more, steps are compared again; if they are no shorter any more, steps run without the overlap until the
-   rate has changed by as much once more.
+2. After three steps rank 0 predicts from what all have measured. After three predictions of no gain it is off for good.
+3. A predicted gain is not yet one. Steps with and without the overlap are tried in turn (`paceline.planning.trial`).
+   If the first trial finds no gain, it is off for good; if a later one finds none, until step times change.
+4. The order is planned anew every 16 steps.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from paceline.ddp.forward_overlap.outstanding import Needs
 from paceline.ddp.views import real_dtype
 from paceline.observe import StepTiming, StepTimings
 from paceline.planning.forward_overlap import LEAST_GAIN_RATIO, Gain, MeasuredStep, Piece, cut, plan, predict
+from paceline.planning.trial import Phase, StepPlan, Trial, TrialConfig
 
 AGREES_AFTER_STEPS = 3  # buckets are cut anew after the first
 AGREES_AGAIN_AFTER = (6, 12)  # the first steps may have been slow, and a rate too low costs the gain
@@ -35,18 +34,20 @@ AGREES_AGAIN_EVERY = 16
 LOOKS_BACK_STEPS = 8
 DECLINES = 3  # so often it is predicted not to pay before it is off for good
 
-TRIED_STEPS = 20  # with the overlap, before it is compared
-UNSTEADY_STEPS = 4  # the first of them, which are not compared
-COMPARED_STEPS = 6  # without it
-DRIFT_RATIO = 1.25  # between two rates that are not the same any more
+WITH = "with forward overlap"  # the one candidate
+TRIAL = TrialConfig(gain_ratio=0.01, num_sweeps=1, turn_steps=6, warm_up_steps=2, drift_ratio=0.25)
 
 
 class Agreement:
-    """One module's, the same on every rank.
+    """The decision for one module, the same on every rank.
 
-    `is_on` says whether steps are deferred: None as long as the ranks measure, or wait for another rate (rule 4); False
-    is for good; `is_forced`: without measuring. `gain` is what it was predicted to save, `seen` what was compared once
-    on, `verdict` the decision with its numbers in words, and `pieces` are in the order in which they are sent.
+    Attributes:
+        is_on: Whether steps are deferred, perhaps in turn with others. None: the ranks still measure, or wait until
+            step times change (rule 3). False: never again.
+        gain: What it was predicted to save.
+        seen: A step with and without it, by the last trial.
+        verdict: The decision with its numbers, in words.
+        pieces: All pieces in the order in which they are sent.
     """
 
     def __init__(self, group: ProcessGroup, peers: Peers, is_forced: bool) -> None:
@@ -58,10 +59,9 @@ class Agreement:
         self.verdict = ""
         self._planned_sizes: list[int] = []
         self._first_step: int | None = None
-        self._on_since: int | None = None
         self._num_declined = 0
-        self._is_paused = False  # it was on, and is not until the rate has changed
-        self._compared_rate: float | None = None  # bytes/s, of the first plan after the comparison
+        self._trial: Trial | None = None  # since a gain was predicted
+        self._plans: dict[int, StepPlan] = {}  # by step, since the ranks last compared
 
     @property
     def is_off(self) -> bool:
@@ -73,7 +73,7 @@ class Agreement:
         self.is_on = False
 
     def move_to(self, group: ProcessGroup, peers: Peers) -> None:
-        """Agree with the ranks of another group from now on, who may be new: about everything anew, but what is off."""
+        """Agree with the ranks of another group, some of which may be new. What is off stays off."""
         self._group, self._peers = group, peers
         self.is_on = False if self.is_off else None
         self.pieces, self.gain, self.seen, self.verdict = (), None, None, ""
@@ -81,27 +81,31 @@ class Agreement:
         self.start_again()
 
     def start_again(self) -> None:
-        """Other parameters are reduced from now on, so their first step is to come."""
-        self._first_step = self._on_since = self._compared_rate = None
-        self._is_paused = False
+        """Begin with the measurements: other parameters are reduced from now on."""
+        self._first_step = self._trial = None
+        self._plans = {}
 
     def defers(
         self, buckets: Sequence[Bucket], step: int, timings: StepTimings, forward_s: float, needs: Needs
     ) -> bool:
-        """Whether the module's `step`, which begins, is deferred. Collective when ranks agree or compare; or local."""
+        """Return whether the module's `step`, which begins, is deferred. Collective when ranks agree or compare."""
         if self.is_off:
             return False
         if self._first_step is None:
             self._first_step = step
-        step -= self._first_step
-        if step < AGREES_AFTER_STEPS:
+        num_before = step - self._first_step
+        if num_before < AGREES_AFTER_STEPS:
             return False
-        if self._is_compared_at(step):
-            timings.settle()
-            self._compare(timings)
-        if not self.is_off and self._is_due(buckets, step):
-            self._decide(step, self._agree(buckets, timings, forward_s, needs))
-        return bool(self.is_on) and not self._runs_without(step)
+        if self._trial is not None and self._trial.is_due and step not in self._plans:
+            self._compare(self._trial, timings)
+        if not self.is_off and self._is_due(buckets, num_before):
+            self._decide(self._agree(buckets, timings, forward_s, needs))
+        if self._trial is None or self.is_off:
+            return bool(self.is_on)
+        if step not in self._plans:  # a step that failed is repeated
+            self._plans[step] = self._trial.plan
+            self._trial.advance()
+        return self._plans[step].candidate is not None
 
     def _is_due(self, buckets: Sequence[Bucket], step: int) -> bool:
         is_cut_anew = bool(self.is_on) and [bucket.size_bytes for bucket in buckets] != self._planned_sizes
@@ -122,78 +126,56 @@ class Agreement:
         self.pieces, self._planned_sizes = agreed.pieces, sizes
         return agreed
 
-    def _decide(self, step: int, agreed: Agreed) -> None:
-        """Rules 2 and 4. Local; the same on every rank."""
-        has_drifted = self._has_drifted(step, agreed.rate_bytes_per_s)
-        if self.is_on:  # what was measured is not a step without the overlap, and says nothing about its gain
-            if has_drifted or self._on_since is None:
-                self._turn_on(step)
+    def _decide(self, agreed: Agreed) -> None:
+        """Follow rule 2. Local; the same on every rank."""
+        if self._trial is not None:
             return
-        self.gain = agreed.gain
-        if self._is_paused and not has_drifted:
-            return
-        if self._is_forced or agreed.gain.pays:
-            self._turn_on(step)
-        elif not self._is_paused:
-            self._num_declined += 1
-            self.is_on = False if self._num_declined == DECLINES else None
-            if self.is_off:
-                saved = f"{agreed.gain.saved_ratio:.1%} of a step, less than {LEAST_GAIN_RATIO:.0%}"
-                self.verdict = f"off, because it is predicted to save {saved} ({agreed.gain})"
-
-    def _turn_on(self, step: int) -> None:
-        """Defer steps, and compare some with others that are not."""
-        self.is_on, self._on_since, self._is_paused, self._compared_rate = True, step, False, None
-        if self.seen is not None:
-            why = "because the link's rate has changed"
-        else:
-            why = (
-                f"predicted to save {self.gain.saved_ratio:.1%} of a step ({self.gain})" if self.gain else ""
+        if (
+            not self.is_on
+        ):  # else what was measured is no step without the overlap, and says nothing about its gain
+            self.gain = agreed.gain
+        if self.is_on or self._is_forced or agreed.gain.pays:
+            self.is_on = True
+            how = "without a comparison"
+            if not self._is_forced:
+                self._trial, how = Trial([WITH], TRIAL), "to be tried in turns"
+            saved = (
+                f"; predicted to save {self.gain.saved_ratio:.1%} of a step ({self.gain})"
+                if self.gain
+                else ""
             )
-        how = "without a comparison" if self._is_forced else f"to be compared in {TRIED_STEPS} steps"
-        self.verdict = f"on, {how}; {why}"
+            self.verdict = f"on, {how}{saved}"
+            return
+        self._num_declined += 1
+        self.is_on = False if self._num_declined == DECLINES else None
+        if self.is_off:
+            saved = f"{agreed.gain.saved_ratio:.1%} of a step, less than {LEAST_GAIN_RATIO:.0%}"
+            self.verdict = f"off, because it is predicted to save {saved} ({agreed.gain})"
 
-    # ---- rules 3 and 4
-
-    def _has_drifted(self, step: int, rate_bytes_per_s: float) -> bool:
-        """Whether the rate is another than it was after the comparison; asked in steps that the ranks agree in."""
-        if self._is_forced or self._on_since is None:
-            return False
-        if step - self._on_since < TRIED_STEPS + COMPARED_STEPS + LOOKS_BACK_STEPS:
-            return False  # some of the steps that were measured ran without the overlap
-        before = self._compared_rate = self._compared_rate or rate_bytes_per_s
-        return max(rate_bytes_per_s / before, before / rate_bytes_per_s) >= DRIFT_RATIO
-
-    def _runs_without(self, step: int) -> bool:
-        if self._is_forced or self._on_since is None:
-            return False
-        return 0 <= step - self._on_since - TRIED_STEPS < COMPARED_STEPS
-
-    def _is_compared_at(self, step: int) -> bool:
-        if self._is_forced or self._on_since is None:
-            return False
-        return step == self._on_since + TRIED_STEPS + COMPARED_STEPS
-
-    def _compare(self, timings: StepTimings) -> None:
-        started_s = [timing.started_s for timing in timings.recent(TRIED_STEPS + COMPARED_STEPS)]
-        lasted_s = [after - before for before, after in itertools.pairwise(started_s)]
-        with_s = lasted_s[UNSTEADY_STEPS : 1 - COMPARED_STEPS]
-        without_s = lasted_s[1 - COMPARED_STEPS :]
-        row = torch.tensor([_median_s(with_s), _median_s(without_s)], dtype=torch.float64)
+    def _compare(self, trial: Trial, timings: StepTimings) -> None:
+        """Follow rule 3. Collective; the same on every rank."""
+        timings.settle()
+        for before, after in itertools.pairwise(timings.recent()):
+            plan = self._plans.get(before.step - 1)
+            if plan is not None and plan.is_timed and after.step == before.step + 1:
+                trial.add(plan.candidate, after.started_s - before.started_s)
+        self._plans = {}
+        row = torch.tensor(trial.medians(), dtype=torch.float64)
         rows = self._peers.rows_of_all(row, self._group, "comparing steps with and without forward overlap")
-        with_median_s, without_median_s = torch.stack(rows).amax(0).tolist()
-        was_worth_it = self.seen is not None
-        self.seen = Gain(without_s=without_median_s, with_s=with_median_s)
-        # Where aborted steps have left nothing to compare, there is a NaN, and it stays on.
-        self.verdict = f"on: measured, it saves {self.seen.saved_ratio:.1%} of a step ({self.seen})"
-        if with_median_s >= without_median_s:
-            self.is_on, self._is_paused = None if was_worth_it else False, was_worth_it
-            until = " until the link's rate changes" if was_worth_it else ""
-            self.verdict = f"off{until}, because it saves nothing: measured, {self.seen}"
-
-
-def _median_s(lasted_s: Sequence[float]) -> float:
-    return median_low(lasted_s) if lasted_s else float("nan")
+        was_settled = trial.phase is Phase.SETTLED
+        step_s = trial.decide(torch.stack(rows).amax(0).tolist())
+        is_settled = trial.phase is Phase.SETTLED
+        if was_settled and not is_settled:
+            self.is_on, self.verdict = True, "on, to be tried again, because steps take longer or shorter"
+        elif is_settled and not was_settled:
+            was_worth_it = self.seen is not None
+            self.seen = seen = Gain(without_s=step_s[None], with_s=step_s[WITH])
+            if trial.in_use is not None:
+                self.verdict = f"on: measured, it saves {seen.saved_ratio:.1%} of a step ({seen})"
+                return
+            self.is_on = None if was_worth_it else False
+            until = " until steps take longer or shorter" if was_worth_it else ""
+            self.verdict = f"off{until}, because it saves nothing: measured, {seen}"
 
 
 @dataclass(frozen=True)
