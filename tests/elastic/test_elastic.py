@@ -6,8 +6,10 @@ import pytest
 
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.elastic import Elastic
+from paceline.elastic.elastic import Crew
 from paceline.elastic.handover import Place
 from paceline.elastic.line import Saved
+from paceline.errors import ProtocolError
 
 
 def elastic_of(**attributes):
@@ -38,3 +40,15 @@ def test_a_checkpoint_that_raises_is_told():
     made._save()
     assert told == [Saved("")]
     assert states[0]["position"] == 12
+
+
+def test_a_further_step_than_the_others_is_refused():
+    """A rank that had counted other epochs than the others trained them alone."""
+    crew = Crew.__new__(Crew)
+    crew._others_ended = False
+    crew.check_others_train(9, 1)
+    crew._others_ended = True
+    with pytest.raises(
+        ProtocolError, match=r"asks for step 10, of epoch 1, after the other ranks have ended .*range"
+    ):
+        crew.check_others_train(9, 1)

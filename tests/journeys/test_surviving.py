@@ -78,10 +78,13 @@ def test_options_follow_a_loss_and_a_replacement(tmp_path, options, rounding):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_fewer_and_more_ranks_end_in_the_bits_of_one_process_that_folds_four_parts(tmp_path, optimizer):
-    """Two of four die in one step, replacements come, one dies again; with micro-steps and a schedule."""
-    options = ("--epochs", "6", "--pause-ms", "20", "--deterministic", "--optimizer", optimizer)
+@pytest.mark.parametrize(("optimizer", "more"), [("sgd", ()), ("adamw", ("--ordinary",))])
+def test_fewer_and_more_ranks_end_in_the_bits_of_one_process_that_folds_four_parts(tmp_path, optimizer, more):
+    """Two of four die in one step, replacements come, one dies again; with micro-steps and schedules.
+
+    Once with epochs from the sampler's on, once with `range(epochs)`: a replacement had trained epochs of its own.
+    """
+    options = ("--epochs", "6", "--pause-ms", "20", "--deterministic", "--optimizer", optimizer, *more)
     faults = ["1:3:forward:SIGKILL", "3:3:backward:SIGKILL", "0:30:optimizer:SIGKILL"]
     outcome = survive(tmp_path, *faults, options=options, rounding=0.0)
     sizes = [change["size"] for change in outcome.ends[0]["history"]]

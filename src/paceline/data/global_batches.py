@@ -35,6 +35,7 @@ class GlobalBatches(ABC):
         rank: Whose part is handed out.
         logical: Whose parts of `batch` this rank trains, one after another: its own, unless it was moved to others'.
         step: What was handed out last; None outside of a loop over steps.
+        known_epoch: The epoch that the script has read or set last; None: neither, since this was set to None.
     """
 
     def __init__(self, batch: GlobalBatch, rank: int | None, last: str) -> None:
@@ -43,6 +44,7 @@ class GlobalBatches(ABC):
         self.logical: Sequence[int] = (self.rank,)
         self.last = last
         self.step: StepCut | None = None
+        self.known_epoch: int | None = None
         self._epoch = 0
         self._start = 0  # samples of this epoch that were trained before the iteration that begins here
         self._has_begun = False  # an iteration of this epoch, so that the next one is of the next epoch
@@ -67,7 +69,13 @@ class GlobalBatches(ABC):
     @property
     def epoch(self) -> int:
         """The epoch under way, or the next one."""
-        return self._epoch + (self._is_over and self._has_begun)
+        self.known_epoch = self._epoch + (self._is_over and self._has_begun)
+        return self.known_epoch
+
+    @property
+    def next_loop(self) -> tuple[int, int]:
+        """The epoch and position at which the next loop begins."""
+        return (self._epoch + 1, 0) if self._has_begun else (self._epoch, self._start)
 
     @property
     @abstractmethod
@@ -86,6 +94,7 @@ class GlobalBatches(ABC):
         if epoch != self._epoch or (self._has_begun and not self._was_loaded):
             self._stand_at(epoch, 0)
         self._has_begun = self._was_loaded = False
+        self.known_epoch = epoch
         self._end_loop()
 
     @abstractmethod

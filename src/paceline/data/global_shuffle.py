@@ -209,10 +209,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
     def _begin_iteration(self) -> object:
         """Returns what stays `_loop` while this iteration is under way."""
         self._end_loop()
-        if self._has_begun:
-            self._stand_at(self._epoch + 1, 0)
-        else:
-            self._stand_at(self._epoch, self._start)
+        self._stand_at(*self.next_loop)
         self._has_begun = True
         return self._loop
 

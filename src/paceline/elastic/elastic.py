@@ -29,6 +29,7 @@ from paceline.ddp import DistributedDataParallel
 from paceline.elastic import conflicts
 from paceline.elastic.handover import Carried, Place, Standings, hand_over
 from paceline.elastic.history import ChangeRecorder
+from paceline.elastic.late_start import LateStart
 from paceline.elastic.line import (
     LOST_AFTER,
     CaughtUp,
@@ -120,7 +121,7 @@ class Elastic:
                 'such as lambda: torch.save(net.state_dict(), "last.pt").'
             )
         self._model, self._sampler, self._checkpoint = model, sampler, checkpoint
-        self._place = self._place_of_sampler(0)
+        self._place = Place(0, *sampler.next_loop)
         line = Line.of_this_process()
         if line is None:
             self._crew: Crew | None = None
@@ -138,11 +139,15 @@ class Elastic:
         self._is_in_step = False
         self._agreed_at = _NOT_YET  # the step at which all ranks were seen to be
         self._crew = Crew(line, model, carried, sampler)
+        self._late: LateStart | None = None  # until the first step, if the others train already
+        own_epoch = sampler.epoch
         model.membership.model.handle_faults(self)
         peers.ask_first(self._crew.witness)
         card = conflicts.card(model, optimizers, others, sampler)
         line.tell(Ready(card, saves=checkpoint is not None))
         self._meet()
+        if self._crew.came_late:
+            self._late = LateStart(sampler, own_epoch, self._place, self._rollback)
 
     @property
     def step(self) -> int:
@@ -154,6 +159,8 @@ class Elastic:
     def steps(self, loader: Iterable[Batch]) -> Generator[list[Batch], None, None]:
         """The steps of the sampler's next epoch, or of what is left of one: a list of this rank's micro-batches each.
 
+        On a rank that comes in later there are none in epochs that are over.
+
         Train each list within one `with model.accumulate(batches) as micro_batches:`, and step the optimizer behind it.
         When a rank is lost, the window is left without an error and without gradients, and its `repeats` is True. The
         next turn of the loop has the same samples, with the lost rank's among them. What you step behind the window in
@@ -163,7 +170,7 @@ class Elastic:
             Collective. What else communicates in the loop belongs into the window.
 
         Raises:
-            As `sampler.steps`, and as the constructor.
+            As `sampler.steps`, and as the constructor. ProtocolError: The other ranks have ended their training.
         """
         handed_out = self._sampler.steps(loader)
         if self._crew is None:
@@ -172,9 +179,14 @@ class Elastic:
                 yield batches
                 self._place = under_way
             return
+        if self._late is not None:
+            if self._late.passes_over():
+                return
+            self._late = None
         line = self._crew.line
-        self._place = self._place_of_sampler(self.step)
+        self._place = Place(self.step, *self._sampler.next_loop)
         line.tell(InLoop(inside=True))
+        is_through = False
         try:
             while True:
                 self._meet()
@@ -183,12 +195,14 @@ class Elastic:
                 found = next(handed_out, None)
                 if found is None:
                     self._end_together()
+                    is_through = True
                     return
+                self._crew.check_others_train(self.step, self._sampler.epoch)
                 yield from self._one_step(found)
         finally:
             self._is_in_step = False
             handed_out.close()
-            line.tell(InLoop(inside=False))
+            line.tell(InLoop(inside=False, is_through=is_through))
 
     def _one_step(self, batches: list[Batch]) -> Generator[list[Batch], None, None]:
         """Hand out one step; afterwards it has been completed, or given up."""
@@ -224,10 +238,6 @@ class Elastic:
                 forget_frames(error)
                 self._meet()
             self._agreed_at = self.step
-
-    def _place_of_sampler(self, step: int) -> Place:
-        state = self._sampler.state_dict()
-        return Place(step, state["epoch"], state["position"])
 
     def _place_behind_step(self) -> Place:
         step = self._sampler.step
@@ -284,6 +294,7 @@ class Elastic:
         crew = self._crew
         assert crew is not None
         if crew.is_new and seat.num_new < seat.size:
+            crew.came_late = True
             self._place = Place(_NOT_YET, 0, 0)
         standings = crew.open(seat, self.step)
         if self._is_given_up and not standings.lacks_something(seat.rank):
@@ -325,6 +336,8 @@ class Crew:
         self._givers: list[Giver] = []
         self._replayed: Replayed | None = None  # what this rank, which is new, has received until now
         self._digest = 0  # of what others have received from this one
+        self.came_late = False  # while the others trained
+        self._others_ended = False
         assert self._shares is not None
         self._shares.pause_when(lambda: self.watcher.wants_pause)
 
@@ -438,7 +451,17 @@ class Crew:
         change = self._recorder.end(seat, samples, place.step)
         if change is not None:
             self._model.membership.note(change)
+        self._others_ended = seat.others_ended
         self.line.tell(Following(seat.epoch))
+
+    def check_others_train(self, step: int, epoch: int) -> None:
+        """Raise ProtocolError if ranks have ended their training, and this one has a further step."""
+        if self._others_ended:
+            raise ProtocolError(
+                f"this rank asks for step {step + 1}, of epoch {epoch}, after the other ranks have ended their "
+                "training. All ranks need the same epochs. A script that reads sampler.epoch behind "
+                "paceline.Elastic(...) begins there: for epoch in range(sampler.epoch, epochs)."
+            )
 
     def meet_at_end(self) -> None:
         """Wait for all ranks. Collective; blocks."""

@@ -38,7 +38,7 @@ _FACTOR, _MODULUS = 1_000_003, (1 << 61) - 1
 
 @dataclass(frozen=True)
 class Place:
-    """Where training stands."""
+    """Where training stands. Behind the last step of an epoch it is at the end of that, until the next loop begins."""
 
     step: int  # steps that have been completed
     epoch: int  # of the data, for the next step

@@ -62,9 +62,12 @@ class Following:
 
 @dataclass(frozen=True)
 class InLoop:
-    """It has entered a loop over steps, or left it as all samples were trained."""
+    """It has entered a loop over steps, or left one."""
 
     inside: bool
+    is_through: bool = (
+        False  # it has left the loop because all samples of the epoch were trained, on all ranks
+    )
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ class Seat:
     num_new: int  # of its members that were not in the last one
     why: str
     members: tuple[str, ...]  # names of its processes, by rank
+    others_ended: bool = False  # ranks have ended their training: no further step follows
 
 
 @dataclass(frozen=True)

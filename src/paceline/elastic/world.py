@@ -11,6 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from paceline.errors import ConfigurationError
+
 _TABLES = (
     "pg_map",
     "pg_names",
@@ -35,6 +37,55 @@ class WorldKind:
         world = dist.group.WORLD
         assert world is not None
         return world
+
+
+class ApartWorld(ProcessGroup):
+    """Takes the place of the default group while this rank is not at the step of the others: its collectives raise."""
+
+    def __init__(self) -> None:
+        world: Any = dist.group.WORLD
+        super().__init__(world.rank(), world.size())  # type: ignore[call-arg]  the stubs know one of two forms
+        self._world = world
+        self._put(world, self)
+
+    def end(self) -> None:
+        """Put the default group back, unless it was forgotten meanwhile. Local."""
+        if dist.group.WORLD is self:
+            self._put(self, self._world)
+
+    @staticmethod
+    def _put(before: ProcessGroup, after: ProcessGroup) -> None:
+        c10d: Any = dist.distributed_c10d
+        c10d._update_default_pg(after)
+        for name in _TABLES:
+            table = getattr(c10d._world, name)
+            if before in table:
+                table.setdefault(after, table[before])
+
+
+def _refuse(world: ApartWorld, *_: object, **__: object) -> None:
+    raise ConfigurationError(
+        f"rank {world.rank()} came in while the others trained, and communicates before its first step, which no other "
+        "rank does. Let epochs begin where the others are, by `for epoch in range(sampler.epoch, epochs)`, and "
+        "communicate before paceline.Elastic(...) or within windows."
+    )
+
+
+for _name in (
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+):
+    setattr(ApartWorld, _name, _refuse)  # others raise in torch's words: there is no backend
 
 
 def forget_world() -> None:

@@ -198,6 +198,51 @@ while said := line.hear():
         line.tell(Stopped(said.epoch, 3))
 """
 
+# Local rank 0 ends well. The other has a further step, and writes down whether it is told that training is over.
+GOES_ON = """
+import os, pathlib, sys
+from paceline.elastic.line import Following, InLoop, Line, Ready, Seat, Stop, Stopped, Trouble
+line = Line.of_this_process()
+line.tell(Ready("a card"))
+while said := line.hear():
+    if isinstance(said, Seat) and said.size == 2:
+        for word in (InLoop(True), Following(said.epoch)):
+            line.tell(word)
+        if os.environ["LOCAL_RANK"] == "0":
+            line.tell(InLoop(False, is_through=sys.argv[1] == "through"))
+            sys.exit()
+        line.tell(Trouble(said.epoch, "the connection was closed"))
+    elif isinstance(said, Seat):
+        pathlib.Path(__file__).with_name("told").write_text(str(said.others_ended))
+        line.tell(InLoop(False))
+        sys.exit("there is no further step")
+    elif isinstance(said, Stop):
+        line.tell(Stopped(said.epoch, 3))
+"""
+
+# Local rank 1 dies in its loop. Its replacements come in, and fail before their first step. The other trains on until
+# its seat stays empty.
+NEVER_STEPS = """
+import os, sys
+from paceline.elastic.line import CaughtUp, Following, InLoop, Line, Pause, Ready, Receive, Seat, Stop, Stopped
+line = Line.of_this_process()
+line.tell(Ready("a card"))
+step = 0
+while said := line.hear():
+    if isinstance(said, Seat):
+        line.tell(Following(said.epoch))
+        if os.environ["LOCAL_RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+            sys.exit(1)
+        line.tell(InLoop(True))
+        if os.environ["LOCAL_RANK"] == "1":
+            sys.exit(1)
+    elif isinstance(said, (Stop, Pause)):
+        step += 1
+        line.tell(Stopped(said.epoch, step))
+    elif isinstance(said, Receive):
+        line.tell(CaughtUp())
+"""
+
 # Without paceline.Elastic: local rank 1 is killed as it trains. The other raises because of that, a moment earlier.
 PLAIN = """
 import os, signal, sys
@@ -229,6 +274,9 @@ class OthersFirst:
     def wants_pause(self, _epoch: int) -> bool:
         return False
 
+    def others_ended(self) -> bool:
+        return False
+
     def holds_vote(self) -> bool:
         return False
 
@@ -243,14 +291,20 @@ MOST_LOOKS = 6000  # of at least 5 ms each
 
 
 def made(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, rank: str, decider: Decider, num_ranks: int
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: str,
+    decider: Decider,
+    num_ranks: int,
+    *words: str,
+    min_ranks: int = 1,
 ) -> tuple[Agent, list[str]]:
     """An agent of such ranks, and what it notes; of another decider than `OneHost` one whose job has begun."""
     script, notes = folder / "train.py", list[str]()
     script.write_text(rank)
     monkeypatch.setattr("sys.executable", str(warm.folder() / "python"))
-    words = ["--nproc-per-node", str(num_ranks), "--min-ranks", "1", "--lost-after", "5", str(script)]
-    arguments = command_line.parse(words)
+    options = ["--nproc-per-node", str(num_ranks), "--min-ranks", str(min_ranks), "--lost-after", "5"]
+    arguments = command_line.parse([*options, str(script), *words])
     start = Start(0, num_ranks, 0, 1, None) if decider.is_alone else None
     return Agent(arguments, decider, Starter(arguments), start, notes.append), notes
 
@@ -496,6 +550,46 @@ def test_a_script_without_elastic_ends_as_without_the_option(
     said = _ranks_failed(agent._arguments, raised.value, 3.0)
     killed = r"rank 1 of .*train.py \(pid \d+\) was killed by SIGKILL, 3.0 s after the start, before the ranks had met"
     assert re.match(rf"{killed} in paceline.Elastic; rank 0 exited with code 1\. A script without", said)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["through", "within an epoch"])
+def test_nobody_trains_on_because_others_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A rank alone trained two epochs more than the others, below --min-ranks, and the launch ended well.
+
+    Others may have ended at the end of an epoch: then it is told. Or within one: then it is one of too few.
+    """
+    agent, notes = made(tmp_path, monkeypatch, GOES_ON, OneHost(), 2, how, min_ranks=2)
+    words = "failed behind the last step" if how == "through" else r"1 rank\(s\) are left of at least 2"
+    try:
+        with pytest.raises(LaunchError, match=words):
+            for _ in range(MOST_LOOKS):
+                agent.look()
+    finally:
+        agent.end(signal.SIGTERM)
+    assert not any("go on" in note for note in notes)
+    if how == "through":
+        assert (tmp_path / "told").read_text() == "True"
+        assert "1 ranks end after step 3, without rank(s) 0" in notes
+
+
+@pytest.mark.processes
+def test_replacements_that_fail_before_their_first_step_are_not_started_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each had come in, and stopped the others for a moment."""
+    agent, notes = made(tmp_path, monkeypatch, NEVER_STEPS, OneHost(), 2)
+    try:
+        for _ in range(MOST_LOOKS):
+            agent.look()
+            if any("is not started again" in note for note in notes):
+                break
+    finally:
+        agent.end(signal.SIGTERM)
+    assert notes[-1] == "local rank 1 is not started again: 3 replacements in a row did not come to a step"
+    assert sum("exited with code 1 before its first step" in note for note in notes) == 3
 
 
 @pytest.mark.processes

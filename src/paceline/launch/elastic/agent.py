@@ -231,13 +231,13 @@ class Agent:
             rank.saves = message.saves
             self._let_wait(rank, message.card)
         elif isinstance(message, InLoop):
-            rank.is_inside = message.inside
+            self._seats.note_loop(rank, message)
         elif isinstance(message, Trouble) and message.epoch == self._epoch and rank.phase is Phase.TRAINING:
             self._stop(f"communication of {rank.name} failed: {message.words}")
         elif isinstance(message, Stopped) and message.epoch == self._epoch and rank.phase is Phase.TRAINING:
             rank.step = message.step
         elif isinstance(message, Following):
-            self._seats.came_in(rank)
+            rank.follows = True
         elif isinstance(message, CaughtUp):
             rank.is_replaying = False
         elif isinstance(message, Saved):
@@ -341,7 +341,9 @@ class Agent:
             return
         if self._seats.finished:
             waiting = []
-        elif self._decider.is_alone and self._is_too_few(len(training) + len(waiting)):
+        # If the training is over, those that are left are told so, however few: they train no step.
+        may_be_few = not self._decider.is_alone or self._seats.is_training_over
+        if not may_be_few and self._is_too_few(len(training) + len(waiting)):
             return
         steps = {
             rank.member: NOT_STARTED if rank.step is None else rank.step for rank in (*training, *waiting)
@@ -413,15 +415,18 @@ class Agent:
         why = "; ".join(self._because) or "a replacement has come in"
         names = tuple(f"{member.host}:{member.number}" for member in plan.members)
         size, store, num_new = len(names), plan.store, plan.num_new
+        ends = self._seats.is_training_over or self._decider.others_ended()
         for rank in here:
             rank.rank, rank.step, rank.phase = numbers[rank.member], None, Phase.TRAINING
             rank.follows = False
-            rank.process.tell(Seat(plan.epoch, rank.rank, size, len(here), store, lost, num_new, why, names))
+            rank.process.tell(
+                Seat(plan.epoch, rank.rank, size, len(here), store, lost, num_new, why, names, ends)
+            )
         if here and self._epoch != NOT_STARTED:
             gone = f"without rank(s) {', '.join(map(str, lost))}" if lost else ""
             come = f"with {plan.num_new} that came in" if plan.num_new else ""
             who = " and ".join(filter(None, (gone, come)))
-            self._note(f"{len(plan.members)} ranks go on after step {plan.step}, {who}")
+            self._note(f"{size} ranks {'end' if ends else 'go on'} after step {plan.step}, {who}")
         self._followed(plan)
         self._epoch, self._members, self._seats.has_begun = plan.epoch, plan.members, True
         self._is_stopping = self._is_pausing = False

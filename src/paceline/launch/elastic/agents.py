@@ -148,6 +148,11 @@ class Agents:
         with self._lock:
             return self._council.wants_pause(epoch)
 
+    def others_ended(self) -> bool:
+        """See `Decider`."""
+        with self._lock:
+            return any(peer.is_done for peer in self._council.peers.values())
+
     def holds_vote(self) -> bool:
         """See `Decider`."""
         with self._lock:

@@ -126,6 +126,9 @@ class Decider(Protocol):
     def wants_pause(self, epoch: int) -> bool:
         """Whether its ranks shall leave it between two steps, because ranks of another host come in."""
 
+    def others_ended(self) -> bool:
+        """Whether ranks of another host have ended well. Local."""
+
     def holds_vote(self) -> bool:
         """Whether no other host can train on without this one, whose ranks hold the newest state. Local."""
 
@@ -166,6 +169,9 @@ class OneHost:
         return None
 
     def wants_pause(self, epoch: int) -> bool:
+        return False
+
+    def others_ended(self) -> bool:
         return False
 
     def holds_vote(self) -> bool:

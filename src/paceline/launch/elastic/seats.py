@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from paceline.elastic.line import Message
+from paceline.elastic.line import InLoop, Message
 from paceline.host.processes import is_stopped
 from paceline.launch.command_line import LaunchArguments
 from paceline.launch.elastic.plan import NOT_STARTED, Member, Start
@@ -54,6 +54,8 @@ class Rank:
     rank: int = NOT_STARTED  # its number in the membership that it is, or was, in; or at the job's beginning
     step: int | None = None  # steps it has completed, if it has said so since the membership ended
     is_inside: bool = False  # whether it is in its loop over steps
+    is_through: bool = False  # whether it has left its last loop as all samples were trained
+    has_trained: bool = False  # whether it has been in a loop
     follows: bool = False  # whether it has said that it goes on in the membership that it was given a seat in
     is_replaying: bool = False  # whether it receives another's state, and has not caught up
     saves: bool = False  # whether it makes a checkpoint, if training cannot go on
@@ -102,6 +104,8 @@ class Seats:
         self._closed: dict[int, str] = {}  # local ranks that nobody takes any more, and why
         self.finished: set[Member] = set()
         """Processes that have ended well."""
+        self.is_training_over = False
+        """Whether a process has ended well behind a whole epoch."""
         self.has_begun = False
         """Whether there was a membership."""
         for local_rank, process in enumerate(starter.start_all(start)):
@@ -137,9 +141,12 @@ class Seats:
         self.dying.append(rank)
         rank.process.ask_to_end(signal.SIGKILL)
 
-    def came_in(self, rank: Rank) -> None:
-        rank.follows = True
-        self._failed_starts.pop(rank.local_rank, None)
+    def note_loop(self, rank: Rank, message: InLoop) -> None:
+        """A rank has entered a loop over steps, or left one."""
+        rank.is_inside, rank.is_through = message.inside, message.is_through
+        if message.inside:
+            rank.has_trained = True
+            self._failed_starts.pop(rank.local_rank, None)
 
     def cannot_come_in(self, rank: Rank) -> None:
         """Nor can another process for its seat."""
@@ -218,6 +225,7 @@ class Seats:
             code = rank.process.bury()
             if code == 0:
                 self.finished.add(rank.member)
+                self.is_training_over |= rank.is_through
             else:
                 self._see_failure(rank, code)
 
@@ -236,18 +244,19 @@ class Seats:
             failure = ProcessFailure(rank.local_rank, rank.process.pid, code, error_file="")
             self._early_ends[rank.rank if rank.rank >= 0 else rank.local_rank] = failure
             return
-        if rank.phase is Phase.TRAINING:
+        if rank.has_trained:
             self._note(why)
-            self._lose_because(why)
         else:
             self._fail_start(rank, why)
+        if rank.phase is Phase.TRAINING:
+            self._lose_because(why)
         self._vacant.append(rank.local_rank)
 
     def _fail_start(self, rank: Rank, why: str) -> None:
         tries = self._failed_starts[rank.local_rank] = self._failed_starts.get(rank.local_rank, 0) + 1
-        self._note(f"{why} before it came in")
+        self._note(f"{why} before {'its first step' if rank.phase is Phase.TRAINING else 'it came in'}")
         if tries >= _MOST_STARTS:
-            self._closed[rank.local_rank] = f"{tries} replacements in a row did not come in"
+            self._closed[rank.local_rank] = f"{tries} replacements in a row did not come to a step"
 
     # ---- others take their seats
 

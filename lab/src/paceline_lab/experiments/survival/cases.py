@@ -40,6 +40,8 @@ def random_job(seed: int) -> Job:
         options += ["--workers", "1"]
     if dice.random() < 0.2:
         options += ["--deterministic"]
+    if dice.random() < 0.5:
+        options += ["--ordinary"]
     if dice.random() < 0.2:
         every_s, count = dice.choice([0.3, 0.6]), dice.randint(2, 5)
         return Job(

@@ -28,11 +28,12 @@ from paceline_lab.experiments.survival.training import (
     Fault,
     make_model,
     make_optimizer,
+    make_schedules,
     parser_of,
 )
 
 _MARK = "PACELINE_SURVIVAL_JOB"
-_WITHOUT_EFFECT = ("folder", "backend", "pause_ms", "workers", "compression", "fault", "parts")
+_WITHOUT_EFFECT = ("folder", "backend", "pause_ms", "workers", "compression", "fault", "parts", "ordinary")
 _HANG_S = 60.0
 _TRAINING = "paceline_lab.experiments.survival.training"
 
@@ -246,7 +247,7 @@ def _reference(arguments: tuple[tuple[str, Any], ...], num_parts: int) -> Mappin
     shuffle.move(shuffle.batch, 0, 0, 0, logical=range(num_parts))
     loader = torch.utils.data.DataLoader(data, batch_sampler=shuffle)
     optimizer = make_optimizer(args.optimizer, net)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
+    scheduler, by_epoch = make_schedules(optimizer)
     for _ in range(args.epochs):
         for batches in shuffle.steps(loader):
             total, sums = sum(len(y) for _, _, y in batches), dict[torch.nn.Parameter, torch.Tensor]()
@@ -263,6 +264,7 @@ def _reference(arguments: tuple[tuple[str, Any], ...], num_parts: int) -> Mappin
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+        by_epoch.step()
     return {name: each.detach() for name, each in net.state_dict().items()}
 
 

@@ -197,6 +197,9 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--normalize", action="store_true", help="batch normalisation")
+    parser.add_argument(
+        "--ordinary", action="store_true", help="epochs by range(epochs), not from the sampler's on"
+    )
     parser.add_argument("--parts", action="store_true", help="note when which part of a recovery was done")
     parser.add_argument("--fault", action="append", type=Fault.parse, default=[])
     return parser
@@ -237,6 +240,12 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+def make_schedules(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """One that is stepped behind each step, and one behind each epoch."""
+    schedules = torch.optim.lr_scheduler
+    return schedules.CosineAnnealingLR(optimizer, 200), schedules.StepLR(optimizer, 1, gamma=0.9)
+
+
 def digest(model: nn.Module) -> str:
     """Of all parameters' bits."""
     found = hashlib.sha256()
@@ -267,20 +276,19 @@ def main() -> None:
         net, batch_sampler=shuffle, compression=args.compression, **options
     )
     optimizer = make_optimizer(args.optimizer, net)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
+    scheduler, by_epoch = make_schedules(optimizer)
     _fail_in_backward(faults, net)
     elastic = paceline.Elastic(
         model=model,
         optimizer=optimizer,
-        scheduler=scheduler,
+        scheduler=[scheduler, by_epoch],
         sampler=shuffle,
         deterministic=args.deterministic,
     )
-    notes.write(what="in", step=elastic.step, epoch=shuffle.epoch)
     saved = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "sampler": shuffle}
     loader = DataLoader(data, batch_sampler=shuffle, num_workers=args.workers)
     loss = nn.CrossEntropyLoss()
-    for epoch in range(shuffle.epoch, args.epochs):
+    for epoch in range(0 if args.ordinary else shuffle.epoch, args.epochs):
         for batches in elastic.steps(loader):
             faults.step, began_s = elastic.step, time.monotonic()
             indices = [int(i) for batch in batches for i in batch[0]]
@@ -308,6 +316,7 @@ def main() -> None:
             if args.pause_ms and not micro_batches.repeats:
                 time.sleep(args.pause_ms / 1000)
         faults.at("end of epoch")
+        by_epoch.step()
     history = [vars(change) for change in model.membership.history]
     open_now = {name: len(list(Path(f"/proc/self/{name}").iterdir())) for name in ("task", "fd")}
     notes.write(what="end", step=elastic.step, bits=digest(net), history=history, open=open_now)

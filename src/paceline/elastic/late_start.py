@@ -1,0 +1,49 @@
+"""A rank that has come in while others train runs its script from the top: which of its epochs are over already.
+
+Rules
+1. A script that counts its epochs, by `for epoch in range(3)`, begins at the first one here as well. So its loops have
+   no steps until it comes to the others' epoch.
+2. A script that has read `sampler.epoch`, for `range(sampler.epoch, 3)`, begins at the others' epoch. One that calls
+   `set_epoch` says which it means.
+3. What a script does behind an epoch that is over, such as a schedule's step, the others have done: it is undone. No
+   other rank would meet a collective there, so it raises.
+"""
+
+from __future__ import annotations
+
+from paceline.data import GlobalShuffle
+from paceline.elastic.handover import Place
+from paceline.elastic.rollback import Rollback
+from paceline.elastic.world import ApartWorld
+
+
+class LateStart:
+    """The time from `Elastic(...)` to the first step of a rank that has come in at `place`.
+
+    `own_epoch` is where the script was before it came in.
+    """
+
+    def __init__(self, sampler: GlobalShuffle, own_epoch: int, place: Place, rollback: Rollback) -> None:
+        self._sampler, self._place, self._rollback = sampler, place, rollback
+        sampler.set_epoch(place.epoch)  # also at its end: the others do next what the script does behind it
+        self._next = own_epoch  # that a script which counts would begin
+        self._counts: bool | None = None
+        sampler.known_epoch = None
+        rollback.note()
+        self._world = ApartWorld()
+
+    def passes_over(self) -> bool:
+        """Return whether the script begins an epoch that is over. Otherwise be where the others are. Local."""
+        known, self._sampler.known_epoch = self._sampler.known_epoch, None
+        if self._counts is None:
+            self._counts = known is None
+        epoch = self._next if self._counts or known is None else known
+        self._next = epoch + 1
+        if epoch < self._place.epoch:
+            return True
+        self._world.end()
+        self._rollback.undo()
+        sampler, place = self._sampler, self._place
+        sampler.move(sampler.batch, sampler.rank, place.epoch, place.position, sampler.logical)
+        sampler.set_epoch(place.epoch)
+        return False
