@@ -44,7 +44,7 @@ class ApartWorld(ProcessGroup):
 
     def __init__(self) -> None:
         world: Any = dist.group.WORLD
-        super().__init__(world.rank(), world.size())  # type: ignore[call-arg]  the stubs know one of two forms
+        super().__init__(world.rank(), world.size())  # type: ignore[call-arg]  # as a group in Python
         self._world = world
         self._put(world, self)
 
