@@ -47,14 +47,7 @@ SOURCES = (
 HARNESS = "tests/harness"
 # Files and folders whose every docstring and comment is held to `OPENINGS`, `PRONOUNS` and the length of sentences.
 PLAIN: tuple[str, ...] = (
-    "lab/src/paceline_lab/bench",
-    "lab/src/paceline_lab/checkout.py",
-    "lab/src/paceline_lab/cli",
-    "lab/src/paceline_lab/doubles",
-    "lab/src/paceline_lab/emulation",
-    "lab/src/paceline_lab/errors.py",
-    "lab/src/paceline_lab/report",
-    "lab/src/paceline_lab/workloads",
+    "lab/src",
     "plan/src",
     "src/paceline/cli",
     "src/paceline/compression",

@@ -1,12 +1,12 @@
-"""Does any random training program give other gradients than one process on the whole batch? A search, not a timing.
+"""Search for random training programs with other gradients than one process on the whole batch. Nothing is timed.
 
     paceline study fuzz --programs 5000 --resume       # after an interruption, or in parts
     paceline study fuzz --programs 5000
     paceline study fuzz --program '{"seed": 7, ...}'   # as a failure prints it
 
 The generator and the oracle are those of the tests; CI performs 200 programs of other seeds. A failure is shrunk and
-printed with the command that repeats it; the exit status is then 1. The report is written after every 50 programs, so
-that a search may be interrupted; a changed generator draws other programs from the same seeds and begins anew.
+printed with the command that repeats it; the exit status is then 1. The report is written after every 50 programs, so a
+search may be interrupted. A changed generator draws other programs from the same seeds, so the search begins again.
 """
 
 import hashlib
@@ -41,17 +41,17 @@ MAX_REPORTS = 5  # beyond them failures are counted, not shrunk
 
 @dataclass
 class Found:
-    """What a search has come to.
+    """The state of a search.
 
     Attributes:
-        first_seed: Of the programs, which have consecutive ones.
-        num_programs: That were performed.
-        duration_s: What they took.
-        kinds: How many of each kind.
-        options: How often each was given to the wrapper or the optimizer.
-        operations: How often each was performed.
-        failures: Seeds, and for the first of them the report.
-        not_repeated: What launches said that failed, though all their programs were right when launched in two halves.
+        first_seed: Seed of the first program. Seeds are consecutive.
+        num_programs: Number of programs that were performed.
+        duration_s: Time of the search.
+        kinds: Number of programs of each kind.
+        options: How often each option was given to the wrapper or the optimizer.
+        operations: How often each operation was performed.
+        failures: Seeds that failed, and the report of the first one.
+        not_repeated: Output of launches that failed, but passed when launched in two halves.
     """
 
     first_seed: int
@@ -136,7 +136,7 @@ def store(found: Found, path: Path) -> None:
 
 
 def stored(path: Path, first_seed: int) -> Found:
-    """What the stored report has found; nothing, if it is of other seeds or of another generator."""
+    """Return the stored report's state; an empty one if it is of other seeds or of another generator."""
     record = json.loads(path.read_text()) if path.exists() else {}
     if record.pop("generator", None) != _generator() or record["first_seed"] != first_seed:
         return Found(first_seed)

@@ -1,4 +1,4 @@
-"""Which options do experiments have in common?"""
+"""The options that experiments have in common."""
 
 from pathlib import Path
 from typing import Annotated

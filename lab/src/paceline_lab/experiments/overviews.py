@@ -1,4 +1,4 @@
-"""Which option helps when? Pictures of many stored results at once; nothing is measured.
+"""Pictures of many stored results at once: which option helps when? Nothing is measured.
 
 five-models            a step of each model on one host, divided by torch's
 forward-overlap-cases  steps of every case of forward overlap, divided by the lower bound
@@ -102,7 +102,7 @@ def draw_overlaps(samples: Mapping[str, Any], path: Path) -> bool:
 
 
 def options(stored: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
-    """By side, (communication divided by computing, step divided by torch's)."""
+    """Return by side: (communication divided by computing, step divided by torch's)."""
     found: dict[str, list[tuple[float, float]]] = {}
     names = [f"forward_overlap-{name}-{hosts}x1-1000mbit-ratio{ratio}" for name, hosts, ratio in CASES]
     for name in names:

@@ -42,14 +42,14 @@ def conclude(report: Report, folder: Path, as_json: bool, draw: Draw | None = No
 
 @dataclass(frozen=True)
 class Measured:
-    """What a study measured.
+    """The measurements of a study.
 
     Attributes:
-        outcomes: For `find`.
-        samples: The same, as JSON takes it.
+        outcomes: The argument of `find`.
+        samples: The same as JSON.
         notes: How it was measured.
-        place: Where.
-        num_ranks: Of the largest job.
+        place: Where it was measured.
+        num_ranks: Number of ranks of the largest job.
     """
 
     outcomes: Any
@@ -61,13 +61,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Findings:
-    """What follows from the outcomes: a table, and how to read it.
+    """The conclusions from the outcomes: a table, and how to read it.
 
     Attributes:
-        question: In one sentence.
-        columns: Of the table.
-        rows: Of the table.
-        notes: How to read it; what differs from the paper, and why.
+        question: The question of the study, in one sentence.
+        columns: Columns of the table.
+        rows: Rows of the table.
+        notes: How to read the table; what differs from the paper, and why.
         summaries: The same as numbers, with the published ones.
     """
 

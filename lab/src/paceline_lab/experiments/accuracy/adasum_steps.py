@@ -1,4 +1,4 @@
-"""Maleki et al. 2021: does Adasum need fewer steps than the mean, with Adam and with LAMB, each at its own best rate?
+"""Maleki et al. 2021: does Adasum need fewer steps than the mean, with Adam and LAMB, each at its best rate?
 
 A BERT-shaped model (two layers of width 64) learns masked bytes of Shakespeare with 4 or 16 ranks, in one process. A
 second part is least squares, whose optimum is known.
@@ -8,8 +8,8 @@ second part is least squares, whose optimum is known.
               `combine`, which the tests of `AdasumOptimizer` compare it with, for Adam and LAMB
 
 Rules
-1. A rate's quality is how many steps a training takes to the target loss on validation windows, which are the same for
-   all, interpolated between two looks at it. Rates grow linearly for the first 24 steps, then stay.
+1. A rate's quality is the number of steps to the target loss, interpolated between two evaluations. All trainings have
+   the same validation windows. Rates grow linearly for the first 24 steps, then stay.
 2. Rates are chosen with a seed that is not counted, from a grid by factors of two that grows until no edge is best.
 3. A training that does not reach the target counts as the most steps; of two such, the lower loss is better.
 """
@@ -85,12 +85,12 @@ class StepsTrial:
 
 @dataclass(frozen=True)
 class StepsOutcome:
-    """What it came to.
+    """The result of one training.
 
     Attributes:
-        losses: On the validation windows after every `EVERY` steps, up to the target.
-        steps: When the target was reached, interpolated; None if it was not.
-        wall_s: How long it took.
+        losses: Loss on the validation windows after every `EVERY` steps, up to the target.
+        steps: Number of steps to the target, interpolated; None if it was not reached.
+        wall_s: Duration of the training.
     """
 
     losses: list[float]
@@ -225,7 +225,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which trainings there are to be, and what is there of them."""
+    """The trainings that the study needs, and the results that are stored."""
 
     store: TrialStore[StepsTrial, StepsOutcome]
     num_ranks: tuple[int, ...]
@@ -246,11 +246,11 @@ class Plan:
         return found
 
     def steps_of(self, outcome: StepsOutcome, ranks: int) -> float:
-        """Of a training; the most where it did not arrive."""
+        """Return the steps of a training; the most possible if it missed the target."""
         return float(MOST_STEPS[ranks]) if outcome.steps is None else outcome.steps
 
     def missing(self) -> list[StepsTrial]:
-        """What can be run now: rates until the best is no edge, then its other seeds."""
+        """Return what can be run now: rates until the best is no edge, then its other seeds."""
         return [trial for cell in self.cells() for trial in self._missing_of(cell)]
 
     def _missing_of(self, cell: tuple[str, str, int]) -> list[StepsTrial]:
@@ -273,7 +273,7 @@ class Plan:
         return min(tried, key=lambda power: (tried[power], power)) if tried else None
 
     def outcomes(self, cell: tuple[str, str, int]) -> list[StepsOutcome]:
-        """At the best rate, by seed."""
+        """Return the outcomes at the best rate, by seed."""
         optimizer, side, ranks = cell
         best = self.best(cell)
         if best is None:
@@ -368,7 +368,7 @@ SQUARES_CASES = {"one optimum for all ranks": (0.0, 0.5), "alike": (1.0, 0.0), "
 
 
 def least_squares_table(num_seeds: int) -> dict[str, Any]:
-    """What is left of the excess loss after all steps, by case and side: the median of the seeds, at the best rate."""
+    """Return by case and side the excess loss after all steps: the median of the seeds, at the best rate."""
     table: dict[str, Any] = {}
     for case, (noise, apart) in SQUARES_CASES.items():
         table[case] = {}
@@ -475,7 +475,7 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
 
 
 def _squares(table: Mapping[str, Any]) -> Lines:
-    """What is left of the excess loss, by case; nothing below 1e-9 can be told from none."""
+    """Return the panel of the excess loss by case. A loss below 1e-9 cannot be told from none."""
     cases = list(table)
     lines = [
         Line(

@@ -1,4 +1,4 @@
-"""What papers claim, as comparisons that the study's numbers decide.
+"""Claims of papers, as comparisons that the study's numbers decide.
 
 Rules
 1. "Better": the means differ in that direction, and the exact permutation test says p < 0.05. Better in the other
@@ -80,13 +80,13 @@ CLAIMS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the numbers say of a claim.
+    """The decision on a claim.
 
     Attributes:
-        claim: Which one.
+        claim: The claim.
         at: Global batches, in reference batches.
-        answers: At each: holds, does not hold, or undecided.
-        evidence: At each, in numbers.
+        answers: At each batch: holds, does not hold, or undecided.
+        evidence: At each batch, the numbers.
     """
 
     claim: Claim
@@ -96,7 +96,7 @@ class Verdict:
 
     @property
     def summary(self) -> str:
-        """In words."""
+        """Return the verdict in words."""
         if len(set(self.answers)) == 1:
             return self.answers[0]
         parts = []

@@ -1,12 +1,12 @@
-"""Ranks in one process, one after another: as many as a study asks for, on however many cores there are.
+"""Ranks in one process, one after another, so a study may have many ranks on a few cores.
 
 Rules
-1. Rank r computes on its slice of the global batch, by itself, exactly what a process would: the same kernels on the
-   same shapes, so batch normalisation takes each rank's own statistics and two such ranks are bitwise two processes.
-2. What combines the ranks' gradients is the library's code, not a copy of it.
-3. Running statistics are rank 0's, as DistributedDataParallel hands rank 0's buffers to everybody.
+1. Rank r computes on its slice of the global batch, by itself, exactly what a process would. The kernels and shapes
+   are the same, so batch normalisation takes each rank's own statistics. Two such ranks are bitwise two processes.
+2. The ranks' gradients are combined by the library's code, not by a copy of it.
+3. Running statistics are rank 0's, since DistributedDataParallel broadcasts rank 0's buffers.
 
-Nothing is gained by computing all ranks' slices at once (`torch.func.vmap`, or normalisation by groups): an epoch costs
+Computing all ranks' slices at once (`torch.func.vmap`, or normalisation by groups) would gain nothing. An epoch costs
 as much in slices of 64 as in whole batches on the recorded machine, since a slice stays in the cache.
 """
 
@@ -142,7 +142,7 @@ class RankReductions:
         return Message(0, True, flat, flat.numel(), views, self._parameters, self._groups[rank])
 
     def sent_bytes(self, tensors: Sequence[Tensor]) -> float:
-        """By rank 0 in the last step, as its reduction counts them; `tensors` are what was reduced."""
+        """Return what rank 0 sent in the last step, by its reduction's count; `tensors` are what was reduced."""
         first = self._reductions[0]
         if isinstance(first, Lossy):
             return first.last_step.sent_bytes
@@ -150,5 +150,5 @@ class RankReductions:
 
 
 def ring_bytes(tensors: Sequence[Tensor], num_ranks: int) -> float:
-    """What each rank sends when these are all-reduced with as few bytes as possible: 2 (P-1)/P of their size."""
+    """Return what each rank sends when these are all-reduced with as few bytes as possible: 2 (P-1)/P of their size."""
     return 2 * (num_ranks - 1) / num_ranks * sum(tensor.nbytes for tensor in tensors)

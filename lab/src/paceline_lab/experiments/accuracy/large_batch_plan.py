@@ -1,15 +1,14 @@
-"""Which training runs the large-batch study needs, in which order, which rates they choose, and the tables.
+"""Plan of the large-batch study: its training runs, their order, the rates they choose, and the tables.
 
 Rules
 1. One grid: every row tries the same multiples of its optimizer's middle rate.
 2. Only validation accuracies choose a rate. Test accuracies are for the tables.
-3. Rates race: each gets one seed, the best gets the others, and if that shows it to be worse than another on average,
-   the other gets its seeds. So a rate that was lucky once is not chosen.
+3. Rates race. Each gets one seed, and the best gets the others. If its average is then worse than another rate's, that
+   one gets its seeds. So a rate that was lucky once is not chosen.
 4. The reference rate is the best of the grid at the reference batch. "By the rule" is that rate, transferred by a row's
-   rule and nothing else: what Goyal et al. claim. "Tuned" is the best of the grid in each cell: what others ask for.
-5. What a stage needs depends on the outcomes of those before it, so a study is asked for its next trials until there
-   are none. Within a stage all cells get their first seed before any gets its second: a study that was stopped is
-   even, not lopsided.
+   rule and nothing else, as Goyal et al. claim. "Tuned" is the best of the grid in each cell.
+5. A stage depends on the outcomes of those before it, so a study is asked for its next trials until there are none.
+   Within a stage all cells get their first seed before any gets its second. So a study that was stopped is even.
 """
 
 from __future__ import annotations
@@ -50,13 +49,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for.
+    """The trainings that the study is asked for.
 
     Attributes:
-        task: What is trained.
-        rows: Of the tables; the baseline is among them.
+        task: The task that is trained.
+        rows: Rows of the tables, the baseline among them.
         factors: Global batches, in reference batches.
-        tuned_factors: Those at which each row's rate is also chosen anew; if there are any, local steps' rates are too.
+        tuned_factors: Factors at which each row's rate is also tuned. If there are any, local steps' rates are tuned,
+            too.
         num_seeds: Runs behind each mean.
         grid: Multiples of the middle rate.
     """
@@ -133,7 +133,7 @@ class Plan:
         return self.chosen(store, cell)
 
     def next_trials(self, store: Store) -> list[Trial]:
-        """What can be computed now and is not there: all of it, or of the first stage that is not complete."""
+        """Return the missing trials that can be computed now: all of them, or those of the first incomplete stage."""
         for stage in self._stages():
             missing = [trial for trial in dict.fromkeys(stage(store)) if store.get(trial) is None]
             if missing:
@@ -213,7 +213,7 @@ class Results:
         return self.plan.chosen(self.store, cell)
 
     def outcomes(self, cell: Cell, mode: str) -> list[Outcome]:
-        """Those of the plan's seeds that are there, in order."""
+        """Return the stored outcomes of the plan's seeds, in order."""
         rate = self.rate(cell, mode)
         if rate is None:
             return []
@@ -226,7 +226,7 @@ class Results:
         return Spread(tuple(100 * outcome.test for outcome in outcomes)) if outcomes else None
 
     def sent_bytes(self, cell: Cell) -> float:
-        """What each rank sends for a step, on average."""
+        """Return the mean of the bytes that each rank sends per step."""
         return self.outcomes(cell, RULE)[0].sent_bytes
 
     def used(self) -> list[tuple[Trial, Outcome]]:

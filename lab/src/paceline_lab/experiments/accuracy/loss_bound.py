@@ -65,14 +65,14 @@ _PUBLISHED = {
 
 @dataclass(frozen=True)
 class Measure:
-    """How the quality of a model is counted.
+    """A measure of a model's quality.
 
     Attributes:
-        title: With its unit.
-        of: A run's.
-        sign: 1 where more is worse, -1 where less is.
+        title: Title with its unit.
+        of: Function that returns the measure of a run.
+        sign: 1 if more is worse, -1 if less is.
         margin: By how much a mean may be worse and still count as harmless.
-        digits: Behind the point.
+        digits: Number of decimals.
     """
 
     title: str
@@ -104,12 +104,12 @@ def measure_of(model: str) -> Measure:
 
 @dataclass(frozen=True)
 class Cell:
-    """What the runs of a case came to.
+    """The results of a case's runs.
 
     Attributes:
-        values: By seed.
+        values: Values by seed.
         worse_by: Mean over the seeds of the difference to the same seed without loss; more is worse.
-        error: Its standard error; None with one seed.
+        error: Standard error of that mean; None with one seed.
     """
 
     values: Mapping[int, float]

@@ -1,7 +1,8 @@
 """One training run of the study of bounded loss: which gradients do not arrive, and how good the model becomes.
 
-Four ranks in one process, with the library's reduction between them and a `LossyMemory` in place of the network: of
-what a rank sends another of a bucket, exactly the bound is lost in every step, so a real network costs at most as much.
+Four ranks are in one process, with the library's reduction between them and a `LossyMemory` in place of the network.
+Each rank's messages to another lose exactly the bound of every bucket in every step. So a real network costs at most as
+much.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ _SAMPLES = {"mlp": 16_384, "cnn": 12_288, "letter": 12_288, "bytes": 65_536, "di
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What is trained, and what is lost.
+    """The settings of the trainings, and of the losses.
 
     Attributes:
         model: A task of `TASKS`.
-        bounds: Lost ratios; 0 is what the others are compared with.
-        patterns: Of `PATTERNS`; see `loss_pattern`.
-        compensations: As of `BoundedLoss`.
+        bounds: Lost ratios. The baseline is 0.
+        patterns: Patterns of `PATTERNS`; see `loss_pattern`.
+        compensations: Compensations of `BoundedLoss`.
         num_seeds: Runs behind each mean.
-        num_ranks: Ranks.
-        num_train: Samples; 0: some thousands, by the task.
-        epochs: How often they are seen.
+        num_ranks: Number of ranks.
+        num_train: Number of samples; 0: some thousands, by the task.
+        epochs: Number of epochs.
     """
 
     model: str = "mlp"
@@ -122,7 +123,7 @@ class LossTrial:
 
 @dataclass(frozen=True)
 class LossOutcome:
-    """What it came to.
+    """The result of one run.
 
     Attributes:
         test_percent: Test accuracy.

@@ -1,18 +1,22 @@
 """Goyal et al. 2017 on a network with batch normalisation: batches up to 32 times as large, warm-ups, curves, BN's n.
 
-A ResNet-20-shaped network (three stages, one residual block each) on Fashion-MNIST of 14 x 14 pixels. As in the paper:
-32 samples a worker, whose statistics normalise them; Nesterov momentum; decay by ten at a third, two thirds and eight
-ninths; warm-up for 5/90 of the training; zero-gamma; one shuffle for all workers. The workers are in one process:
-`GhostBatchNorm` normalises each one's samples by themselves within the global batch, so gradients are those of workers;
-running statistics are the mean of theirs.
+A ResNet-20-shaped network (three stages, one residual block each) trains on Fashion-MNIST of 14 x 14 pixels. It follows
+the paper:
+
+1. 32 samples per worker, normalised by their statistics.
+2. Nesterov momentum; decay by ten at a third, two thirds and eight ninths; warm-up for 5/90 of the training.
+3. Zero-gamma; one shuffle for all workers.
+
+The workers are in one process. `GhostBatchNorm` normalises each worker's samples by themselves within the global batch,
+so gradients are those of workers. Running statistics are the mean of theirs.
 
 Rules
-1. The reference rate is chosen at the reference batch, by validation accuracy, from a grid of which it is no edge: the
-   smallest that is within half a point of the best. Rates over a factor of ten are as good as each other there, and
-   the smallest of them is the furthest from divergence.
+1. The reference rate is chosen at the reference batch, by validation accuracy. It is the smallest of the grid within
+   half a point of the best, and no edge of the grid. Rates over a factor of ten are as good as each other there. The
+   smallest of them is the furthest from divergence.
 2. Larger batches take it by their row's rule; nothing is tuned there.
 3. BN's n varies at one global batch, from 4 samples to all of them, which is SyncBatchNorm. One row has workers that
-   compute one after another, with rank 0's running statistics, as DistributedDataParallel hands them to everybody.
+   compute one after another, with rank 0's running statistics, as DistributedDataParallel broadcasts them.
 """
 
 from __future__ import annotations
@@ -111,14 +115,14 @@ class ResnetTrial:
 
 @dataclass(frozen=True)
 class ResnetOutcome:
-    """What it came to.
+    """The result of one training.
 
     Attributes:
         validation: Accuracy, 0 to 1; the rate is chosen by it.
         test: Accuracy, 0 to 1; only reported.
-        losses: Of training, a mean an epoch; ends where a loss is not finite.
-        errors: On the validation set after each epoch, 0 to 1.
-        wall_s: How long it took.
+        losses: Mean training loss of each epoch; ends where a loss is not finite.
+        errors: Error on the validation set after each epoch, 0 to 1.
+        wall_s: Duration of the training.
     """
 
     validation: float
@@ -221,14 +225,14 @@ def accuracy(model: nn.Module, part: Part) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which trainings there are to be, and what is there of them."""
+    """The trainings that the study needs, and the results that are stored."""
 
     store: TrialStore[ResnetTrial, ResnetOutcome]
     num_seeds: int = NUM_SEEDS
     whole: bool = True  # or the most wanted cells only
 
     def reference_rate(self) -> float | None:
-        """Of the grid, at the reference batch; None while that is not known."""
+        """Return the rate of the grid at the reference batch; None while it is not known."""
         means = []
         for rate in GRID:
             found = [
@@ -251,7 +255,7 @@ class Plan:
         return [first, second, third, fourth] if self.whole else [first, second, third]
 
     def missing(self) -> list[ResnetTrial]:
-        """What can be computed now and is not there."""
+        """Return the missing trials that can be computed now."""
         rate = self.reference_rate()
         if rate is None:
             wanted: Iterable[ResnetTrial] = (
@@ -267,7 +271,7 @@ class Plan:
         return [trial for trial in dict.fromkeys(wanted) if self.store.get(trial) is None]
 
     def outcomes(self, row: str, factor: int, which: str = PLAIN) -> list[ResnetOutcome]:
-        """Those that are there, by seed."""
+        """Return the stored outcomes, by seed."""
         rate = self.reference_rate()
         if rate is None:
             return []

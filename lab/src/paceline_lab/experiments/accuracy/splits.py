@@ -111,7 +111,7 @@ def letter(folder: Path | None, num_train: int) -> Samples:
     rows = [line.split(",") for line in lines if line.strip() and not line.startswith("@")]
     measures = np.array([[float(word) for word in row[:-1]] for row in rows], np.float32)
     labels = torch.tensor([ord(row[-1].strip()) - ord("A") for row in rows])
-    # The file's order says something about the labels; the cut is the same for everybody because the seed is.
+    # The file's order says something about the labels; every process has the same cut by the same seed.
     order = np.random.default_rng(0).permutation(len(labels))
     measures, labels = measures[order], labels[torch.from_numpy(order)]
     known = measures[:-_LETTER_TEST]

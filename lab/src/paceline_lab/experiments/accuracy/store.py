@@ -46,14 +46,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training run came to.
+    """The result of one training run.
 
     Attributes:
         validation: Accuracy, 0 to 1; rates are chosen by it.
         test: Accuracy, 0 to 1; only reported.
-        loss: Of training, mean over the last tenth of the steps; None where it is not finite.
-        sent_bytes: What a rank hands over for the others, mean a step.
-        wall_s: How long it took.
+        loss: Mean training loss over the last tenth of the steps; None where it is not finite.
+        sent_bytes: Mean of the bytes that a rank sends per step.
+        wall_s: Duration of the run.
     """
 
     validation: float

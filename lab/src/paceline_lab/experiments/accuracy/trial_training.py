@@ -105,7 +105,7 @@ class Combination(ABC):
         """Take one step with a global batch; returns its loss. Mutates the model, or a rank's copy of it."""
 
     def finish(self) -> None:  # noqa: B027  most have nothing to do
-        """After the last step: bring what the ranks hold into the model."""
+        """Bring what the ranks hold into the model after the last step."""
 
 
 class MeanOfRanks(Combination):
@@ -223,7 +223,7 @@ class RareAverages(Copies):
 
 
 def make_combination(row: Row, model: nn.Module, num_ranks: int) -> Combination:
-    """What a row does with its ranks."""
+    """Return the combination of the ranks' gradients for a row."""
     if row.combination == "mean":
         return MeanOfRanks(model, num_ranks, row.optimizer)
     if row.combination == "adasum":

@@ -1,22 +1,24 @@
-"""How long does a sum over emulated hosts take where packets are lost: bounded loss over UDP, and Gloo over TCP?
+"""Measure how long a sum over emulated hosts takes where packets are lost: bounded loss over UDP, and Gloo over TCP.
 
 Sides alternate call by call within one job. Gloo runs with the cluster's TCP: cubic as the kernel has it, or BBR with a
-smallest retransmission timeout of 5 ms; each is a cluster of its own (`--tcp` for one), ours is measured in both.
+smallest retransmission timeout of 5 ms. Each is a cluster of its own (`--tcp` for one). Paceline is measured in both.
 
     paceline study bounded-loss --hosts 4 --rate 100mbit --loss 1% --megabytes 1
 
-With `--layers 6` it is instead how long the first layer's gradient takes, which is launched last, behind so many
-others of `--megabytes` each, while a TCP connection loads the network: with priorities, and without; where ports do not
-know them (`--without-switch`) that connection takes most of a port, and all layers take some 4 s: few `--repeats`. With
-`--compute-s 0.4` it is a training step of a VGG-16 whose layers sleep so long, with `--megabytes` of gradients; with
-`--overlap-forward` consecutive ones, each side with forward overlap and without, and what the front layer waits. With
-`--second-rate 40mbit` hosts have two links, among which the kernel chooses by ports, the second one of that rate: by
-one port of each rank, and by eight.
+Other cases:
 
-Every case is kept beside the others', under a name that says what it is. The wire's time is that of the bytes that
-every rank of an all-reduce has to send, without any header.
+1. `--layers 6`: how long the first layer's gradient takes while a TCP connection loads the network. It is launched
+   last, behind so many others of `--megabytes` each; with priorities, and without. Where ports do not know them
+   (`--without-switch`), that connection takes most of a port. All layers then take some 4 s: use few `--repeats`.
+2. `--compute-s 0.4`: a training step of a VGG-16 whose layers sleep so long, with `--megabytes` of gradients.
+3. `--overlap-forward`: consecutive steps, each side with forward overlap and without, and what the front layer waits.
+4. `--second-rate 40mbit`: hosts have two links, the second one of that rate. The kernel chooses a link by ports: by
+   one port of each rank, and by eight.
 
-What it cannot show: all hosts share this machine's cores; see "busy" in the output, and repeat what is above 90 %.
+The results of every case are stored side by side, under a name that describes it. The wire's time is that of the bytes
+that every rank of an all-reduce has to send, without any header.
+
+Limit: all hosts share this machine's cores; see "busy" in the output, and repeat what is above 90 %.
 """
 
 from __future__ import annotations
@@ -45,21 +47,21 @@ _BASELINES = ("Gloo", "torch over Gloo", "without priorities", "bound 0")
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured, on which cluster.
+    """One measurement, and its cluster.
 
     Attributes:
-        hosts: Of one rank each.
-        rate: Of each link.
-        loss: Of each link, at random.
-        delay: One way; "" for none.
-        mtu: In bytes.
-        megabytes: Of the vector; of a layer, with layers; of all gradients, with a step.
-        repeats: Of every side.
-        layers: 0, or behind how many the first one waits.
-        compute_s: 0, or how long a step computes.
+        hosts: Number of hosts, with one rank each.
+        rate: Rate of each link.
+        loss: Random loss of each link.
+        delay: Delay one way; "" for none.
+        mtu: Largest packet, in bytes.
+        megabytes: Size of the vector; of a layer, with layers; of all gradients, with a step.
+        repeats: Repeats of every side.
+        layers: Number of layers that the first one waits for; 0: no layers.
+        compute_s: Computing time of a step; 0: no step.
         overlaps: Whether consecutive steps are measured, with forward overlap and without.
         has_switch: Whether ports know priorities.
-        second_rate: Of every host's second link; "" if there is none.
+        second_rate: Rate of every host's second link; "" if there is none.
     """
 
     hosts: int
@@ -83,7 +85,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What it is called among the results."""
+        """Return the case's name among the results."""
         what = {
             "sum": f"{self.megabytes:g} MB",
             "paths": f"{self.megabytes:g} MB over two links",
@@ -121,12 +123,12 @@ class Case:
 
     @property
     def slower_link(self) -> Change | None:
-        """What makes the second link differ from the first."""
+        """Return the change that makes the second link differ from the first."""
         return Change.parse("rate", None, self.second_rate, link=1) if self.second_rate else None
 
     @property
     def wire_ms(self) -> float:
-        """What the bytes of one sum take on the wire."""
+        """Return the time of one sum's bytes on the wire."""
         first = self.spec("cubic").rate_bits_per_s[0]
         assert first is not None
         rate = first + (self.slower_link.value if self.slower_link else 0)

@@ -178,7 +178,9 @@ def _steps(link: LossyTransport, case: dict[str, Any]) -> Samples:
     samples: Samples = {side: [] for side in sides}
     turns = list(sides)
     for repeat in range(-_WARM_UP_STEPS, case["repeats"]):
-        random.Random(repeat).shuffle(turns)  # nobody has the same predecessor every time; alike on all ranks
+        random.Random(repeat).shuffle(
+            turns
+        )  # no side has the same predecessor every time; alike on all ranks
         for side in turns:
             _, model, optimizer = trainees[side]
             _begin_together(link)
@@ -197,8 +199,9 @@ def _steps(link: LossyTransport, case: dict[str, Any]) -> Samples:
 def _in_a_row(link: LossyTransport, case: dict[str, Any]) -> Samples:
     """Train the same model, some steps in a row by each side once a round.
 
-    A sample has milliseconds of a step without the first, of a step with all that is under way after the last, and of
-    what the front layer's forward waits: from the backward before, less what that and the optimizer sleep.
+    A sample has three times in milliseconds. The first is a step's, without the first step. The second includes all
+    communication after the last step. The third is how long the front layer's forward waits: from the backward before,
+    less what that and the optimizer sleep.
     """
     from paceline.optim import overlap
     from paceline_lab.bench.layer_profile import default_profile

@@ -1,15 +1,15 @@
-"""Does `BoundedLoss(deliver="early")` shorten steps, or their tail, where packets are lost?
+"""Measure whether `BoundedLoss(deliver="early")` shortens steps, or their tail, where packets are lost.
 
 A VGG-16 whose layers sleep trains on emulated hosts. Its gradients and their traffic are real. In each round every side
-takes one step, in random order: without loss over Gloo (the cluster's TCP) and over datagrams, and with each bound by
-the default and early. Ratios are taken within a round.
+takes one step, in random order. Without loss, sides use Gloo (the cluster's TCP) and datagrams. With each bound, they
+deliver by default and early. Ratios are taken within a round.
 
     paceline study early-delivery --loss 1%
     paceline study early-delivery --loss 3%
 
-Every case is kept beside the others'. What it cannot show: all hosts share this machine's cores, see "busy" and the
-load; and a 99th percentile of a hundred steps is the second largest. The stored sums and pushes in virtual time were
-made by a simulator that is in commit cb30c809.
+The results of every case are stored side by side. Limits: all hosts share this machine's cores, see "busy" and the
+load; a 99th percentile of a hundred steps is the second largest. The stored sums and pushes in virtual time were made
+by a simulator that is in commit cb30c809.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""How long do sums and pushes take on emulated hosts, by bounded loss over UDP and over TCP?
+"""Measure how long sums and pushes take on emulated hosts, by bounded loss over UDP and over TCP.
 
-What the simulated network (`paceline study network-check`) is held to. Sides alternate call by call within one job;
-TCP is the cluster's: cubic as the kernel has it, and tuned, BBR with a smallest retransmission timeout of 5 ms, each a
-cluster of its own. A push is what workers send a parameter server: everybody to rank 0, timed there from a barrier
-until all of it is in.
+Sides alternate call by call within one job. TCP is the cluster's: cubic as the kernel has it, or tuned, BBR with a
+smallest retransmission timeout of 5 ms. Each is a cluster of its own. A push is what workers send a parameter server:
+all to rank 0, timed there from a barrier until all of it is in.
 
     paceline study emulated-network --case sum-1MB
 
-What it cannot show: all hosts share this machine's cores; see `busy` in the output, and repeat what is above 90 %.
+Limit: all hosts share this machine's cores; see `busy` in the output, and repeat what is above 90 %.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ BOUNDS = {"ours, bound 0": 0.0, "ours, bound 5 %": 0.05}
 
 @dataclass(frozen=True)
 class Case:
-    """What is sent between which hosts.
+    """One transfer, and its cluster.
 
     Attributes:
-        hosts: How many, of one rank each.
-        num_bytes: Of the vector.
-        is_push: Whether it is sent to rank 0; else it is summed for all.
-        repeats: Of every side.
-        loss: As `--loss` of `paceline emulate`; one cluster each.
-        queue: What a switch port holds.
-        rate: Of each link.
+        hosts: Number of hosts, with one rank each.
+        num_bytes: Size of the vector.
+        is_push: Whether it is sent to rank 0; otherwise it is summed for all.
+        repeats: Repeats of every side.
+        loss: Losses, as `--loss` of `paceline emulate`; one cluster each.
+        queue: Capacity of a switch port's queue.
+        rate: Rate of each link.
     """
 
     hosts: int

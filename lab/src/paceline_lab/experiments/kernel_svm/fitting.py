@@ -1,14 +1,14 @@
-"""How long does a kernel SVM take to fit and to predict, compared with others, at the same optimum?
+"""Measure how long a kernel SVM takes to fit and to predict, compared with others, at the same optimum.
 
-Same C, gamma and tol; one thread a process; sides take turns in the same processes. Peers and `one` fit on rank 0
+Same C, gamma and tol; one thread per process; sides take turns in the same processes. Peers and `one` fit on rank 0
 while the others wait; `ranks` fits on all, rows dealt out. Every side fits once before it is timed, so compiled code
-and touched memory are there; a side whose first fit (ours: second) takes longer than `--long-s` fits no more. With two
-classes every side's dual objective is computed from its coefficients in double precision, and one that is not at the
-optimum ends the benchmark. `memory-none` and `memory-auto` are `ranks` without a row cache, without and with
+and touched memory are there. A side whose first fit (Paceline's: second) takes longer than `--long-s` fits no more.
+With two classes every side's dual objective is computed from its coefficients in double precision. A side that is not
+at the optimum ends the benchmark. `memory-none` and `memory-auto` are `ranks` without a row cache, without and with
 shrinking; `cache-500` and `cache-auto` are `one` with so many megabytes for kernel rows.
 
-`--clock cpu` counts the seconds of rank 0's process instead of the wall's: on a busy machine the waiting for a core is
-left out, the cost of shared caches is not. It says nothing about several ranks, which wait for each other.
+`--clock cpu` counts the seconds of rank 0's process instead of the wall's. On a busy machine that leaves out the
+waiting for a core, not the cost of shared caches. It is meaningless with several ranks, which wait for each other.
 
 With `--hosts` the ranks are on hosts of an emulated cluster, one each; `--cpu` limits their cores, `--rate` the links.
 
@@ -56,7 +56,7 @@ PATIENCE = timedelta(hours=2)  # of ranks that wait for a long fit of rank 0
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured."""
+    """The settings of a measurement."""
 
     data: str
     folder: str | None
@@ -71,7 +71,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one data set gave, by side; times in seconds."""
+    """The times of all sides on one data set, in seconds."""
 
     shape: tuple[int, int]
     num_classes: int

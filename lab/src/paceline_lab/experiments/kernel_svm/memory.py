@@ -1,10 +1,11 @@
-"""How much memory does a rank need to fit a kernel SVM, above what it had before?
+"""Measure how much memory a rank needs to fit a kernel SVM, above what it had before.
 
-Each rank keeps its own rows only (`rows="own"`), resets the kernel's high-water mark of its resident memory, fits, and
-reads it: everything counts, the row cache, numba and torch included. Compiled code is there before, from a small fit.
+Each rank keeps its own rows only (`rows="own"`). It resets the kernel's high-water mark of its resident memory, fits,
+and reads it. Everything counts, the row cache, numba and torch included. Compiled code is there before, from a small
+fit.
 
-`bound` is what the design allows: the cache's budget, a copy of the rank's rows in each precision, the rows of samples
-that were ever in a working set (at most all, twice), and vectors: bytes a sample as counted in `VECTOR_BYTES`.
+`bound` is what the design allows. It adds the cache's budget, a copy of the rank's rows in each precision, and vectors
+of `VECTOR_BYTES` per sample. It also has the rows of samples that were ever in a working set, at most all, twice.
 """
 
 from dataclasses import asdict, dataclass
@@ -29,7 +30,7 @@ WORK_BYTES = 48e6  # a working set's block, tiles, candidates
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured."""
+    """The settings of a measurement."""
 
     data: str
     folder: str | None
@@ -38,7 +39,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one rank, in bytes."""
+    """The memory of one rank, in bytes."""
 
     own_rows: int
     peak: int

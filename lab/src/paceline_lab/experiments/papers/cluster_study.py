@@ -72,14 +72,14 @@ TIMED = "timed compute: layers sleep as long as the profile says; gradients, hoo
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """What the command line says.
+    """The options of a study's command line.
 
     Attributes:
         num_ranks: Hosts of the emulated cluster, one rank each.
-        rate: Of each host's link, in words such as 100Mbit.
-        compute_s: Forward and backward of the smaller model of a study.
-        num_rounds: Every variant takes two turns in each.
-        quick: Does it run? Its numbers mean nothing.
+        rate: Rate of each host's link, in words such as 100Mbit.
+        compute_s: Time of forward and backward of the smaller model of a study.
+        num_rounds: Number of rounds. Every variant takes two turns in each.
+        quick: Whether this is a smoke test, whose numbers mean nothing.
     """
 
     num_ranks: int
@@ -137,7 +137,7 @@ class Block:
 
 @dataclass(frozen=True)
 class StudyConfig:
-    """What a job of ranks measures."""
+    """The measurements of one job of ranks."""
 
     blocks: tuple[Block, ...]
     num_rounds: int
@@ -145,15 +145,15 @@ class StudyConfig:
 
 @dataclass(frozen=True)
 class VariantOutcome:
-    """What one variant did.
+    """The result of one variant.
 
     Attributes:
-        block: Its block's label.
-        variant: What was set.
+        block: Label of its block.
+        variant: Settings of the variant.
         per_rank: Phases of all timed steps, by rank.
-        sent_bytes: What rank 0's interface sent in all timed steps, headers and acknowledgements included.
-        num_buckets: 0 without buckets.
-        error: The worst rank's distance from the exact mean, relative.
+        sent_bytes: Bytes that rank 0's interface sent in all timed steps, headers and acknowledgements included.
+        num_buckets: Number of buckets; 0 without buckets.
+        error: Largest relative distance of a rank's gradients from the exact mean.
     """
 
     block: str
@@ -332,7 +332,7 @@ def _trainee(
 
 
 def _sent_bytes() -> int:
-    """What this host's link has sent; the whole machine's loopback where there is no link."""
+    """Return what this host's link has sent; without a link, what this machine's loopback has sent."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     for line in _COUNTERS.read_text().splitlines():
         name, _, numbers = line.partition(":")

@@ -1,4 +1,4 @@
-"""Where a step's time goes on torch's DDP and ours: figures 6 to 8 of Li et al. (overlap, bucket size), again."""
+"""Figures 6 to 8 of Li et al. (overlap, bucket size) again: the parts of a step under torch's DDP and Paceline's."""
 
 from __future__ import annotations
 

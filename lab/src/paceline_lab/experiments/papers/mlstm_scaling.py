@@ -58,11 +58,11 @@ _RANKS = "1,2,4,8,16"
 
 @dataclass(frozen=True)
 class ScalingOptions(StudyOptions):
-    """What the command line says, besides: `rate` is that of the fastest link.
+    """The options of the scaling study's command line. `rate` is that of the fastest link.
 
     Attributes:
-        workloads: Names; the first one sets the scale.
-        rates: Of the links, in proportion.
+        workloads: Names of the workloads; the first one sets the scale.
+        rates: Rates of the links, in proportion.
         counts: Numbers of ranks; 1 is always measured.
     """
 
@@ -275,7 +275,7 @@ def _published_note() -> str:
 
 
 def published_overheads_s() -> dict[str, float]:
-    """What the study's InfiniBand curves leave beyond computing, in seconds a step; "fixed" is what no byte explains.
+    """Return the time per step beyond computing in the study's InfiniBand curves; "fixed" depends on no byte.
 
     Two models that differ in bytes by a known factor make two equations: overhead = fixed + bytes * rest.
     """
@@ -299,7 +299,7 @@ def _published_costs_note() -> str:
 
 
 def _costs(outcomes: Sequence[Any], options: ScalingOptions) -> list[str]:
-    """What an all-reduce costs at the largest number of ranks: a fixed part, and one by the byte (least squares)."""
+    """Return notes on the cost of an all-reduce at the largest number of ranks: fixed and per byte (least squares)."""
     notes = []
     for proportion in options.rates:
         points = [
@@ -376,7 +376,7 @@ def main(
     report_folder: ReportFolder = REPORT_FOLDER,
     as_json: AsJson = False,
 ) -> None:
-    """How does training scale over ranks, by model size, link and precision? The mLSTM study's chart."""
+    """Measure how training scales over ranks, by model size, link and precision: the mLSTM study's chart."""
     study = ScalingStudy()
     base = study.given(quick, {"rate": rate, "compute_s": compute_s, "num_rounds": rounds})
     options = ScalingOptions.parse(base, workload, rates, "1,2" if quick and ranks == _RANKS else ranks)

@@ -1,9 +1,9 @@
-"""Do larger models scale better? How computing and communication grow with the cells of an mLSTM.
+"""Measure how computing and communication grow with the cells of an mLSTM: do larger models scale better?
 
-Both grow with n^2 for n cells: a step multiplies matrices of 5 n^2 elements B T times, forward, and twice that
-backward; an all-reduce sends 5 n^2 elements. Their ratio is then no function of n, and neither is efficiency. What
-does depend on n is what either costs besides: here it is measured, on real cores and on an emulated link. The sizes of
-the paper's models compute on one rank after another, as the memory of a small machine does not hold two.
+Both grow with n^2 for n cells. A step multiplies matrices of 5 n^2 elements B T times forward, and twice that
+backward; an all-reduce sends 5 n^2 elements. Their ratio then does not depend on n, and neither does efficiency. Only
+the fixed costs of either depend on n. Here they are measured, on real cores and on an emulated link. The sizes of the
+paper's models compute on one rank after another, as the memory of a small machine does not hold two.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _COPIES = 10  # of all parameters that backward holds at its peak, about
 
 @dataclass(frozen=True)
 class SizesConfig:
-    """What one job measures."""
+    """The measurements of one job."""
 
     cells: tuple[int, ...]
     num_steps: int

@@ -1,4 +1,4 @@
-"""What papers' figures show, and how an emulated model is scaled to their proportion of communication to computing.
+"""Numbers of papers' figures, and the scale at which an emulated model has their ratio of communication to computing.
 
 Numbers are read off the pictures, to within a few per cent.
 
@@ -6,13 +6,13 @@ Two cores cannot feed 16 links of 100 Gbit/s, but only proportions matter: a ste
 
     compute + communication = compute + 2 (P-1)/P * N / (scale * rate)
 
-so a model whose N bytes are divided by `scale` behaves on a slow link as the whole one on a link `scale` times as
-fast. What does not shrink is what a reduction costs whatever its size: a round of messages takes a fraction of a
-millisecond, and more where ranks share cores. Steps are therefore made longer than published, too (`compute_s`), so
-that this stays about as small a part of a step as it was.
+So a model with N / `scale` bytes on a slow link behaves like the whole one on a link `scale` times as fast. The fixed
+cost of a reduction does not shrink: a round of messages takes a fraction of a millisecond, and more where ranks share
+cores. Steps are therefore made longer than published, too (`compute_s`). So this cost stays about as small a part of a
+step as it was.
 
-Sources: Li et al., "PyTorch Distributed", VLDB 2020, figures 6 to 12 (ddp below); Puri et al., "Large Scale Language
-Modeling", 2018, and the sentiment-discovery repository's page on scaling (mlstm below).
+`ddp` below is Li et al., "PyTorch Distributed", VLDB 2020, figures 6 to 12. `mlstm` is Puri et al., "Large Scale
+Language Modeling", 2018, and the sentiment-discovery repository's page on scaling.
 """
 
 from __future__ import annotations
@@ -139,8 +139,9 @@ def scale_for(
 def realisable(profile: Profile, communication_to_compute: float) -> float:
     """Return the share of the ideal overlap's gain that the order of the gradients leaves possible.
 
-    A gradient can leave when its layer's backward is done, and the link carries one after the other: what is ready
-    last has nothing left to hide behind. 1 for a model whose last gradients are small, 0 for one with all at the end.
+    A gradient can leave when its layer's backward is done, and the link carries one after the other. The gradients that
+    are ready last have nothing left to hide behind. The share is 1 for a model whose last gradients are small, 0 for
+    one with all at the end.
     """
     compute_s = profile.forward_s + profile.backward_s
     communication_s = communication_to_compute * compute_s

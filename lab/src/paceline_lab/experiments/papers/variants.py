@@ -1,8 +1,8 @@
 """Variants of data-parallel training that the time studies compare: wrapper, bucket cap, precision, process groups.
 
-Sides: `ours` and `torch` are the two wrappers; `after` is one all-reduce of everything when backward is done, as the
-mLSTM study did; `none` computes alone. Bucket caps are those of the model before its bytes were divided by `scale`, so
-the number of buckets stays.
+Sides: `ours` and `torch` are the two wrappers. `after` is one all-reduce of everything when backward is done, as in the
+mLSTM study. `none` computes alone. Bucket caps are those of the model before its bytes were divided by `scale`, so the
+number of buckets stays.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ EXACT, HALF = 1e-6, 2e-3  # how far a mean may be from the exact one, relative
 
 @dataclass(frozen=True)
 class Variant:
-    """What is set for one line of a study.
+    """The settings of one line of a study.
 
     Attributes:
         side: One of SIDES.
-        num_ranks: The first so many ranks of the job train; the others wait.
-        cap_mb: Closes a bucket, in MiB of the unscaled model; None: the side's defaults for several hosts.
-        half: Gradients are reduced in 16 bits.
+        num_ranks: Number of ranks that train; the job's other ranks wait.
+        cap_mb: Bucket cap, in MiB of the unscaled model; None: the side's defaults for several hosts.
+        half: Whether gradients are reduced in 16 bits.
         sync_every: Micro-steps of which the last one synchronizes.
         num_groups: Process groups that take buckets in turn (`RoundRobin`).
-        flow_bytes_per_s: What one TCP connection may send; None: as much as the link.
+        flow_bytes_per_s: Rate of one TCP connection; None: the link's.
         first_rank_slowness: How many times longer rank 0 computes.
     """
 

@@ -1,8 +1,8 @@
-"""How well does the simulator predict emulated clusters? Fitted on three of them, it predicts the others.
+"""Measure how well the simulator predicts emulated clusters: fitted on three of them, it predicts the others.
 
-Fitted on: 2, 4 and 16 equal hosts: from few ranks alone, a message's processor time cannot be told from a round's
-latency. Predicted: 8 equal hosts, a rank that computes half as fast, a link of a quarter of the rate, a delay of a
-millisecond, and losses. Each cluster is alone on the machine while it is measured.
+It is fitted on 2, 4 and 16 equal hosts. From few ranks alone, a message's processor time cannot be told from a round's
+latency. It predicts 8 equal hosts, a rank that computes half as fast, a link at a quarter of the rate, a delay, and
+losses. Each cluster is alone on the machine while it is measured.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def draw_ratios(runs: Sequence[Mapping[str, Any]], path: Path) -> bool:
 
 
 def _middle_error(runs: Sequence[Mapping[str, Any]], key: str) -> float:
-    """In percent of the measured step."""
+    """Return the median error, in percent of the measured step."""
     return 100 * median(abs(float(run[key]) / float(run["measured_s"]) - 1) for run in runs)
 
 
@@ -184,7 +184,7 @@ def _ratios(x_label: str, runs: Sequence[Mapping[str, Any]], key: str) -> Dots:
 
 
 def _cluster(place: _Place, options: StudyOptions) -> tuple[ClusterSpec, list[HostLink]]:
-    """What is emulated, and what the simulator is told of it."""
+    """Return the emulated cluster, and its links as the simulator's input."""
     from paceline_lab.emulation import ClusterSpec  # not for --help
 
     bits_per_s = [options.rate_bytes_per_s * 8] * place.num_ranks

@@ -1,4 +1,4 @@
-"""What emulating a cluster costs its predicted steps: its hosts share one machine's cores."""
+"""Cost of emulating a cluster in its predicted steps: its hosts share one machine's cores."""
 
 from __future__ import annotations
 

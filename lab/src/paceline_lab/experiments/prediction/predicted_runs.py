@@ -65,7 +65,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What was fitted."""
+    """The parameters that were fitted."""
 
     goodput: float
     latency_s: float
@@ -124,7 +124,7 @@ def run_of(
     links: Sequence[HostLink],
     steps_s: Sequence[float],
 ) -> Run:
-    """What a variant of the time studies is to the simulator: torch and ours over Gloo, which is a ring."""
+    """Return the simulator's input for a variant of the time studies: torch and Paceline over Gloo, which is a ring."""
     num_ranks = 1 if variant.side == "none" else variant.num_ranks
     if variant.side in ("after", "none"):
         caps: tuple[float, ...] = (math.inf,)
@@ -157,7 +157,7 @@ def run_of(
 
 @dataclass(frozen=True)
 class Errors:
-    """How far predictions were off, for the runs of one label."""
+    """The errors of the predictions for the runs of one label."""
 
     label: str
     num: int
@@ -194,7 +194,7 @@ def samples(runs: Sequence[Run], fitted: Fitted) -> list[dict[str, Any]]:
 
 
 def summary(fitted: Fitted, errors: Sequence[Errors]) -> Mapping[str, Any]:
-    """For a report's JSON."""
+    """Return the summary of a report's JSON."""
     return {
         "fitted": {"goodput": fitted.goodput, "latency_s": fitted.latency_s, **vars(fitted.emulation)},
         "errors": {x.label: {k: v for k, v in vars(x).items() if k != "label"} for x in errors},

@@ -1,10 +1,10 @@
-"""How well would the simulator have predicted the steps that are in lab/results already?
+"""Compare the simulator's predictions with the steps that are in lab/results already.
 
-Nothing is measured: what the time studies left (2 to 16 emulated hosts, two models, caps, groups, 16 bits, skipped
-synchronization) is set beside predictions. What emulation costs is fitted on the runs of ResNet-50, and predicts those
+Nothing is measured. The time studies' results (2 to 16 emulated hosts, two models, caps, groups, 16 bits, skipped
+synchronization) stand next to predictions. The cost of emulation is fitted on the runs of ResNet-50, and predicts those
 of BERT and of the mLSTM. Fitted on four ranks only, the processor's time of a message cannot be told from a round's
-latency, and 16 ranks come out worse: that is a row, too. The runs of `paceline study prediction` were measured
-for this, on unequal clusters as well.
+latency. Then 16 ranks come out worse: that is a row, too. The runs of `paceline study prediction` were measured for
+this, on unequal clusters as well.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ _BACKWARD_RATIO = 2 / 3
 
 @dataclass(frozen=True)
 class Config:
-    """What was compared."""
+    """The comparison's settings."""
 
     fitted_on: str
     studies: tuple[str, ...]

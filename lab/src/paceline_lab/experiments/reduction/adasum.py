@@ -1,10 +1,10 @@
-"""How much longer does Adasum take than the mean, and how many bytes does it send?
+"""Measure how much longer Adasum takes than the mean, and how many bytes it sends.
 
-One bucket is reduced again and again, by the mean and by Adasum in turn (A B B A), each launch awaited; a barrier
-before each. So this is communication and arithmetic alone: in training, part of it hides behind backward. Bytes are
-counted in Adasum's transport, from the data itself; the limit is 2 (P-1)/P of the bucket. Over Gloo messages are sent
-on one host, too: the mean by Gloo's ring, Adasum's by Gloo with PACELINE_SHARED_MEMORY=0. Over `paceline` on one host
-both are computed in shared memory, and nothing is sent.
+One bucket is reduced again and again, by the mean and by Adasum in turn (A B B A). A barrier precedes each launch,
+which is then awaited. So this is communication and arithmetic alone: in training, part of it hides behind backward.
+Bytes are counted in Adasum's transport, from the data itself. The limit is 2 (P-1)/P of the bucket. Over Gloo messages
+are sent on one host, too: the mean by Gloo's ring, Adasum's by Gloo with PACELINE_SHARED_MEMORY=0. Over `paceline` on
+one host both are computed in shared memory, and nothing is sent.
 """
 
 import itertools
@@ -41,7 +41,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured."""
+    """The settings of a measurement."""
 
     num_ranks: int
     num_rounds: int

@@ -1,10 +1,10 @@
-"""How often does `compression="auto"` choose well, whatever it may choose from?
+"""Measure how often `compression="auto"` chooses well, for many sets of candidates.
 
-Every model, link rate and set of candidates is a run: auto trains until it has settled, and then it, each codec and no
-compression take turns (`auto_compression.measure`). Steps are short and few, so that many runs fit, other programs on
-the same cores included; what those change within a round, they change for all sides.
+Every model, link rate and set of candidates is a run. Auto trains until it has settled. Then auto, each codec and no
+compression take turns (`auto_compression.measure`). Steps are short and few, so that many runs fit. Other programs on
+the same cores change all sides of a round alike.
 
-    choice      what auto chose, used all the time / the best fixed choice among none and the run's candidates
+    choice      auto's choice, used all the time / the best fixed choice among none and the run's candidates
     regret      auto itself / that best fixed choice; as noisy as two measurements of one codec
 
 Auto is right in a run if its choice is at most 1.05.
@@ -52,7 +52,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Config(auto_compression.Config):
-    """What is measured at one rate: an auto for each set of candidates."""
+    """The settings at one rate: an auto for each set of candidates."""
 
     sets: tuple[tuple[str, ...], ...] = SETS
 

@@ -1,4 +1,4 @@
-"""Does `compression="auto"` choose well? Swept over link rates, against no compression and every fixed codec.
+"""Measure whether `compression="auto"` chooses well, over link rates, against no compression and every fixed codec.
 
 One rank on each host of an emulated cluster. Computation sleeps (`paceline_lab.bench.timed_model`), so that it does not
 compete for two cores; gradients, codecs and traffic are real. Two models with about the same bytes of gradients and
@@ -81,7 +81,7 @@ CASES = (Case("light", "bert", 200, 0.1), Case("heavy", "resnet50", 48, 0.4))
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured at one rate."""
+    """The settings of a measurement at one rate."""
 
     codecs: tuple[str, ...]
     candidates: tuple[str, ...]  # of auto; those of auto-any are all codecs
@@ -101,15 +101,15 @@ class Config:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one model took.
+    """The times of one model.
 
     Attributes:
-        case: Which.
-        step_s: Of every timed step, by side.
-        deciding_s: Of each auto's steps until it had decided.
-        reports: Each auto's.
-        gradient_bytes: Of the model.
-        steps_per_round: Of each side.
+        case: The case.
+        step_s: Times of all timed steps, by side.
+        deciding_s: Times of each auto's steps until it had decided.
+        reports: Report of each auto.
+        gradient_bytes: Bytes of the model's gradients.
+        steps_per_round: Steps of each side per round.
     """
 
     case: str
@@ -366,7 +366,7 @@ def place(hosts: int, rate: str) -> Place:
 
 
 def _bits_per_s(rate: str) -> float:
-    """For the order of rates: the unlimited last."""
+    """Return the rate as a number, by which rates are sorted; the unlimited last."""
     limit = (
         None if rate in (UNLIMITED, LOOPBACK) else ClusterSpec.parse(hosts=2, rate=rate).rate_bits_per_s[0]
     )
@@ -374,7 +374,7 @@ def _bits_per_s(rate: str) -> float:
 
 
 def _points_of_others(folder: Path, config: Config, rates: Sequence[str]) -> list[Point]:
-    """What earlier runs have left, except at these rates."""
+    """Return the points that earlier runs have stored, except those at these rates."""
     path = folder / f"{NAME}.json"
     if not path.exists():
         return []

@@ -1,9 +1,10 @@
-"""How long do torch's collectives of ordinary tensors take over the backend `paceline`, and over Gloo, on one host?
+"""Measure torch's collectives of ordinary tensors over the backend `paceline`, and over Gloo, on one host.
 
 Three ways to call. *Back to back*: calls follow each other, so all ranks are there. *Alone*: the ranks sleep 2 ms and
-meet at a barrier of Gloo's before each call, as in a training step; whatever waits for work is asleep. *Fresh*: as
-alone, on a tensor that was allocated just before. A case's sides alternate (A B B A), and a time is the slowest rank's.
-A step is that of FSDP2 on a small transformer: parameters are gathered and gradients scattered for each of its layers.
+meet at a barrier of Gloo's before each call. So threads that wait for work are asleep, as in a training step. *Fresh*:
+as alone, on a tensor that was allocated just before. A case's sides alternate (A B B A), and a time is the slowest
+rank's. A step is that of FSDP2 on a small transformer: parameters are gathered and gradients scattered for each of its
+layers.
 """
 
 import dataclasses
@@ -93,7 +94,7 @@ KINDS: dict[str, Callable[[int, Any], Call]] = {
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured."""
+    """The settings of a measurement."""
 
     num_ranks: int
     num_rounds: int

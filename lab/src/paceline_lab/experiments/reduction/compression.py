@@ -1,10 +1,10 @@
-"""What does a compressor cost a rank, beside the copy of memory that nothing can beat?
+"""Measure what a compressor costs a rank, compared with a copy of memory, which is the lower bound.
 
 One rank and one thread, so that nothing waits for a network. A bucket is compressed and its own payload decoded, as a
 rank does for itself; `memcpy` copies the bucket there and back. Sides take turns at each size; a compressor's time is
-set against memcpy's of the same round. A time is that of the thread (time.thread_time), which leaves out what others
-do on the machine. GB/s are bytes of gradients (float32) by time. What is gathered is decoded once a rank, so on P ranks
-add P-1 times the decoding.
+set against memcpy's of the same round. A time is that of the thread (time.thread_time), which leaves out other
+programs. GB/s are bytes of gradients (float32) by time. Gathered payloads are decoded once per rank, so on P ranks add
+P-1 times the decoding.
 """
 
 import time
@@ -37,7 +37,7 @@ SEEDS = Seeds(common=1, private=2)
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured."""
+    """The settings of a measurement."""
 
     side_names: tuple[str, ...]  # the first is memcpy
     sizes_kib: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""How much faster is halving-doubling than the ring? The price of both by an alpha-beta model; nothing is measured.
+"""Compute how much faster halving-doubling is than the ring, by an alpha-beta model. Nothing is measured.
 
 A ring of P hosts takes 2 (P - 1) rounds, halving-doubling 2 log2 P, and both send 2 (P - 1) / P of the bytes. So their
 ratio lies between (P - 1) / log2 P, where messages are small, and 1. On emulated hosts it is measured by

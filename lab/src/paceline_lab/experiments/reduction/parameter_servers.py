@@ -1,4 +1,4 @@
-"""When do parameter servers win against an all-reduce, and how many does lemma 3.2 of Zou et al. 2017 ask for?
+"""Measure when parameter servers win against an all-reduce, and how many lemma 3.2 of Zou et al. 2017 asks for.
 
 Workers and servers are hosts of an emulated cluster; a worker's layers sleep as long as ResNet-50's compute, its
 gradients and their traffic are real. In the same processes, step by step in turn: torch's DistributedDataParallel over
@@ -10,11 +10,11 @@ Gloo, ours over Gloo, and ours with 1, 2, ... servers. `servers_to_loss` trains 
     --case second       lemma 3.2 again, on what nothing was fitted to: BERT's gradients, three workers, other links
 
 "alone" computes and reduces nothing: what the simulator (`planning.simulate`) is told of computing, as it would be by a
-recording. Its links have the same rates less 5 % for headers; nothing is fitted to these runs but
-`collective_time.TWO_WAY_RATIO`, to the lemma's odd numbers of servers. The knee is the fewest servers with which a step
-is as long as with the most, to within 2 %.
+recording. Its links have the same rates less 5 % for headers. Only the simulator's `TWO_WAY_RATIO` is fitted to these
+runs, to the lemma's odd numbers of servers. The knee is the fewest servers with which a step is as long as with the
+most, to within 2 %.
 
-What it cannot show: all hosts share two cores; "busy" says how much of them was used.
+Limit: all hosts share two cores; "busy" says how much of them was used.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def work(config: Config, addresses: Sequence[str]) -> None:
 
 
 def _tcp_counters() -> dict[str, int]:
-    """What this host's kernel has counted: bytes received, segments sent again, and those that came out of order."""
+    """Return this host's counters: bytes received, segments sent again, and segments out of order."""
     table: dict[str, int] = {}
     for file in ("snmp", "netstat"):
         lines = [line.split() for line in Path(f"/proc/self/net/{file}").read_text().splitlines()]
@@ -324,7 +324,7 @@ def main(
 def _scored(
     name: str, config: Config, found: Mapping[str, Any], busy: float, provenance: Provenance
 ) -> Report:
-    """What was measured beside what the simulator says."""
+    """Return a report of the measurements next to the simulator's predictions."""
     steps = {side: Summary.of(result["steps_s"]) for side, result in found.items()}
     predicted, lemma = predict(config, steps[ALONE].median if ALONE in steps else None)
     errors = {side: predicted[side] / steps[side].median - 1 for side in steps if side in predicted}

@@ -79,7 +79,7 @@ def run_workers(
 
 
 def told_to_worker() -> dict[str, Any]:
-    """What this worker was told, with the servers' `addresses`."""
+    """Return the job's settings for this worker, with the servers' `addresses`."""
     told: dict[str, Any] = json.loads(os.environ[_TOLD])
     return told
 
@@ -95,7 +95,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess
 
 
 class _Busy(threading.Thread):
-    """How much of this machine's cores is in use, in the second half of a time."""
+    """A thread that measures the load of this machine's cores, in the second half of a time."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

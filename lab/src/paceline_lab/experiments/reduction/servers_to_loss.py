@@ -1,20 +1,20 @@
-"""How soon does a training with parameter servers come down to a loss, where packets are lost?
+"""Measure how soon a training with parameter servers comes down to a loss, where packets are lost.
 
 Workers and servers are hosts of an emulated cluster, behind ports of 64 KiB, so pushes to a server meet there. A small
 network learns the digits that Paceline ships: real gradients, real steps of Adam, and nothing sleeps. In the same
 processes all sides train the same samples from the same parameters, step by step in turn. A side's clock counts its own
-steps: each from when the last rank begins it until the last rank has ended it. Where that clock stands when the
-training loss, a mean of 8 steps, first falls to the target is compared. The target is what the worst side's loss falls
-to within 7/8 of the steps, so a side that needs more steps because gradients were lost pays for them.
+steps: each from its begin on the last rank until its end on the last rank. The result is that clock's time when the
+training loss, a mean of 8 steps, first falls to the target. The target is the loss that the worst side reaches within
+7/8 of the steps. So a side that needs more steps because gradients were lost pays for them.
 
     paceline study servers-to-loss --loss 3%
     paceline study servers-to-loss --loss 3% --tcp tuned --servers 2
 
 Each seed is a job of its own, with its own parameters and samples: `--parts FOLDER` keeps what is finished. Over tuned
-TCP only the sides that it changes are measured, and two bounds beside them.
+TCP only the sides that it changes are measured, and two bounds.
 
-What it cannot show: all hosts share this machine's cores, see "busy"; and DLCP's switches, which drop by priority.
-Ports here know none: `priorities` order what a sender sends.
+Limits: all hosts share this machine's cores, see "busy". DLCP's switches, which drop by priority, are missing:
+`priorities` order what a sender sends.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Job:
 
     @property
     def num_bytes(self) -> int:
-        """Of the gradients."""
+        """Return the bytes of the gradients."""
         widths = (64, self.width, self.width, 10)
         return sum(4 * (a + 1) * b for a, b in itertools.pairwise(widths))
 
@@ -107,7 +107,7 @@ class Job:
 
 @dataclass
 class _Trained:
-    """What a rank saw of one side: when its steps began and ended, by this machine's clock, and their losses."""
+    """The begins and ends of one side's steps on this rank, by this machine's clock, and their losses."""
 
     begun_s: list[float] = field(default_factory=list)
     ended_s: list[float] = field(default_factory=list)
@@ -271,7 +271,7 @@ def main(
 
 
 def summarise(trainings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of each side over the seeds: seconds to the target and to TCP's, steps to it, a step, what was lost."""
+    """Return for each side over the seeds: seconds to the target and to TCP's, steps to it, a step, what was lost."""
     sides = list(trainings[0])
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     steps: dict[str, list[float]] = {side: [] for side in sides}

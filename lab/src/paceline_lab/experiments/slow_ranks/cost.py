@@ -1,8 +1,8 @@
-"""What does it cost a step that Paceline's DDP always keeps records of the last ones?
+"""Measure what a step costs more because Paceline's DDP always keeps records of the last ones.
 
-Two ranks, one job. Blocks of steps with records and without take turns, in the order A B B A, so that a machine that
-slows down takes no side. A step's clock and its processor time (of the whole process, all threads) are compared block
-by block.
+Two ranks, one job. Blocks of steps with records and without take turns, in the order A B B A, so a machine that slows
+down affects both. A step's clock and its processor time (of the whole process, all threads) are compared block by
+block.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _WITH, _WITHOUT = 0, 1
 
 @dataclass(frozen=True)
 class Config:
-    """What is compared.
+    """The settings of the comparison.
 
     Attributes:
-        rounds: Each has two blocks of either side.
-        steps: Of a block.
-        compute_s: Arithmetic of a step, about.
+        rounds: Number of rounds, each with two blocks of either side.
+        steps: Number of steps per block.
+        compute_s: Approximate time of a step's arithmetic.
     """
 
     rounds: int
@@ -105,7 +105,7 @@ def measure(config: Config, tell: TellProgress) -> list[list[Block]]:
 
 
 def _ratios(blocks: list[list[Block]], name: str) -> list[float]:
-    """With records over without, of each two neighbours in time, on every rank."""
+    """Return the ratios with records over without, of each two neighbours in time, on every rank."""
     found = []
     for of_rank in blocks:
         for a, b in zip(of_rank[::2], of_rank[1::2], strict=True):

@@ -1,11 +1,11 @@
-"""Does `paceline doctor` name the right rank, the right cause and the step after the repair, and is it quiet otherwise?
+"""Grade `paceline doctor`: does it name the right rank, cause and step after the repair, and raise no false alarm?
 
-Real processes: four ranks on this machine under torch's own DDP, one of which is made slow (`injections`); and, as
-root, three emulated hosts, one of which has a slow or lossy link (`links`). Each case is recorded for 20 steps and
-diagnosed; steps without the injection, before and after, meet the predicted one.
+Real processes: four ranks on this machine under torch's own DDP, one of which is made slow (`injections`). As root,
+also three emulated hosts, one of which has a slow or lossy link (`links`). Each case is recorded for 20 steps and
+diagnosed. The predicted step is compared with steps without the injection, before and after.
 
-Counted are cases in which the injection made the step at least 5 % longer; the others are told. Seeds run outermost, so
-that a study that is stopped has graded every cause equally often.
+Only cases in which the injection made the step at least 5 % longer count; the others are listed. Seeds run outermost,
+so a study that is stopped has graded every cause equally often.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _NUM_RANKS = 4
 
 @dataclass(frozen=True)
 class Config:
-    """What is graded.
+    """The cases that are graded.
 
     Attributes:
-        seeds: Of every cause and strength.
-        clean: Runs without any injection.
-        links: Whether on emulated hosts as well.
-        causes: Only these; empty: all.
+        seeds: Number of seeds of every cause and strength.
+        clean: Number of runs without any injection.
+        links: Whether emulated hosts are graded as well.
+        causes: The only causes; empty: all.
     """
 
     seeds: int
@@ -61,7 +61,7 @@ class Config:
     causes: tuple[str, ...] = ()
 
     def cases_of(self, seed: int) -> list[Case]:
-        """What one seed asks of ranks; on hosts apart where emulated hosts are asked for."""
+        """Return the cases of one seed for single ranks. Causes with a delay need emulated hosts."""
         causes = {
             name: of
             for name, of in CAUSES.items()
@@ -72,7 +72,7 @@ class Config:
         return found + [Case("clean", 0, x) for x in range(seed * each, min(self.clean, (seed + 1) * each))]
 
     def links_of(self, seed: int) -> list[Case]:
-        """What it asks of emulated hosts: with any of a link, the clean ones that it is compared with."""
+        """Return the cases of one seed for links of emulated hosts, and the clean ones to compare them with."""
         found = [x for x in links_of(seed) if x.cause != CLEAN_LINKS and self._asks(x.cause)]
         return [Case(CLEAN_LINKS, 0, seed), *found] if self.links and found else []
 

@@ -1,10 +1,10 @@
-"""Was the doctor right? Misses stay in the table. Two rules say what may be asked of it, from the records alone.
+"""Grading of the doctor's answers. Misses stay in the table. Two rules decide from the records which answers are right.
 
 Rules
-1. A case counts if its effect is verified: the injection made the step at least 5 % longer, and by more than three
-   times what steps of clean runs differ (root of the mean square) from those before and after them.
-2. A process on a core that other ranks may use as well delays whomever the kernel puts there. If the rank that it was
-   put beside is not 5 % of a step later than every other, "all ranks" is right, and to name that rank is wrong.
+1. A case counts if its effect is verified. The injection must have made the step at least 5 % longer. It must also
+   exceed three times the noise: the root mean square difference of clean runs' steps from those before and after them.
+2. A process on a core that other ranks may use as well delays any rank that the kernel puts there. If its chosen rank
+   is not 5 % of a step later than every other, "all ranks" is right, and naming that rank is wrong.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _steps_of(*runs: Run) -> _Steps:
 
 
 def grades_of(recorded: Mapping[Case, Recorded]) -> list[Grade]:
-    """Of all cases; a link's is compared with all clean links: jobs of their own, which differ by some percent."""
+    """Return the grades of all cases. A link's case is compared with the clean jobs of all seeds."""
     cleans_s = [_steps_of(x.runs[SLOW]).median_s for case, x in recorded.items() if case.cause == CLEAN_LINKS]
     found = []
     for case, x in recorded.items():

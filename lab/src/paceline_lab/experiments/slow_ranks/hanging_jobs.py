@@ -53,21 +53,21 @@ class Case:
 
 @dataclass(frozen=True)
 class Said:
-    """What came of a job.
+    """The messages about a job that hung or took long.
 
     Attributes:
         how: See `Case`.
         wrapper: See `Case`.
         seed: See `Case`.
-        rank: Who hung or took long.
-        step: Where.
-        told_s: From there until it was told of; None: never.
-        lines: That the launcher wrote, from the first about a hang.
-        told_ranks: On whose own standard error it stood.
-        code: The launcher's exit code.
-        analyzer: The last words of torch's analyzer of dumps.
-        fewest: The rank whose dump had fewest entries, -1: several.
-        load: Of the machine, as it ended.
+        rank: Rank that hung or took long.
+        step: Step at which it did.
+        told_s: Time from there until the first message; None: there was none.
+        lines: Lines that the launcher wrote, from the first about a hang.
+        told_ranks: Ranks whose own standard error had the message.
+        code: Exit code of the launcher.
+        analyzer: Last words of torch's analyzer of dumps.
+        fewest: Rank whose dump had fewest entries; -1: several.
+        load: Load of the machine at the end.
     """
 
     how: str
@@ -93,7 +93,7 @@ class Said:
 
     @property
     def is_rank_right(self) -> bool:
-        """In the first line; of ranks in different collectives, all are named with theirs."""
+        """Return whether the first line names the rank, or all ranks where they are in different collectives."""
         first = self.lines[0] if self.lines else ""
         if self.how == "enters another collective":
             return (
@@ -104,7 +104,7 @@ class Said:
 
     @property
     def is_collective_right(self) -> bool:
-        """What the others wait for: this step's gradients."""
+        """Return whether the first line names what the other ranks wait for: this step's gradients."""
         first = self.lines[0] if self.lines else ""
         return "gradients" in first and f"step {self.step}," in first
 
@@ -117,7 +117,7 @@ class Said:
 
     @property
     def is_everywhere(self) -> bool:
-        """On each other rank's standard error, and in the launcher's last message."""
+        """Return whether each other rank's standard error and the launcher's last message say it."""
         others = set(range(NUM_RANKS)) - {self.rank}
         return others <= set(self.told_ranks) and "Before that: hang: " in self.lines[-1]
 
@@ -160,7 +160,7 @@ def run(case: Case) -> Said:
 
 
 def _listen(process: subprocess.Popen[str]) -> tuple[float | None, list[str]]:
-    """When something was said of a hang first, and all lines from there on; ended with Ctrl-C behind the last one."""
+    """Return the time of the first line about a hang, and all lines from there on; then end the process with Ctrl-C."""
     assert process.stderr is not None
     limit = threading.Timer(_LIMIT_S, process.send_signal, (signal.SIGINT,))
     limit.start()
@@ -178,7 +178,7 @@ def _listen(process: subprocess.Popen[str]) -> tuple[float | None, list[str]]:
 
 
 def _flight(folder: Path) -> tuple[str, int]:
-    """What torch's analyzer says last, and who has fewest entries."""
+    """Return the last words of torch's analyzer, and the rank with fewest entries."""
     if not folder.exists():
         return "", -1
     counts = {x.name: len(pickle.loads(x.read_bytes())["entries"]) for x in folder.iterdir()}

@@ -1,11 +1,11 @@
-"""Is a rank that hangs named within 10 s, with its stack, and is nothing said of steps that only take long?
+"""Measure whether a hanging rank is named within 10 s, with its stack, without false alarms at long steps.
 
 Three ranks under `paceline run`, as a user starts them, under torch's DDP and Paceline's. In each case one rank hangs
-at a step, or takes a hundred times as long as a step for a reason (`hanging_training`). Graded is what stands on
-standard error: of the launcher, while it runs and in its last message, and of each rank that waits.
+at a step, or takes a hundred times as long as a step for a reason (`hanging_training`). The messages on standard error
+are graded: the launcher's while it runs, its last one, and those of each rank that waits.
 
-Beside it torch's flight recorder, on the same hangs of torch's DDP. For Gloo it writes nothing by itself. So each rank
-dumps it once a second, and torch's own analyzer reads what all have left.
+Torch's flight recorder is measured on the same hangs of torch's DDP. For Gloo it writes nothing by itself. So each rank
+dumps it once a second, and torch's own analyzer reads all dumps.
 """
 
 from __future__ import annotations

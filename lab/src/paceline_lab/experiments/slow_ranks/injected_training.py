@@ -102,12 +102,12 @@ class _Batches(Dataset[torch.Tensor]):
 
 @dataclass(frozen=True)
 class Training:
-    """What one job of ranks trains.
+    """The cases of one job of ranks.
 
     Attributes:
-        cases: One after another.
-        file: Where each is stored as soon as it has run.
-        slow_host: Whose link is slow in this job, -1: nobody's; None: it is one rank that is made slow.
+        cases: Cases that run one after another.
+        file: File to which each case is written as soon as it has run.
+        slow_host: Host whose link is slow in this job; -1: no host. None: one rank is made slow instead.
     """
 
     cases: tuple[Case, ...]

@@ -1,7 +1,7 @@
-"""What is done to one rank of a training, so that the doctor can be graded: causes, strengths, and what is to be said.
+"""Injections that make one rank of a training slow, so that the doctor can be graded: causes, strengths, right answers.
 
-Computing is emulated by sleeps with 8 % jitter, besides a few milliseconds of real arithmetic where a cause needs some:
-a quota does not slow down a sleep.
+Computing is emulated by sleeps with 8 % jitter. Causes that need it have a few milliseconds of real arithmetic: a quota
+does not slow down a sleep.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Case:
 
 @dataclass
 class Injected:
-    """What happens on this rank, step by step; `is_on` between `begin` and `end`."""
+    """The injections on this rank, step by step; `is_on` between `begin` and `end`."""
 
     case: Case
     rank: int
@@ -158,7 +158,7 @@ class Injected:
         return self.case.strength if self.case.cause == "more tokens" and self.is_culprit else 1.0
 
     def begin(self) -> None:
-        """Before the first step: what lasts."""
+        """Start the lasting injections before the first step."""
         self.is_on = True
         cause, strength = self.case.cause, self.case.strength
         if cause == "too many threads":
@@ -175,7 +175,7 @@ class Injected:
             self._share_core(int(strength))
 
     def between_steps(self, folder: Path) -> None:
-        """Before each step's batch is loaded."""
+        """Inject before each step's batch is loaded."""
         if self.case.cause == "garbage collection" and self.is_culprit:
             gc.collect()
         if self.case.cause == "checkpoint every 10th step" and self.is_culprit and self.step % _PERIOD == 5:

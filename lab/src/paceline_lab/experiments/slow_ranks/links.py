@@ -20,15 +20,15 @@ CLEAN_LINKS = "clean links"
 
 @dataclass(frozen=True)
 class LinkCause:
-    """What one host's link has.
+    """A fault of one host's link.
 
     Attributes:
-        strengths: Of it.
-        unit: Of them, as `ClusterSpec.parse` takes it.
-        option: Of `ClusterSpec.parse`.
-        others: What the other hosts have.
-        kind: What the doctor may call it.
-        direction: As `Finding`'s; "": not asked.
+        strengths: Strengths of the fault.
+        unit: Unit of the strengths, as `ClusterSpec.parse` takes it.
+        option: Option of `ClusterSpec.parse`.
+        others: Value of the option on the other hosts.
+        kind: Kind that the doctor may call it.
+        direction: Direction of the right `Finding`; "": not graded.
         besides: Further options.
     """
 

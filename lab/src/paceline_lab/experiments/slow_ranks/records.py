@@ -1,7 +1,7 @@
-"""What the doctor's study recorded, a line a case as soon as it has run: it is graded from there, again and again.
+"""Records of the doctor's study, one line per case as soon as it has run. Grading reads them again and again.
 
-A line is who was made slow, and ranks' lines of its runs, compressed. A study that is cut off has lost the case under
-way; rules that change later are graded on the same records.
+A line has the rank that was made slow, and the ranks' compressed lines of its runs. A study that is cut off has lost
+only the case under way. Rules that change later are graded on the same records.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Recorded:
     """One case that has run.
 
     Attributes:
-        case: What was done.
-        culprit: To whom; of a link, its host; -1: to nobody.
-        layer: Where, in backward.
-        load: Processes that ran or waited when it ended, the mean of the last minute.
-        runs: What ranks recorded: `SLOW`, and of a rank's cases `BEFORE` and `REPAIRED`.
+        case: The injected case.
+        culprit: Rank that was made slow; of a link, its host; -1: none.
+        layer: Layer of backward in which it was slow.
+        load: Load average of the machine over the last minute of the case.
+        runs: Ranks' records: `SLOW`, and of a rank's cases `BEFORE` and `REPAIRED`.
     """
 
     case: Case

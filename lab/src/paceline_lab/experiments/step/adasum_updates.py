@@ -1,12 +1,12 @@
-"""How much of combining updates by Adasum does backward hide?
+"""Measure how much of combining updates by Adasum backward hides.
 
     after            AdasumOptimizer: the step, then Adasum of all updates, when backward is done
     during           the same with overlap=True: bucket by bucket, while backward runs
     alone            without communication
 
-An MLP whose layers also sleep (`forward_overlap_loss`) on the hosts of an emulated cluster, Adam; sides alternate, a
-time is the slowest rank's from one barrier to the end of `step()`. Both ways end with the same parameters but for
-rounding, as buckets are cut otherwise; each side's ranks are compared bit by bit.
+An MLP whose layers also sleep (`forward_overlap_loss`) trains with Adam on the hosts of an emulated cluster. Sides
+alternate. A time is the slowest rank's from one barrier to the end of `step()`. Both ways end with the same parameters
+but for rounding, as buckets are cut otherwise. Each side's ranks are compared bit by bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is gained by buckets in the order in which rank 0 saw its gradients, instead of the reverse one of registration?
+"""Measure the gain of buckets in the order in which rank 0 saw its gradients, over the reverse order of registration.
 
     registered   Paceline, whose buckets stay as they were cut at first
     ours         Paceline, which cuts them anew after the first backward
@@ -58,12 +58,12 @@ WARM_UP_STEPS = 2  # after the first of them buckets are cut anew
 
 @dataclass(frozen=True)
 class Config:
-    """What is trained.
+    """The settings of the training.
 
     Attributes:
-        workload: Whose layers, in proportion.
-        scale: Divides its gradients.
-        compute_s: Of forward and backward.
+        workload: Workload whose layers are emulated, in proportion.
+        scale: Divisor of its gradients' bytes.
+        compute_s: Time of forward and backward.
     """
 
     workload: str

@@ -1,25 +1,25 @@
-"""How much shorter is a step whose gradients the next forward hides as well?
+"""Measure how much shorter a step is whose gradients the next forward hides as well.
 
     torch            torch's DistributedDataParallel: backward hides communication
     deepspeed        DeepSpeed, ZeRO stage 0, which reduces after backward
-    ours             ours: backward hides communication
-    ours-forward     ours with overlap_forward, the optimizer through paceline.optim.overlap
-    none             without data parallelism: what a rank computes
+    ours             Paceline: backward hides communication
+    ours-forward     Paceline with overlap_forward, the optimizer through paceline.optim.overlap
+    none             without data parallelism: a rank's computation
 
 Timed compute sleeps (any number of ranks fits on a few cores), real compute is a workload's own. Gradients and their
 traffic are real, on the hosts of an emulated cluster. All sides live in the same processes and alternate.
 
-A turn is several consecutive steps without a barrier between them, from a barrier until the last gradient has arrived
-and the last parameter has been stepped: what is put off into the next step is paid for by the last one (the drain). The
-step in the steady state is the median of the times from one step's beginning to the next one's, but for the first of
-each turn: it begins with nothing under way, so nothing that was put off delays it.
+A turn is several consecutive steps without a barrier between them. It ends when the last gradient has arrived and the
+last parameter has been stepped. So the last step pays for what is put off into the next one (the drain). The step in
+the steady state is the median time from one step's beginning to the next one's. The first step of each turn does not
+count: no communication was put off into it.
 
-`least` is what no order of sending goes below (`planning.forward_overlap.least_step_s`), `least without` the same if
-backward alone hides communication, both at the link's rate less headers (5 %) and with a ring's bytes, 2 (P-1)/P. Of
+`least` is a lower bound for any order of sending (`planning.forward_overlap.least_step_s`). `least without` is the same
+if backward alone hides communication. Both use the link's rate less headers (5 %) and a ring's bytes, 2 (P-1)/P. Of
 real compute only the larger of computation and communication is known.
 
-`--ratio 1` divides the gradients so that sending them takes as long as backward. `--slow-rank 1.15 --jitter 0.2` is
-whether a plan made for even ranks still gains where they are not. Beside DeepSpeed it needs an environment that has it.
+`--ratio 1` divides the gradients so that sending them takes as long as backward. `--slow-rank 1.15 --jitter 0.2` tests
+whether a plan made for even ranks still gains where they are not. The side `deepspeed` needs DeepSpeed installed.
 """
 
 from __future__ import annotations

@@ -19,16 +19,16 @@ class Layer:
 
 
 def least_step_s(layers: Sequence[Layer], optimizer_s: float, rate_bytes_per_s: float) -> float:
-    """Return what no order of sending can go below, in the steady state.
+    """Return a lower bound of a step in the steady state, for any order of sending.
 
     The gradients of layers 0 to j are there when backward has come down to layer j. All of them have to be sent after
-    that, and before forward goes on with layer j, whatever the order. So for every j a step takes at least
-    (backward of the layers from the last to j) + (sending layers 0 to j) + (forward of the layers from j to the last);
-    and it takes its computation.
+    that, and before forward goes on with layer j. So for every j a step takes at least three parts. They are backward
+    of the layers from the last to j, sending layers 0 to j, and forward of the layers from j on. A step also takes at
+    least its computation.
 
     Args:
-        layers: In the order of forward.
-        optimizer_s: Of the optimizer's step, which is computation.
+        layers: Layers in the order of forward.
+        optimizer_s: Time of the optimizer's step, which is computation.
         rate_bytes_per_s: Bytes of gradients that the link can reduce in a second.
     """
     least_s = sum(layer.forward_s + layer.backward_s for layer in layers) + optimizer_s

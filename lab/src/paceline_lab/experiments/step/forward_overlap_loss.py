@@ -1,9 +1,9 @@
-"""How much sooner does a training come down to a loss when the next forward hides communication as well?
+"""Measure how much sooner a training comes down to a loss when the next forward hides communication as well.
 
 An MLP learns Fashion-MNIST on the hosts of an emulated cluster: real gradients, real steps of Adam. Its layers are
-small for this machine's sake, so each also sleeps, forward a third and backward two thirds of `--compute-s` in all.
-All sides train the same samples in the same steps. Where the clock stands when the training loss, a mean of 8 steps,
-first falls to the target is compared: with what forward overlap takes to measure, to decide and to compare.
+small for this machine's sake, so each also sleeps, forward a third and backward two thirds of `--compute-s` in all. All
+sides train the same samples in the same steps. The result is the time until the training loss, a mean of 8 steps, first
+falls to the target. It includes what forward overlap takes to measure, to decide and to compare.
 
     torch            torch's DistributedDataParallel
     ours             ours: backward hides communication
@@ -56,14 +56,14 @@ LATE_STEPS = 32  # the overlap has been compared by then
 
 @dataclass(frozen=True)
 class Config:
-    """What is trained.
+    """The settings of the trainings.
 
     Attributes:
-        width: Of each hidden layer.
-        num_layers: Hidden ones.
-        compute_s: That all layers sleep in forward and backward together.
-        num_samples: Of a rank's batch.
-        num_steps: Of each training.
+        width: Width of each hidden layer.
+        num_layers: Number of hidden layers.
+        compute_s: Time that all layers sleep in forward and backward together.
+        num_samples: Size of a rank's batch.
+        num_steps: Steps of each training.
     """
 
     width: int
@@ -78,7 +78,7 @@ class Config:
         return list(itertools.pairwise(widths))
 
     def layers(self) -> list[Layer]:
-        """What each layer sleeps, by its share of all parameters, and its gradients' bytes."""
+        """Return each layer's sleep, by its share of all parameters, and its gradients' bytes."""
         elements = [inputs * outputs + outputs for inputs, outputs in self.sizes()]
         shares = [number / sum(elements) for number in elements]
         return [
@@ -110,7 +110,7 @@ def network(config: Config) -> nn.Sequential:
 
 
 def train_all(config: Config, tell: TellProgress) -> dict[str, dict[str, Any]]:
-    """What `train` returns, by side. Collective."""
+    """Return the results of `train`, by side. Collective."""
     return train_each(SIDES, partial(train, config), tell)
 
 

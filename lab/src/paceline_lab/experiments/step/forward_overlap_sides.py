@@ -1,4 +1,4 @@
-"""Who trains in `forward_overlap`, and what is timed of a turn: consecutive steps without a barrier, and the drain.
+"""Sides of `forward_overlap`, and the timing of a turn: consecutive steps without a barrier, and the drain.
 
 Every side trains the same workload: a model whose layers sleep, or one that computes.
 """
@@ -39,19 +39,19 @@ TOLERANCE = 1e-6  # relative, of the gradients' mean: rounding in another order 
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured.
+    """The settings of a measurement.
 
     Attributes:
-        workload: Its name.
-        profile: How long each layer sleeps; None: the workload computes.
-        side_names: In the order of the report.
-        num_rounds: Every side has two turns in each.
-        num_steps: Consecutive ones, of a turn.
-        scale: Divides the gradients' bytes; timed compute only.
-        is_forced: The overlap is on without asking whether it pays.
-        slow_rank_ratio: How much longer the last rank sleeps.
-        jitter_ratio: By how much of its time each layer's sleep varies, uniformly.
-        quick: Real compute: the workload's smallest size.
+        workload: Name of the workload.
+        profile: Time that each layer sleeps; None: the workload computes.
+        side_names: Sides in the order of the report.
+        num_rounds: Number of rounds. Every side has two turns in each.
+        num_steps: Consecutive steps of a turn.
+        scale: Divisor of the gradients' bytes; timed compute only.
+        is_forced: Whether the overlap is on without asking whether it pays.
+        slow_rank_ratio: How many times longer the last rank sleeps.
+        jitter_ratio: Part of its time by which each layer's sleep varies, uniformly.
+        quick: Whether the workload has its smallest size; real compute only.
     """
 
     workload: str
@@ -96,7 +96,7 @@ class Config:
         return sum(4 * parameter.numel() for parameter in model.parameters())
 
     def layers(self) -> list[Layer]:
-        """What each layer takes on the slowest rank; without a profile nobody knows."""
+        """Return each layer's times on the slowest rank; none without a profile."""
         if self.profile is None:
             return []
         slow = max(1.0, self.slow_rank_ratio)
@@ -192,7 +192,7 @@ class Trainee:
 
     @property
     def overlapped(self) -> Any:
-        """What says how the overlap is doing; None where there is none."""
+        """Return the state of the forward overlap; None where there is none."""
         return getattr(self.parallel.model, "forward_overlap", None)
 
     def turn(self, num_steps: int, timed: bool = True) -> None:
@@ -241,7 +241,7 @@ class Trainee:
             settle()
 
     def answer(self) -> list[torch.Tensor]:
-        """What has to be the same on all ranks: one more backward's gradients, or trained parameters. Collective."""
+        """Return what must be equal on all ranks: another backward's gradients, or trained parameters. Collective."""
         if self.is_timed:
             self._gradients_s()
         self.settle()

@@ -1,19 +1,19 @@
-"""How much memory do gradients need at the peak of a step, relative to their own size?
+"""Measure how much memory gradients need at the peak of a step, relative to their own size.
 
-Method. Every side runs in fresh processes. The floor is the same model whose gradients are dropped one by
-one, as soon as autograd has produced them: its peak holds parameters, activations and the one gradient
-being computed, which everybody needs. What a side's peak has above the floor's is what keeping and reducing
-gradients costs: 1.0 is one copy of all gradients. Beside it stands the peak above that of a forward alone,
-in which the one gradient being computed counts too. Optimizer: SGD without momentum, which allocates
-nothing.
+Method. Every side runs in fresh processes. The floor is the same model whose gradients are dropped one by one, as soon
+as autograd has produced them. Its peak holds parameters, activations and the one gradient being computed, which every
+side needs. The excess of a side's peak over the floor's is the cost of keeping and reducing gradients: 1.0 is one copy
+of all gradients. The report also shows the peak above that of a forward alone, with the one gradient being computed.
+Optimizer: SGD without momentum, which allocates nothing.
 
-Two instruments that err in different ways:
-* profiler: sums the allocations and frees of torch's CPU allocator on the training thread, byte by byte,
-  from before the model is wrapped. Blind to what is not a tensor, such as Gloo's buffers, and to other
-  threads. Gloo's thread may be the one to free what the constructor broadcasts, so the models are wrapped
-  with init_sync=False (LOG.md).
-* resident: the process's peak resident set (VmHWM, reset through /proc/self/clear_refs) with a malloc that
-  maps and unmaps every tensor of 64 KiB or more. Sees everything; granular to the page; Linux only.
+Two instruments err in different ways:
+
+1. `profiler` sums the allocations and frees of torch's CPU allocator on the training thread, byte by byte, from before
+   the model is wrapped. It does not see other threads, or memory that is no tensor, such as Gloo's buffers. Gloo's
+   thread may free what the constructor broadcasts, so the models are wrapped with init_sync=False (LOG.md).
+2. `resident` is the process's peak resident set (VmHWM, reset through /proc/self/clear_refs). Its malloc maps and
+   unmaps every tensor of 64 KiB or more. It sees everything, to the page; Linux only.
+
 Both look at steps after the third: torch re-buckets in the first ones.
 """
 

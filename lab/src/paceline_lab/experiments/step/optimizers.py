@@ -1,8 +1,8 @@
-"""How long is a step of LARS beside torch's foreach SGD, and of LAMB beside torch's foreach Adam?
+"""Measure a step of LARS against torch's foreach SGD, and of LAMB against torch's foreach Adam.
 
 Parameters of real models, and 1,000 tiny ones, with gradients that stay; one thread. Sides of a pair have the same
 settings: momentum and weight decay. A side's parameters, gradients and state are its own. Turns go A B B A; a turn is
-some steps; the ratio is taken within a round. Time is the thread's CPU time, so that what else runs counts less.
+some steps; the ratio is taken within a round. Time is the thread's CPU time, so that other programs count less.
 """
 
 import time
@@ -45,7 +45,7 @@ PAIRS = (("LARS", "torch SGD"), ("LAMB", "torch Adam"))
 
 @dataclass(frozen=True)
 class Config:
-    """What is timed."""
+    """The settings of a measurement."""
 
     models: tuple[str, ...]
     num_rounds: int

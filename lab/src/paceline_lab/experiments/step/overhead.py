@@ -1,14 +1,13 @@
-"""How much CPU time does data parallelism add, per parameter and per step?
+"""Measure how much CPU time data parallelism adds, per parameter and per step.
 
-One rank, so that nothing waits for a network. Two models: 1,000 parameters of 16 floats (what is added
-divides by 1,000), and one Linear(4, 4) (what is added is fixed per step). CPU time is that of the thread
-that calls forward and backward (time.thread_time): autograd's CPU work runs there; Gloo's threads are not
-in it, so the whole process's CPU time per step stands beside it. Each side is compared, round by round,
-with the same model without data parallelism.
+One rank, so that it never waits for a network. Two models: 1,000 parameters of 16 floats, whose added time divides by
+1,000, and one Linear(4, 4), whose added time is fixed per step. CPU time is that of the thread that calls forward and
+backward (time.thread_time), where autograd's CPU work runs. Gloo's threads are not in it, so the report also shows the
+whole process's CPU time per step. Each side is compared, round by round, with the same model without data parallelism.
 
-Gradients are dropped (zero_grad(set_to_none=True)) before forward or between forward and backward; a
-reducer that restores gradient views must do it in different places then, so forward and backward are both
-shown, and their sum is what counts.
+Gradients are dropped (zero_grad(set_to_none=True)) before forward or between forward and backward. A reducer that
+restores gradient views must do it in different places then. So the report shows forward, backward and their sum, which
+is what counts.
 """
 
 import gc
@@ -45,14 +44,14 @@ PHASES = ("forward_s", "backward_s", "both_s", "process_s")
 
 
 class ZeroGrad(str, Enum):
-    """When the gradients are dropped."""
+    """The place in a step at which the gradients are dropped."""
 
     BEFORE_FORWARD = "before_forward"
     BEFORE_BACKWARD = "before_backward"
 
 
 class Model(str, Enum):
-    """What is trained."""
+    """The models that are trained."""
 
     TINY = "tiny"
     LINEAR = "linear"
@@ -60,7 +59,7 @@ class Model(str, Enum):
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured."""
+    """The settings of a measurement."""
 
     side_names: tuple[str, ...]  # the first is "none"
     num_rounds: int

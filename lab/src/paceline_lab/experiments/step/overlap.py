@@ -1,19 +1,18 @@
-"""Which share of the ideal overlap of backward and communication is realised?
+"""Measure which share of the ideal overlap of backward and communication is realised.
 
     no overlap  = forward + backward + communication + optimizer
     ideal       = forward + max(backward, communication) + optimizer
     realised    = (no overlap - measured) / (no overlap - ideal)
 
-Computation is a timed sleep in every layer's forward and backward, so that it does not compete with Gloo
-for two cores; gradients and their traffic are real. On plain loopback, communication itself is cores
-copying, and competes with the copies of gradients; `--rate 1Gbit` puts each rank on a host of an emulated cluster.
-Forward, backward and optimizer are measured alone (the same module, unwrapped), communication alone by
-reducing buffers of the side's own bucket sizes, all launched at once. All of that alternates with the
-measured steps, round by round.
+Computation is a timed sleep in every layer's forward and backward, so it does not compete with Gloo for two cores.
+Gradients and their traffic are real. On plain loopback, communication itself is cores copying, and competes with the
+copies of gradients. `--rate 1Gbit` puts each rank on a host of an emulated cluster. Forward, backward and optimizer are
+measured alone (the same module, unwrapped). Communication is measured alone by reducing buffers of the side's own
+bucket sizes, all launched at once. All of that alternates with the measured steps, round by round.
 
-The ideal cannot be reached: what is reduced last becomes ready last. `bound` is the realised share of a
-perfect implementation with these very buckets on a network that serves them one after another: what is
-below it is the implementation, what is above it is a matter of bucket sizes.
+The ideal cannot be reached, since the gradients that are reduced last become ready last. `bound` is the realised share
+of a perfect implementation with these buckets, on a network that serves them one after another. The implementation
+loses what is missing to the bound. The bucket sizes lose the rest.
 
 Source: Li et al., VLDB 2020, figure 6, in which torch realises 0.84 to 0.96 of the ideal gain. `--caps`
 sweeps bucket sizes (figures 7 and 8).
@@ -52,7 +51,7 @@ DEFAULT_CAP = "default"
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured: every ratio with every cap."""
+    """The settings of a measurement: every ratio with every cap."""
 
     side_names: tuple[str, ...]
     comm_to_backward_ratios: tuple[float, ...]

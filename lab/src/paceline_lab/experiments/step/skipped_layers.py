@@ -1,9 +1,9 @@
-"""What does a step save that leaves layers out: bytes on the wire, and time?
+"""Measure the bytes on the wire and the time that a step saves by leaving layers out.
 
-    torch            torch's DistributedDataParallel(find_unused_parameters=True), which reduces what nobody used
-    ours-unused      ours, the same
-    ours-agreed      ours with skip_all_reduce_unused_params=True, buckets cut by droppable=
-    ours-skip        ours with droppable=, each step within `model.skip(...)`: nothing is looked for
+    torch            torch's DistributedDataParallel(find_unused_parameters=True), which reduces unused ones, too
+    ours-unused      Paceline, the same
+    ours-agreed      Paceline with skip_all_reduce_unused_params=True, buckets cut by droppable=
+    ours-skip        Paceline with droppable=, each step within `model.skip(...)`: no search
 
 `--case depth`: stochastic depth; block b of B is dropped with probability b / 2B (Huang et al. 2016, linear decay to
 1/2), by the same seed on all ranks; a shortcut that changes the shape stays. `--case backbone`: all but the last layer
@@ -66,7 +66,7 @@ _BLOCK = re.compile(r"(\d+)\.body\.")  # a residual branch of ResNet's
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured."""
+    """The settings of a measurement."""
 
     case: str
     profile: Profile

@@ -1,11 +1,10 @@
-"""How long is a training step under ours, compared with torch's?
+"""Measure how long a training step is under Paceline, compared with torch's.
 
-Both sides train the same model from the same seed on the same batches, in the same processes, in
-alternating blocks. The first step of a block is not timed: it pays for the caches that the other side left.
-A step's time is the slowest rank's. Where a model's pages lie in memory stays with it for the life of its
-process, so the processes are launched several times, with the sides built in alternating order. Afterwards
-the sides' parameters must be bitwise equal (one or two ranks: addition of two is order-free): a fast wrong
-answer is no answer.
+Both sides train the same model from the same seed on the same batches, in the same processes, in alternating blocks.
+The first step of a block is not timed: it pays for the caches that the other side left. A step's time is the slowest
+rank's. A model's pages keep their place in memory for the life of its process. So the processes are launched several
+times, with the sides built in alternating order. Afterwards the sides' parameters must be bitwise equal (one or two
+ranks: addition of two is order-free): a fast wrong answer is no answer.
 """
 
 import dataclasses
@@ -42,7 +41,7 @@ TARGET_RATIOS = {"wide_mlp": 0.90}  # what the communication-heavy one aims for
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured."""
+    """The settings of a measurement."""
 
     workload: str
     side_names: tuple[str, ...]
@@ -67,7 +66,7 @@ class RoundTimes:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one launch found; every rank returns the same."""
+    """The samples of one launch; every rank returns the same."""
 
     sides: tuple[RoundTimes, ...]
     samples: tuple[tuple[StepTimes, ...], ...]  # per side, per rank, all steps

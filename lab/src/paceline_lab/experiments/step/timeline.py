@@ -1,8 +1,8 @@
-"""What does a rank compute, and what is on its link meanwhile, in two consecutive steps?
+"""Record a rank's computation and its link's traffic in two consecutive steps.
 
-The sides of `forward_overlap`, trained in the same way; then one more turn each, in which rank 0 notes every layer's
-forward and backward, the optimizer's step, and each bucket from its launch until it has arrived. Torch's buckets are
-noted by a communication hook that does what torch does without one: it divides, and reduces.
+The sides of `forward_overlap` are trained in the same way, then for one more turn each. There rank 0 notes every
+layer's forward and backward, the optimizer's step, and each bucket from its launch until it has arrived. Torch's
+buckets are noted by a communication hook that does what torch does without one: it divides, and reduces.
 
 Two consecutive steps are drawn, because forward overlap needs the next forward: those of the turn that are nearest to
 its median step.
@@ -59,7 +59,7 @@ _GAP_S = 1e-3  # spans of one kind that are nearer than this are one
 
 @dataclass
 class Spans:
-    """What this rank did when, on the clock of `time.perf_counter`."""
+    """The spans of this rank's work, on the clock of `time.perf_counter`."""
 
     phase: str = "forward"  # of the sleeps to come
     begun_s: list[float] = field(default_factory=list)  # each step
@@ -126,7 +126,7 @@ class NotingWorkload(UnevenWorkload):
 
 @dataclass(frozen=True)
 class NotingConfig(Config):
-    """What is measured; every rank notes what it does."""
+    """The settings of a measurement; every rank notes what it does."""
 
     def make(self, rank: int) -> NotingWorkload:
         """Return the workload of one rank."""
@@ -135,7 +135,7 @@ class NotingConfig(Config):
 
 
 def _reduce_and_note(spans: Spans, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """What torch does without a hook, and when."""
+    """Reduce a bucket as torch does without a hook, and note when."""
     launched_s = time.perf_counter()
     work: Any = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
 

@@ -1,1 +1,1 @@
-"""Does training outlive its ranks? A small training, faults at chosen moments, and what must hold afterwards."""
+"""Survival of a training whose ranks die: a small training, faults at chosen moments, and what must hold afterwards."""

@@ -46,15 +46,15 @@ _MOST_RESTARTS = 10
 
 @dataclass
 class Side:
-    """What was measured of one.
+    """The measurements of one launcher.
 
     Attributes:
-        steps_ms: The median step of each run without kills.
-        to_next_s: From each kill to the next step that had not been completed before.
-        share_trained: Of each run with kills: samples that count in the final parameters, of those of all epochs.
-        num_twice: Of each such run: samples that counted twice in an epoch.
-        num_again: Of each such run: steps that were computed again, those that were not completed included.
-        failures: Runs that did not end well, with what was printed last.
+        steps_ms: Median step of each run without kills.
+        to_next_s: Time from each kill to the next step that had not been completed before.
+        share_trained: For each run with kills: samples that count in the final parameters, of those of all epochs.
+        num_twice: For each such run: samples that counted twice in an epoch.
+        num_again: For each such run: steps that were computed again, those that were not completed included.
+        failures: Runs that did not end well, with their last output.
     """
 
     steps_ms: list[float] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Side:
     failures: list[str] = field(default_factory=list)
 
     def words(self, name: str) -> str:
-        """In a line."""
+        """Return the measurements in a line."""
         if not self.steps_ms or not self.to_next_s:
             return f"{name}: nothing was measured; {'; '.join(self.failures)}"
         share = statistics.fmean(self.share_trained) * 100
@@ -151,7 +151,7 @@ def _measure(kind: str, kills: Sequence[str], side: Side) -> None:
 
 
 def _median_step_ms(outcome: Outcome) -> float:
-    """Of a process that has completed all steps."""
+    """Return the median step of a process that has completed all steps."""
     times: list[float] = max(
         ([n["at"] for n in notes if n["what"] == "done"] for notes in outcome.notes), key=len
     )

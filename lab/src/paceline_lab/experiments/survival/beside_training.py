@@ -29,7 +29,7 @@ _SEED = 5
 
 
 def parser_of() -> argparse.ArgumentParser:
-    """Of its command line."""
+    """Return the parser of the script's command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("folder", type=Path)
@@ -57,7 +57,7 @@ class Data(torch.utils.data.Dataset[Any]):
 
 
 class Script:
-    """What all three have in common."""
+    """The common part of all three trainings."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         torch.set_num_threads(1)

@@ -1,10 +1,10 @@
-"""What a training costs that could outlive lost ranks, and loses none: a plain loop and an elastic one, in turn.
+"""Measure what an elastic training costs more than a plain loop while no rank is lost; the two loops take turns.
 
 Rules
-1. Both loops are in the same processes, with models of the same kind, and take turns of a few steps. So whatever else
-   the machine does hits both; what is compared are two turns that follow each other.
-2. Times are of a whole step, from one turn of the loop to the next. Seconds of the processor do not depend on who else
-   wants it, those on the clock do.
+1. Both loops are in the same processes, with models of the same kind, and take turns of a few steps. So other load on
+   the machine hits both. Two turns that follow each other are compared.
+2. Times are of a whole step, from one turn of the loop to the next. Seconds of the processor do not depend on other
+   programs that want it, those on the clock do.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Cost:
     load: tuple[float, float, float]
 
     def words(self, name: str) -> str:
-        """In a line."""
+        """Return the comparison in a line."""
         clock, processor = (statistics.quantiles(each, n=4) for each in (self.by_clock, self.by_processor))
         return (
             f"{name}: {clock[1]:.3f} of a plain step on the clock (quartiles {clock[0]:.3f}, {clock[2]:.3f}), "

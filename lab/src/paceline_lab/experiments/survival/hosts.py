@@ -1,7 +1,7 @@
-"""The survival training on emulated hosts, to which something happens: agents die, cables are pulled, machines stop.
+"""The survival training on emulated hosts with faults: agents die, cables are pulled, machines stop.
 
 Each host runs `paceline run --nnodes N --min-ranks M`; hosts are namespaces of this machine (`emulation`). A host that
-is switched off loses its cable first, so that nobody hears its kernel close anything.
+is switched off loses its cable first, so that no peer hears its kernel close connections.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _ALMOST_ALL = "99.999%"  # as much as can be emulated
 
 @dataclass(frozen=True)
 class Blow:
-    """What happens to a host.
+    """A fault of a host.
 
     Attributes:
-        host: Which.
+        host: Number of the host.
         kind: `agent killed`, `switched off`, `cut`, `half-open` (it hears, and is not heard), `agent stopped` or
             `host stopped`.
-        lasts_s: Until a cut, loss or stop ends; None: it does not end.
-        after_steps: Completed by any rank before it happens.
+        lasts_s: Time until a cut, loss or stop ends; None: it does not end.
+        after_steps: Steps that any rank has completed before it happens.
     """
 
     host: int
@@ -54,15 +54,16 @@ class Blow:
 
 @dataclass(frozen=True)
 class HostsJob:
-    """What to run.
+    """The settings of a job on emulated hosts.
 
     Attributes:
-        num_hosts: Each with `ranks_per_host` ranks.
-        ranks_per_host: Likewise.
-        job: Its ranks' options, and `lost_after_s`, `min_ranks`, `limit_s` and `python`; its other fields are not used.
-        blows: What happens, one after the other.
+        num_hosts: Number of hosts, each with `ranks_per_host` ranks.
+        ranks_per_host: Number of ranks on each host.
+        job: Options of the ranks, and `lost_after_s`, `min_ranks`, `limit_s` and `python`; its other fields are not
+            used.
+        blows: Faults of hosts, one after the other.
         returns: Whether hosts that were switched off or whose agent was killed are started again, by the same command.
-        faults: That ranks let happen to themselves, each on a host.
+        faults: Faults that ranks cause in themselves, each on a host.
     """
 
     num_hosts: int
@@ -75,13 +76,13 @@ class HostsJob:
 
 @dataclass
 class HostsOutcome:
-    """What came out.
+    """The result of a job on emulated hosts.
 
     Attributes:
-        outcome: As of a job on one host; its code is of a host that was not hit; None if any had to be ended.
+        outcome: Result as of a job on one host; its code is of a host that was not hit; None if any had to be ended.
         codes: Exit codes of the hosts' last launchers; None: it had to be ended.
-        stalls_s: Of each blow the time to the next step that was completed on any host.
-        said: What each host's launchers printed.
+        stalls_s: For each fault, the time to the next step that was completed on any host.
+        said: Output of each host's launchers.
     """
 
     outcome: Outcome

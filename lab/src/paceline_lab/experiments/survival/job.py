@@ -40,19 +40,19 @@ _TRAINING = "paceline_lab.experiments.survival.training"
 
 @dataclass(frozen=True)
 class Job:
-    """What to run.
+    """The settings of a job on this host.
 
     Attributes:
-        num_ranks: That start.
-        min_ranks: Of the launcher.
-        options: Of the training.
-        faults: That ranks let happen to themselves.
-        kills_every_s: Between kills from without, about; 0: none.
-        num_kills: Of those.
-        seed: Of their times and victims.
-        lost_after_s: Of the launcher.
-        limit_s: After which the job counts as hung.
-        python: The interpreter.
+        num_ranks: Number of ranks at the start.
+        min_ranks: `--min-ranks` of the launcher.
+        options: Options of the training.
+        faults: Faults that ranks cause in themselves.
+        kills_every_s: Approximate time between kills from without; 0: none.
+        num_kills: Number of kills from without.
+        seed: Seed of their times and victims.
+        lost_after_s: `--lost-after` of the launcher.
+        limit_s: Time after which the job counts as hung.
+        python: Path of the interpreter.
     """
 
     num_ranks: int = 4
@@ -69,17 +69,17 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What came out.
+    """The result of a job.
 
     Attributes:
-        code: Of the launcher; None: it had to be ended.
-        said: On its standard error.
-        notes: What the ranks noted, process by process.
-        models: The parameters that they left.
+        code: Exit code of the launcher; None: it had to be ended.
+        said: Its standard error.
+        notes: Notes of the ranks, process by process.
+        models: Parameters that the ranks left.
         num_left: Processes and launch folders of the job that were still there.
         kills: Times of kills from without.
-        num_blows: To hosts. Each may stop the others twice: as the host is lost, and as it comes back.
-        ended_s: When it was over, or was ended.
+        num_blows: Number of faults of hosts. Each may stop the others twice: as the host is lost, and as it comes back.
+        ended_s: Time at which it was over, or was ended.
     """
 
     code: int | None
@@ -98,7 +98,7 @@ class Outcome:
 
     @property
     def still_s(self) -> float:
-        """Since the last step was completed, until it was over."""
+        """Return the time from the last completed step until the job was over."""
         done = [note["at"] for notes in self.notes for note in notes if note["what"] == "done"]
         return self.ended_s - max(done, default=0.0)
 
@@ -199,11 +199,11 @@ def _end_what_is_left(mark: str) -> int:
 
 @dataclass(frozen=True)
 class Trained:
-    """How often each sample counted in the parameters.
+    """The number of times that each sample counted in the parameters.
 
     Attributes:
         num_lost: Samples of a whole epoch that did not count.
-        num_doubled: That counted more than once.
+        num_doubled: Samples that counted more than once.
         num_tries: Steps that were tried under a membership.
         num_steps: Steps that were completed.
     """
@@ -269,7 +269,7 @@ def _reference(arguments: tuple[tuple[str, Any], ...], num_parts: int) -> Mappin
 
 
 def problems(job: Job, outcome: Outcome, *, rounding: float = 1e-9) -> list[str]:
-    """What did not hold, in words; nothing if all did.
+    """Return what did not hold, in words; empty if all did.
 
     The final parameters have to be those of one process, up to `rounding`; with `--deterministic` to the bit.
     """
@@ -287,7 +287,7 @@ def problems(job: Job, outcome: Outcome, *, rounding: float = 1e-9) -> list[str]
     counts = trained(outcome, args.samples, args.epochs)
     if counts.num_lost or counts.num_doubled:
         found.append(f"{counts.num_lost} samples were lost, {counts.num_doubled} doubled")
-    num_deadly = sum(note["how"] != "pause" for note in faults_of(outcome))  # which nobody notices
+    num_deadly = sum(note["how"] != "pause" for note in faults_of(outcome))  # which no rank notices
     num_strokes = num_deadly + len(outcome.kills) + 2 * outcome.num_blows
     if counts.num_tries - counts.num_steps > num_strokes:
         found.append(
@@ -305,5 +305,5 @@ def problems(job: Job, outcome: Outcome, *, rounding: float = 1e-9) -> list[str]
 
 
 def faults_of(outcome: Outcome) -> list[dict[str, Any]]:
-    """Those that happened, as the ranks noted them."""
+    """Return the faults that happened, as the ranks noted them."""
     return [note for notes in outcome.notes for note in notes if note["what"] == "fault"]

@@ -1,9 +1,9 @@
-"""What random cases have come to: a record of each, what they add up to, and the report that several searches write.
+"""Records of random cases: one record per case, their summary, and the report that several searches write.
 
 Rules
-1. A report has one record a seed. Who adds one reads the others again, under a lock: so searches side by side, and of
-   several sessions, add to the same report.
-2. A record says of which commit it is. A seed is drawn otherwise once the generator has changed.
+1. A report has one record per seed. A search that adds one reads the others again, under a lock. So searches side by
+   side, and of several sessions, add to the same report.
+2. A record has its commit, since a changed generator draws other cases from the same seed.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from paceline_lab.bench.provenance import collect
 
 @dataclass(frozen=True)
 class Case:
-    """What one case has come to.
+    """The record of one case.
 
     Attributes:
-        seed: Its.
-        commit: Of the checkout; with a + if its sources were changed.
-        load: The machine's load average behind it.
-        took_s: All of it.
-        step_s: The median time of a step.
-        happened: What, and when: "SIGKILL: forward", or what was done to a host.
+        seed: Seed of the case.
+        commit: Commit of the checkout; with a + if its sources were changed.
+        load: Load average of the machine at the end.
+        took_s: Duration of the case.
+        step_s: Median time of a step.
+        happened: Faults with their moments: "SIGKILL: forward", or the fault of a host.
         num_losses: Ranks that were lost within training.
         num_joins: Ranks that came in.
         has_hung: Whether it did not end.
         all_lost: Whether all ranks died before a replacement was in: the launch ends, and says so.
-        samples_lost: That did not count.
-        samples_doubled: That counted twice.
+        samples_lost: Samples that did not count.
+        samples_doubled: Samples that counted twice.
         num_again: Steps that were computed again.
-        standstills: The kind of each, its seconds, and those since the last death in it.
+        standstills: Kind of each standstill, its seconds, and those since the last death in it.
         problem: What did not hold; "" if all did.
     """
 
@@ -63,13 +63,13 @@ class Case:
 
 @functools.cache
 def commit() -> str:
-    """Of the checkout as this process began with it, as records have it."""
+    """Return the commit of the checkout when this process began, as records have it."""
     found = collect(0)
     return found.git_hash[:8] + ("+" if found.git_dirty else "")
 
 
 def words(cases: Sequence[Case]) -> str:
-    """What they add up to, in some lines."""
+    """Return the summary of the cases, in some lines."""
     if not cases:
         return "no cases"
     counts = (
@@ -116,7 +116,7 @@ class Report:
         self._path = path
 
     def cases(self) -> list[Case]:
-        """By their seeds."""
+        """Return the stored cases, sorted by their seeds."""
         stored = json.loads(self._path.read_text())["cases"] if self._path.exists() else []
         return [Case(**record) for record in stored]
 
@@ -129,7 +129,7 @@ class Report:
             self._write([found[seed] for seed in sorted(found)])
 
     def _write(self, cases: Iterable[Case]) -> None:
-        """With a line for each case."""
+        """Write the report, with a line for each case."""
         kept = list(cases)
         about = {"provenance": asdict(collect(8)), "summary": words(kept).splitlines()}
         lines = ",\n".join(f"    {json.dumps(_record_of(case))}" for case in kept)
@@ -140,7 +140,7 @@ class Report:
 
 
 def _record_of(case: Case) -> dict[str, Any]:
-    """Without what is nothing."""
+    """Return the record without its empty fields."""
     always = ("seed", "commit", "load", "took_s")
     return {name: value for name, value in asdict(case).items() if value or name in always}
 

@@ -1,4 +1,4 @@
-"""Where the time goes from a rank's death to the next completed step: on one host, in interpreters of their own.
+"""Measure the parts of the time from a rank's death to the next completed step: on one host, in new interpreters.
 
 Kinds: one rank dies; two at once; one dies, and another while the others recover. Parts, of the rank that took longest
 from the first death to its next completed step:
@@ -35,12 +35,12 @@ _APART = {ONE: 100, TWO: 220, AGAIN: 220}  # steps: replacements have come in me
 
 @dataclass
 class Stalls:
-    """What was measured of one kind.
+    """The measurements of one kind of standstill.
 
     Attributes:
-        parts_ms: Of each standstill, the parts.
-        steps_ms: The time of a step of each job.
-        load: Of the machine, behind each job.
+        parts_ms: Parts of each standstill.
+        steps_ms: Time of a step of each job.
+        load: Load of the machine at the end of each job.
     """
 
     parts_ms: list[dict[str, float]] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Stalls:
 
 
 def measure_stalls(num_jobs: int, backend: str = "gloo") -> Iterator[tuple[str, Stalls]]:
-    """Of each kind, five times in each of so many jobs of four ranks. Blocks."""
+    """Yield the standstills of each kind, five in each of so many jobs of four ranks. Blocks."""
     for kind in _APART:
         found, dice = Stalls(), random.Random(0)
         for _ in range(num_jobs):
@@ -99,7 +99,7 @@ def _measure(job: Job, found: Stalls) -> None:
 
 
 def parts_of(outcome: Outcome) -> list[dict[str, float]]:
-    """Of each standstill, from its first death to its end, with all deaths in it."""
+    """Return the parts of each standstill, from its first death to its end, with all deaths in it."""
     notes = [note for each in outcome.notes for note in each]
     deaths = sorted(note["at"] for note in notes if note["what"] == "fault")
     found = []

@@ -1,10 +1,11 @@
-"""How long training stands still, and why: from a rank's death to the next step that is completed without it.
+"""Standstills of a training, with their cause: from a rank's death to the next step that is completed without it.
 
 Rules
-1. A rank that never trained, a replacement that is starting or replaying, stops nobody: its death begins no standstill.
+1. A rank that never trained, a replacement that is starting or replaying, stops no other: its death begins no
+   standstill.
 2. Deaths before the next completed step belong to one standstill, which begins with the first of them.
-3. What a rank itself takes to die is in it: one that raises prints its error and ends threads, one that runs out of
-   memory fills that first.
+3. The time that a rank itself takes to die counts. A rank that raises prints its error and ends threads. One that runs
+   out of memory fills that first.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ _COMES_IN = (
     "recovery",
     "following",
     "receiving",
-)  # where all wait, if nobody has died, for one that comes in
+)  # without a death, all wait for a rank that comes in
 _AT_ONCE_S = 0.02  # between two deaths that no rank has told from one
 
 
 @dataclass(frozen=True)
 class Standstill:
-    """Of all ranks.
+    """One standstill of all ranks.
 
     Attributes:
         kind: One of `KINDS`.
-        seconds: From the first death; of a stopped rank from its stop, so the time after which it counts as lost.
-        since_last_s: From the last death in it.
+        seconds: Time from the first death; of a stopped rank from its stop, so the time until it counts as lost.
+        since_last_s: Time from the last death in it.
     """
 
     kind: str
@@ -56,7 +57,7 @@ class _Blow:
 
 
 def standstills(outcome: Outcome) -> list[Standstill]:
-    """Those behind the first completed step."""
+    """Return the standstills after the first completed step."""
     done = sorted(
         (note["at"], note["under"]) for notes in outcome.notes for note in notes if note["what"] == "done"
     )
@@ -75,7 +76,7 @@ def standstills(outcome: Outcome) -> list[Standstill]:
 
 
 def _blows(outcome: Outcome) -> list[_Blow]:
-    """What happened to members, in order."""
+    """Return the faults of members, in order."""
     found = [_Blow(at, "SIGKILL", "from without") for at in outcome.kills]
     for notes in outcome.notes:
         has_trained = False

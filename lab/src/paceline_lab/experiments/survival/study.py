@@ -1,4 +1,4 @@
-"""Does a training lose or double a sample, hang, or end with other parameters, when ranks die at random? A search.
+"""Search for trainings that lose or double a sample, hang, or end with other parameters, when ranks die at random.
 
     paceline study survival --cases 200            # seeds that the report has are left out
     paceline study survival --cases 200 --first-seed 1000      # adds to the same report, also at the same time
@@ -8,10 +8,10 @@
     paceline study survival --beside torchrun,torchft --cases 3  # rounds; torchft has to be installed
     paceline study survival --cost                 # what a run without a loss costs, beside a plain loop
 
-Each case is a job (`cases`): 3 to 8 ranks on this host, of which some are lost at moments of steps, in recoveries, two
-at once, or from without at any time; or 3 to 8 ranks on emulated hosts. Afterwards nothing may have been lost: see
-`job.problems`. On one host processes are forks of one that has torch loaded (tests/harness/warm.py), so that a case
-takes seconds, and what is measured from a death includes that the fork's end is passed on.
+Each case is a job (`cases`): 3 to 8 ranks on this host or on emulated hosts. On this host, ranks are lost at moments of
+steps, in recoveries, two at once, or from without at any time. Afterwards no sample may be lost: see `job.problems`. On
+one host processes are forks of one that has torch loaded (tests/harness/warm.py), so that a case takes seconds. Times
+from a death include that the fork's end is passed on.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""A script under `paceline run --min-ranks`: a small training that writes down what each rank trained, and its faults.
+"""A script for `paceline run --min-ranks`: a small training that notes what each rank trained, and its faults.
 
-It is what a user would write, but for three things: it notes every try of a step, it fails where it is told to, and it
+A user would write the same, but for three things. It notes every try of a step, it fails where it is told to, and it
 leaves its final parameters.
 """
 
@@ -65,12 +65,12 @@ GROUPS = Path("/sys/fs/cgroup/memory")
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a rank, once in a job.
+    """A fault of a rank, once in a job.
 
     Attributes:
-        rank: Which, by its number when it happens; of a replacement that has none, 0.
-        step: In which step, counted from 0.
-        moment: Where in it, one of `MOMENTS`.
+        rank: Number of the rank when it happens; of a replacement that has none, 0.
+        step: Step in which it happens, counted from 0.
+        moment: Moment of the step, one of `MOMENTS`.
         how: One of `WAYS`: `memory` is the kernel's killer, in a control group of its own, or else MemoryError;
             `SIGSTOP` lasts 20 s, `pause` 0.3 s.
     """
@@ -179,7 +179,7 @@ class Notes:
 
 
 def parser_of() -> argparse.ArgumentParser:
-    """Of its command line."""
+    """Return the parser of the script's command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--epochs", type=int, default=2)
@@ -247,7 +247,7 @@ def make_schedules(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
 
 
 def digest(model: nn.Module) -> str:
-    """Of all parameters' bits."""
+    """Return a digest of all parameters' bits."""
     found = hashlib.sha256()
     for each in (*model.parameters(), *model.buffers()):
         found.update(each.detach().numpy().tobytes())

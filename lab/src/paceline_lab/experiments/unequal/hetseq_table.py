@@ -1,12 +1,12 @@
-"""HetSeq's table of 1 to 8 nodes of 4 mixed GPUs again: equal shares, as there, and shares by speed.
+"""Measure HetSeq's table of 1 to 8 nodes of 4 mixed GPUs again, with equal shares, as there, and with shares by speed.
 
-Each rank sleeps for its samples (a third in forward), 32 a rank, as one of four GPUs of a node: what they were is not
-published, so the speeds here are an assumption, the same for every node. Gradients of a small model, weights and their
-exchange are real, over Gloo on loopback. So this shows what unequal GPUs cost and what shares by speed give back, and
-what our exchange costs at up to 32 ranks; HetSeq's network, of which nothing is published, it cannot show.
+Each rank sleeps for its samples (a third in forward), 32 per rank, as one of four GPUs of a node. The kinds of GPUs are
+not published, so the speeds here are an assumption, the same for every node. Gradients of a small model, weights and
+their exchange are real, over Gloo on loopback. So the study shows the cost of unequal GPUs, the gain of shares by
+speed, and Paceline's cost at up to 32 ranks. It cannot show HetSeq's network, which is not published.
 
 With `--train translation` (or masked) nodes are hosts of an emulated cluster, and ranks train that task of
-`time-to-loss`: they compute real gradients and sleep for the rest of what their speed says.
+`time-to-loss`. They compute real gradients and sleep for the rest of the time that their speed gives.
 
     speed-up    samples per second over those of one node with equal shares
     expansion   speed-up over nodes, as HetSeq calls it

@@ -1,6 +1,6 @@
-"""Do unequal machines work all the time? Steps with equal shares, with `balance="auto"`, and the ideal.
+"""Measure whether unequal machines work all the time: steps with equal shares, with `balance="auto"`, and the ideal.
 
-Every rank sleeps for its samples, a third in forward and the rest in backward, by its own speed: so ranks do not
+Every rank sleeps for its samples, a third in forward and the rest in backward, by its own speed. So ranks do not
 compete for the machine's cores. Gradients, weights, reports and their exchange over Gloo are real. The ideal is
 arithmetic: the time at which all ranks would finish together if samples could be divided; it has no communication.
 
@@ -52,14 +52,14 @@ TYPICAL_STEP_S = 0.1
 
 @dataclass(frozen=True)
 class Case:
-    """Ranks and how slow they are.
+    """A set of ranks with their speeds.
 
     Attributes:
         slowness: Time per sample of each rank, relative to the fastest.
-        fixed_s: Of every rank's step.
-        ideal_s: About how long an ideal step takes; the time per sample follows.
-        samples_per_rank: Of equal shares.
-        throttled: In the middle, this rank gets so many times slower; None: nobody.
+        fixed_s: Fixed time of every rank's step.
+        ideal_s: Approximate time of an ideal step; the time per sample follows.
+        samples_per_rank: Samples of a rank with equal shares.
+        throttled: Rank that gets slower in the middle of the run, and how many times; None: no rank does.
     """
 
     slowness: tuple[float, ...]
@@ -98,14 +98,14 @@ CASES = (
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured.
+    """The settings of a measurement.
 
     Attributes:
-        cases: Of unequal ranks.
-        num_steps: Of each run.
-        cost_ranks: How many equal ranks the cost is measured on.
-        num_rounds: Of the cost's turns.
-        steps_per_turn: In these.
+        cases: Cases of unequal ranks.
+        num_steps: Steps of each run.
+        cost_ranks: Number of equal ranks on which the cost is measured.
+        num_rounds: Rounds of the cost's turns.
+        steps_per_turn: Steps of each of these turns.
     """
 
     cases: tuple[Case, ...]
@@ -184,7 +184,7 @@ class Training:
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """Of each rank in the last step."""
+        """Return the samples of each rank in the last step."""
         assert self.shuffle.step is not None
         return self.shuffle.step.samples
 

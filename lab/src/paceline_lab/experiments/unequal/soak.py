@@ -1,11 +1,11 @@
-"""Do shares that change at random lose or double a sample, or let replicas drift? A soak, no measurement of speed.
+"""Soak: shares that change at random must not lose or double a sample, or let replicas drift. Speed is not measured.
 
-Small training on real processes over Gloo. In random steps shares change to random ones (nothing for some ranks), a
-rank stalls, a rank runs out of memory, `balance` moves samples, or all leave the epoch and resume from `state_dict()`.
+Small training on real processes over Gloo. In random steps shares change to random ones (none for some ranks), a rank
+stalls or runs out of memory, or `balance` moves samples. Sometimes all leave the epoch and resume from `state_dict()`.
 All but what balance does follows from a seed.
 
-Checked: each epoch has every sample once, over all ranks; parameters are bitwise equal on all ranks, and in the end
-those of one process that trained the same global batches, up to rounding.
+Checked: each epoch has every sample once, over all ranks, and parameters are bitwise equal on all ranks. In the end
+they are those of one process that trained the same global batches, up to rounding.
 """
 
 import random
@@ -33,12 +33,12 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True)
 class Config:
-    """How long, and from which seed.
+    """The length of the soak, and its seed.
 
     Attributes:
-        num_steps: That succeed.
-        seed: Of everything.
-        workers: Of each rank's loader.
+        num_steps: Number of steps that succeed.
+        seed: Seed of everything.
+        workers: Number of workers of each rank's loader.
     """
 
     num_steps: int
@@ -48,17 +48,17 @@ class Config:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What happened; the same on every rank.
+    """The events of a soak; the same on every rank.
 
     Attributes:
-        num_steps: That succeeded.
-        num_epochs: Whose samples were counted.
-        num_changes: Of shares, by hand or by balance.
+        num_steps: Steps that succeeded.
+        num_epochs: Epochs whose samples were counted.
+        num_changes: Changes of shares, by hand or by balance.
         num_repeats: Steps that were given up.
-        num_restarts: From a state.
-        num_bad_epochs: In which a sample was missing or came twice.
+        num_restarts: Restarts from a state.
+        num_bad_epochs: Epochs in which a sample was missing or came twice.
         num_drifts: Checks at which ranks had different parameters.
-        difference: From one process in the end, relative.
+        difference: Relative difference from one process in the end.
     """
 
     num_steps: int
@@ -95,7 +95,7 @@ def data() -> TensorDataset:
 
 
 def loss_of(output: Tensor, index: Tensor) -> Tensor:
-    """It depends on the sample, so that one that counts twice is seen."""
+    """Return a loss that depends on the sample, so that a sample that counts twice is seen."""
     return (output.square().sum(1) * (1 + index / NUM_SAMPLES)).mean()
 
 
@@ -201,7 +201,7 @@ class Soak:
         self.drifts += any(other != everybody[0] for other in everybody)
 
     def _difference(self) -> float:
-        """From one process that trains the same global batches."""
+        """Return the difference from one process that trains the same global batches."""
         alone = Fragile()
         optimizer = torch.optim.SGD(alone.parameters(), lr=RATE, momentum=0.9)
         rows = self._rows_in_order()

@@ -1,8 +1,8 @@
-"""How long do unequal machines take to a given loss? torch's DDP, HetSeq's rule, our fixed and our automatic shares.
+"""Measure how long unequal machines take to a given loss, by torch's DDP, HetSeq's rule, fixed and automatic shares.
 
-The hosts are an emulated cluster's, the training is real: all sides train the same samples in the same steps, so they
-differ in how long a step takes, not in how many there are (the report says by how much losses differ). Where the
-clock stands when the training loss, a mean of 8 steps, first falls to the target, is compared.
+The hosts are an emulated cluster's, and the training is real. All sides train the same samples in the same steps, so
+they differ only in the time of a step. The report says by how much losses differ. The result is the time until the
+training loss, a mean of 8 steps, first falls to the target.
 
     --compute timed   ranks take for their samples what their speed says, a third in forward: they compute, and sleep
                       for the rest. So they hardly compete for this machine's cores, as machines of their own do not
@@ -12,9 +12,9 @@ clock stands when the training loss, a mean of 8 steps, first falls to the targe
 `--workloads masked,translation --seeds 5` are HetSeq's two tasks, small: a BERT on bytes, and a transformer that puts
 numbers into words. Medians of the seeds are shown, each seed with its own parameters, samples and target.
 
-`--workloads bert` has the gradients of HetSeq's model, a part of them, and layers that only take time: the same
-steps, without a loss, of which seven eighths are the target. A case takes two minutes: with `--parts FOLDER` and
-`--only 1`, then 2, then neither, all can be measured one at a time.
+`--workloads bert` has a part of the gradients of HetSeq's model, and layers that only take time. Its steps are the
+same, without a loss; seven eighths of them are the target. A case takes two minutes: with `--parts FOLDER` and `--only
+1`, then 2, then neither, all can be measured one at a time.
 
     torch     torch.nn.parallel.DistributedDataParallel, equal shares
     HetSeq    the same with its step: six sums over the ranks, gradients times W / sum(sample_size), where its
@@ -150,8 +150,8 @@ def first_shares(case: Case, side: str) -> GlobalBatch:
 
 
 def train_all(job: Job, tell: TellProgress) -> dict[str, dict[str, Any]]:
-    """What `train` returns, by side. Collective."""
-    Training(job, TORCH).step()  # whoever is first would warm up for the others
+    """Return the results of `train`, by side. Collective."""
+    Training(job, TORCH).step()  # the first side would warm up for the others
     return train_each(SIDES, partial(train, job), tell)
 
 

@@ -1,6 +1,6 @@
-"""What `time_to_loss` trains: a CNN, a byte model, HetSeq's tasks (masked bytes, a translation), layers that sleep.
+"""Models of `time_to_loss`: a CNN, a byte model, HetSeq's tasks (masked bytes, a translation), and layers that sleep.
 
-The translation is made: numbers of five digits, and the English words for them.
+The translation is synthetic: numbers of five digits, and the English words for them.
 """
 
 import time
@@ -108,15 +108,15 @@ class Translation(nn.Module):
 
 
 def count(batch: Sequence[Tensor]) -> int:
-    """Tokens or images of a batch: what its mean loss is the mean of."""
+    """Return the number of tokens or images over which the batch's mean loss is taken."""
     return int((batch[1] != IGNORED).sum())
 
 
 class Paced(nn.Module):
-    """A network whose forward and backward take as long as this rank's speed says; its own time where that is None.
+    """A network whose forward and backward take the time that this rank's speed gives; without a speed, its own time.
 
-    What it computes is a part of that time: forward sleeps for the rest, backward for what is left of it if it takes
-    twice as long as forward.
+    Forward sleeps for the rest of its third. Backward sleeps twice as long as forward did, since it computes about
+    twice as long.
     """
 
     def __init__(self, network: nn.Module, speed: Speed | None) -> None:
@@ -156,13 +156,13 @@ class BertShaped(nn.Module):
 
 @dataclass(frozen=True)
 class Task:
-    """What one rank trains.
+    """The task of one rank.
 
     Attributes:
         data: All samples.
-        network: With the same parameters on every rank, and this rank's `speed`.
-        rate: Of Adam; None: an optimizer that changes nothing, because nothing is learnt.
-        sample_size: What HetSeq's code says of a batch, whatever its size: 1, or the length of BERT's sequences.
+        network: Network with the same parameters on every rank, and this rank's `speed`.
+        rate: Rate of Adam; None: an optimizer that changes nothing, because the task has nothing to learn.
+        sample_size: Sample size of a batch in HetSeq's code, whatever its size: 1, or the length of BERT's sequences.
     """
 
     data: TensorDataset
@@ -178,7 +178,7 @@ class Task:
         return functional.cross_entropy(model(batch[0]), batch[1].flatten(), ignore_index=IGNORED)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """For the parameters of `model`."""
+        """Return the optimizer for the parameters of `model`."""
         if self.rate is None:
             return SleepingOptimizer(model.parameters(), 0.0)
         return torch.optim.Adam(model.parameters(), lr=self.rate)
@@ -225,7 +225,7 @@ def translations(num_samples: int) -> TensorDataset:
 
 
 def words_of(number: int) -> list[str]:
-    """Of a number from 0 to 99,999: "twelve thousand three hundred forty five"."""
+    """Return the words of a number from 0 to 99,999: "twelve thousand three hundred forty five"."""
     for size, name in ((1000, "thousand"), (100, "hundred")):
         if number >= size:
             rest = words_of(number % size) if number % size else []

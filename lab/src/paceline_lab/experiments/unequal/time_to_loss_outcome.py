@@ -34,10 +34,9 @@ class Job:
 
     Attributes:
         workload: `images` (a small CNN), `text` (a byte model whose sequences differ in length), `masked` (a BERT on
-            bytes), `translation` (numbers to words) or `bert` (gradients of BERT's shape, layers that sleep: nothing is
-            learnt).
+            bytes), `translation` (numbers to words). Or `bert`: gradients of BERT's shape, layers that sleep.
         case: How slow the hosts are, and whether one gets slower half-way.
-        num_steps: That are trained; the target has to lie within.
+        num_steps: Number of steps that are trained; the target has to lie within.
         quotas: Cores of each host; None: ranks sleep.
         seed: Of the parameters and the samples.
     """
@@ -50,7 +49,7 @@ class Job:
 
     @property
     def title(self) -> str:
-        """Of all seeds."""
+        """Return the title of all seeds."""
         return f"{self.workload} {self.case.name}"
 
     @property
