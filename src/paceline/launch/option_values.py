@@ -6,7 +6,6 @@ import argparse
 import math
 import os
 import signal
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +16,9 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from paceline.errors import ConfigurationError
+from paceline.host.addresses import addresses_of
 from paceline.launch import rendezvous_endpoint
+from paceline.launch.stores import addresses_here
 
 MOST_RANKS = 4096  # on a machine
 MOST_MACHINES = 100_000
@@ -82,13 +83,20 @@ def _check_meeting(args: argparse.Namespace, num_machines: int) -> None:
             f"--node-rank {args.node_rank} does not fit --nnodes {args.nnodes}: machines are numbered from 0 to "
             f"{num_machines - 1}."
         )
-    if args.local_addr:
-        try:
-            socket.getaddrinfo(args.local_addr, None)
-        except (OSError, UnicodeError) as error:
-            raise ConfigurationError(
-                f"--local-addr {args.local_addr} is not an address of this machine. `ip address` lists them."
-            ) from error
+    if args.local_addr and not _may_be_own(args, num_machines):
+        raise ConfigurationError(
+            f"--local-addr {args.local_addr} is not an address of this machine. `ip address` lists them."
+        )
+
+
+def _may_be_own(args: argparse.Namespace, num_machines: int) -> bool:
+    """Whether --local-addr may be this machine's; of several without Elastic, it may be one that a router forwards."""
+    if num_machines == 1 or args.min_ranks is not None:
+        return bool(addresses_here(args.local_addr))
+    try:
+        return bool(addresses_of(args.local_addr))
+    except OSError:
+        return False
 
 
 def _check_settings(text: str) -> None:
@@ -186,6 +194,13 @@ def check_elastic(
         )
     is_range = len(set(str(args.nnodes).split(":"))) > 1
     for option, is_given, why in (
+        ("--rdzv-endpoint file://", rendezvous_endpoint.meets_by_file(args), "hosts meet at an address"),
+        ("port 0", str(args.rdzv_endpoint).endswith(":0"), "it is another port on each host"),
+        (
+            f"--rdzv-backend {args.rdzv_backend}",
+            args.rdzv_backend not in ("c10d", "static"),
+            "hosts meet each other at an address",
+        ),
         ("--nnodes MIN:MAX", is_range, "the job begins with a fixed number of hosts, and goes on with fewer"),
         ("--max-restarts", args.max_restarts > 0, "lost ranks are replaced one by one, never all together"),
         *((option, True, why) for option, why in exclusive.items()),

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from paceline.comm import TOKEN
 from paceline.errors import ConfigurationError
-from paceline.host.addresses import ELSEWHERE, LOOPBACK, own_address_towards
+from paceline.host.addresses import ELSEWHERE, LOOPBACK, addresses_of, own_address_towards
 from paceline.launch.stores import addresses_here
 
 FILE = "file://"
@@ -118,14 +118,10 @@ def wait_for_store(args: argparse.Namespace, note: Callable[[str], None]) -> Non
         return
     began_s, has_told = time.monotonic(), False
     while time.monotonic() - began_s < patience_s(args):
+        addresses_of_meeting(host, f"--rdzv-endpoint {args.rdzv_endpoint}")
         with contextlib.suppress(TimeoutError, ConnectionError):
             try:
                 socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
-            except socket.gaierror as error:
-                raise ConfigurationError(
-                    f"--rdzv-endpoint {args.rdzv_endpoint}: nobody here knows the name {host} ({error.strerror}). "
-                    "Check the spelling, or name the address."
-                ) from error
             except OSError as error:
                 if not isinstance(error, (TimeoutError, ConnectionError)):
                     time.sleep(_KNOCK_S)  # no way there, for now
@@ -135,6 +131,16 @@ def wait_for_store(args: argparse.Namespace, note: Callable[[str], None]) -> Non
             has_told = True
             note(f"nobody listens at {args.rdzv_endpoint} yet; waiting for the launcher of the machine there")
         time.sleep(_KNOCK_S)
+
+
+def addresses_of_meeting(host: str, option: str) -> list[str]:
+    """The addresses of the host where machines meet, as `option` names it. Raises ConfigurationError for no name."""
+    try:
+        return addresses_of(host.strip("[]"))
+    except OSError as error:
+        raise ConfigurationError(
+            f"{option}: nobody here knows the name {host} ({error.strerror}). Check the spelling, or name the address."
+        ) from error
 
 
 def own_address(towards: str = ELSEWHERE) -> str | None:

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 from typing_extensions import Self
 
 from paceline.comm import TOKEN
-from paceline.host.addresses import LOOPBACK, is_loopback
+from paceline.host.addresses import LOOPBACK, addresses_of, is_loopback
 from paceline.launch.machines import MachineRendezvous
 from paceline.observe.workload_recording import RANKS_OF_HOST
 
@@ -165,12 +165,9 @@ class Listening:
 
 def addresses_here(host_name: str) -> list[str]:
     """The addresses behind a name that are this machine's own, IPv4 first."""
-    try:
-        found = socket.getaddrinfo(host_name or LOOPBACK, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    addresses = sorted({str(each[4][0]) for each in found}, key=lambda address: (":" in address, address))
-    return [address for address in addresses if _is_mine(address)]
+    with contextlib.suppress(OSError):
+        return [address for address in addresses_of(host_name or LOOPBACK) if _is_mine(address)]
+    return []
 
 
 def _is_mine(address: str) -> bool:

@@ -1,11 +1,14 @@
 """What `paceline run --min-ranks` refuses before anything starts."""
 
+import socket
+
 import pytest
 
 from paceline.errors import ConfigurationError
 from paceline.launch import parse
+from paceline.launch.elastic import several_hosts
 from paceline.launch.elastic.plan import Address
-from paceline.launch.elastic.several_hosts import connected
+from paceline.launch.elastic.several_hosts import connected, find_own_address, where_the_first_is
 
 SCRIPT = __file__
 
@@ -20,6 +23,16 @@ SCRIPT = __file__
         (["--min-ranks", "2", "--max-restarts", "1"], "--max-restarts exclude each other"),
         (["--min-ranks", "2", "--servers", "1"], "--servers exclude each other"),
         (["--min-ranks", "2", "--numa-binding", "node"], "--numa-binding exclude each other"),
+        (
+            ["--min-ranks", "2", "--local-addr", "198.51.100.7"],
+            "--local-addr 198.51.100.7 is not an address of this",
+        ),
+        (
+            ["--min-ranks", "2", "--nnodes", "2", "--rdzv-endpoint", "file:///tmp/x"],
+            "file:// exclude each other",
+        ),
+        (["--min-ranks", "2", "--rdzv-backend", "etcd"], "--rdzv-backend etcd exclude each other"),
+        (["--min-ranks", "2", "--nnodes", "2", "--rdzv-endpoint", "h:0"], "--min-ranks and port 0 exclude"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_rule(words, said):
@@ -35,10 +48,64 @@ def test_what_was_asked_for_reaches_the_launch():
     assert parse(["--nproc-per-node", "4", SCRIPT]).min_ranks is None
 
 
+@pytest.mark.parametrize(
+    ("node_rank", "words", "said"),
+    [
+        (1, "--master-addr 127.0.0.1", "this host has 127.0.0.1 on the way to the first one at 127.0.0.1"),
+        (1, "", "this host has 127.0.0.1 on the way"),
+        (1, "--master-addr localhost", "this host has 127.0.0.1 on the way"),
+        (1, "--master-addr ::1", "on the way to the first one at ::1"),
+        (1, "--master-addr fe80::1", "this host has no address on the way to the first one at fe80::1"),
+        (1, "--master-addr 198.51.100.7 --local-addr 127.0.0.2", "this host has 127.0.0.2 on the way"),
+        (0, "--master-addr 198.51.100.7", "--master-addr 198.51.100.7 is no address of this machine"),
+        (0, "--master-addr 1.2.3", "--master-addr 1.2.3 is no address of this machine"),
+        (0, "--master-addr no..name", "--master-addr no..name: nobody here knows the name"),
+        (
+            0,
+            "--master-addr 0.0.0.0",
+            "--master-addr 0.0.0.0 means 0.0.0.0 here, at which no other host reaches",
+        ),
+        (0, "--master-addr 224.0.0.1", "--master-addr 224.0.0.1 means 224.0.0.1 here"),
+    ],
+)
+def test_an_address_at_which_hosts_cannot_meet_is_refused(node_rank, words, said):
+    """Before anything starts; one that is missing, of another machine, of this machine alone, or unknown."""
+    words = ["--nnodes", "2", "--node-rank", str(node_rank), "--min-ranks", "1", *words.split(), SCRIPT]
+    with pytest.raises(ConfigurationError, match=said):
+        find_own_address(parse(words))
+
+
+def test_hosts_may_meet_at_any_address_of_the_first(monkeypatch):
+    """Without a port it is the usual one; several on one machine have an address each."""
+    words = ["--nnodes", "2", "--min-ranks", "1"]
+    arguments = parse([*words, "--rdzv-endpoint", "127.0.0.1", SCRIPT])
+    assert where_the_first_is(arguments) == (Address("127.0.0.1", 29500), True)
+    one = ["--node-rank", "1", "--master-addr", "localhost", "--local-addr", "127.0.0.2"]
+    arguments = parse([*words, *one, SCRIPT])
+    find_own_address(arguments)
+    assert arguments.torchrun.local_addr == "127.0.0.2"
+    monkeypatch.setattr(several_hosts, "own_address_towards", {"10.0.0.1": "10.0.0.2"}.get)
+    arguments = parse([*words, "--node-rank", "1", "--master-addr", "10.0.0.1", SCRIPT])
+    find_own_address(arguments)
+    assert arguments.torchrun.local_addr == "10.0.0.2"
+
+
+def test_an_agents_port_that_is_taken_is_named():
+    """Another agent of this machine has it, for example."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ["--nnodes", "2", "--min-ranks", "1", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        with pytest.raises(
+            ConfigurationError, match=rf"listen at 127\.0\.0\.1:{port} \(Address already in use\)"
+        ):
+            connected(parse([*words, SCRIPT]), Address("127.0.0.1", 1), print).__enter__()
+
+
 def test_several_hosts_need_a_token(monkeypatch):
     """Who knows it can end the training, and gets the parameters; with none, that would be everybody."""
     monkeypatch.delenv("PACELINE_TOKEN", raising=False)
-    words = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--local-addr", "10.0.0.2"]
+    words = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1"]
     arguments = parse([*words, "--min-ranks", "1", SCRIPT])
+    arguments.torchrun.local_addr = "10.0.0.2"
     with pytest.raises(ConfigurationError, match=r"10\.0\.0\.2:29500 .* the same PACELINE_TOKEN"):
         connected(arguments, Address("10.0.0.2", 1), print).__enter__()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 from collections.abc import Callable, Iterator
 
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
 from paceline.comm import TOKEN
 from paceline.errors import ConfigurationError
-from paceline.host.addresses import is_loopback
+from paceline.host.addresses import is_loopback, own_address_towards
 from paceline.launch import rendezvous_endpoint
 from paceline.launch.command_line import LaunchArguments
 from paceline.launch.elastic.agents import Agents, AgentSetting
@@ -50,8 +53,8 @@ def connected(arguments: LaunchArguments, start: Address, note: Callable[[str], 
         agents = Agents(setting, note)
     except OSError as error:
         raise ConfigurationError(
-            f"this host's agent cannot listen at {listen.host}:{listen.port} ({error.strerror}). Name a free port with "
-            "--master-port, the same on all hosts, or this host's address with --local-addr."
+            f"this host's agent cannot listen at {listen.host}:{listen.port} ({os.strerror(error.errno or 0)}). Name a "
+            "free port with --master-port, the same on all hosts, or this host's address with --local-addr."
         ) from error
     note(f"the agent of this host listens at {agents.address.host}:{agents.address.port}")
     try:
@@ -61,25 +64,48 @@ def connected(arguments: LaunchArguments, start: Address, note: Callable[[str], 
 
 
 def where_the_first_is(arguments: LaunchArguments) -> tuple[Address, bool]:
-    """Where the agents find each other, and whether that is here. ConfigurationError for an unknown name."""
+    """Where the agents find each other, and whether that is here. Raises ConfigurationError if it cannot be."""
     args = arguments.torchrun
-    name, _, port = (args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or _PORT}").rpartition(":")
-    name = name.strip("[]")
-    here = addresses_here(name)
+    option, name, port = "--master-addr", args.master_addr.strip("[]"), args.master_port or _PORT
+    if args.rdzv_endpoint:
+        option, (name, port) = "--rdzv-endpoint", parse_rendezvous_endpoint(args.rdzv_endpoint, _PORT)
+    option = f"{option} {name}"
+    here = sorted(addresses_here(name), key=is_loopback)
+    found = here or rendezvous_endpoint.addresses_of_meeting(name, option)
     is_first = args.node_rank == 0 if args.rdzv_backend == "static" else bool(here)
-    try:
-        found = here or sorted({str(each[4][0]) for each in socket.getaddrinfo(name, None)})
-    except socket.gaierror as error:
+    if is_first and not here:
         raise ConfigurationError(
-            f"nobody here knows the name {name} ({error.strerror}), where the hosts of this launch meet. Check the "
-            "spelling, or name the address."
-        ) from error
-    return Address(found[0], int(port)), is_first
+            f"{option} is no address of this machine, but --node-rank 0 says that the first host is here. Name an "
+            "address of this machine. To join a job that trains already, pass another --node-rank and the address of a "
+            "host that trains."
+        )
+    if _is_of_no_host(found[0]) or (is_first and is_loopback(found[0]) and not is_loopback(name)):
+        raise ConfigurationError(
+            f"{option} means {found[0]} here, at which no other host reaches this one. Name an address that all hosts "
+            "reach."
+        )
+    return Address(found[0], port), is_first
+
+
+def _is_of_no_host(address: str) -> bool:
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return parsed.is_unspecified or parsed.is_multicast or address == "255.255.255.255"
 
 
 def find_own_address(arguments: LaunchArguments) -> None:
-    """Choose the address of this host that the others reach; `arguments` is changed."""
+    """Choose the address of this host that the others reach; `arguments` is changed. Raises ConfigurationError."""
     args = arguments.torchrun
-    if args.local_addr is None:
-        first, is_first = where_the_first_is(arguments)
-        args.local_addr = first.host if is_first else rendezvous_endpoint.own_address(first.host)
+    first, is_first = where_the_first_is(arguments)
+    asked = args.local_addr
+    if asked is None:
+        found = first.host if is_first else own_address_towards(first.host)
+    else:
+        found = min(addresses_here(asked), key=is_loopback)
+    may_be_loopback = is_loopback(first.host) and (is_first or asked is not None)
+    if not found or (is_loopback(found) and not may_be_loopback):
+        raise ConfigurationError(
+            f"this host has {found or 'no address'} on the way to the first one at {first.host}, so the others do not "
+            "reach it. Name an address of the first host that all hosts reach (--master-addr), and one of this host "
+            "(--local-addr). To try several hosts on one machine, give each its own: 127.0.0.1, 127.0.0.2."
+        )
+    args.local_addr = found
