@@ -89,10 +89,14 @@ def started(
     try:
         yield process
     finally:
-        for pid in alive(process):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.communicate()
+        has_ended = False
+        while not has_ended:  # a launcher may replace a rank before its own turn comes
+            for pid in alive(process):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=0.2)
+                has_ended = True
 
 
 def environment(tmp: Path, *, cold: bool = False) -> dict[str, str]:

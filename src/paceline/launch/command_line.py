@@ -297,8 +297,11 @@ def _check_devices(num_ranks: int, num_devices: int, *, share: bool) -> None:
 
 
 def _local_port(args: argparse.Namespace, num_nodes: int) -> int | None:
-    """The port that the rendezvous will have to open on this machine; None if the kernel picks or a peer does."""
-    if args.standalone:
+    """The port that the rendezvous will have to open on this machine; None if the kernel picks or a peer does.
+
+    Elastic's agents listen on one address: another host of this machine may have the same port at its own.
+    """
+    if args.standalone or args.min_ranks is not None:
         return None
     if args.rdzv_backend == "static" and not args.rdzv_endpoint:
         if args.master_port is None and num_nodes == 1:

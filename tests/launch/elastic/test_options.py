@@ -91,10 +91,14 @@ def test_hosts_may_meet_at_any_address_of_the_first(monkeypatch):
 
 
 def test_an_agents_port_that_is_taken_is_named():
-    """Another agent of this machine has it, for example."""
+    """At its address: of several hosts on one machine each has the port at an address of its own."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         words = ["--nnodes", "2", "--min-ranks", "1", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        other = parse([*words[:-1], f"127.0.0.2:{port}", SCRIPT])
+        assert other.local_port is None
+        with connected(other, Address("127.0.0.2", 1), print) as agents:
+            assert agents.address == ("127.0.0.2", port)
         with pytest.raises(
             ConfigurationError, match=rf"listen at 127\.0\.0\.1:{port} \(Address already in use\)"
         ):
