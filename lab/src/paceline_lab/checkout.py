@@ -23,8 +23,8 @@ def in_repository(path: str, what: str) -> Path:
     """Return a path of the repository.
 
     Args:
-        path: From its root.
-        what: For the error, such as "the stored results".
+        path: Path from the repository's root.
+        what: Words for the error, such as "the stored results".
 
     Raises:
         ConfigurationError: There is no checkout, or it does not have it.

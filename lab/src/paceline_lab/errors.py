@@ -21,7 +21,7 @@ class InterruptedEmulationError(EmulationError):
     """A signal asked for the end; every host, and what ran on it, is gone.
 
     Attributes:
-        signal: Which one.
+        signal: Number of the signal.
     """
 
     def __init__(self, received: signal.Signals) -> None:

@@ -62,7 +62,7 @@ class ReduceSamples:
     Attributes:
         times_s: By side and size: for each round and turn, the mean time of the turn's all-reduces.
         right: By side: whether every rank had the right sum at every check.
-        copy_bytes_per_s: What the slowest rank reads and writes in a second when all copy at once.
+        copy_bytes_per_s: Bytes that the slowest rank reads and writes in a second when all copy at once.
     """
 
     times_s: dict[str, dict[int, list[float]]]

@@ -28,7 +28,7 @@ class Exchange(ABC):
 
     Attributes:
         rank: This process's number.
-        num_ranks: How many there are.
+        num_ranks: Number of ranks.
     """
 
     rank: int
@@ -124,8 +124,8 @@ class ReduceSide:
     Attributes:
         starter: "torchrun": shares processes with all such sides, turn by turn; "mpirun": launches of its own.
         open: Called once on every rank.
-        package: What has to be installed.
-        note: What a reader of its figures must know.
+        package: Package that has to be installed.
+        note: Note that a reader of its figures needs.
     """
 
     starter: str

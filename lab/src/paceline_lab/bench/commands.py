@@ -205,7 +205,7 @@ def check_memory(config: StepConfig, num_ranks: int, available: float | None) ->
     """Refuse a run that would not fit; the kernel's answer would be SIGKILL.
 
     Raises:
-        ConfigurationError: With the numbers, and what would fit.
+        ConfigurationError: The ranks do not fit; it has the numbers, and what would fit.
     """
     needed = needed_bytes(config, num_ranks)
     if available is None or needed <= available:

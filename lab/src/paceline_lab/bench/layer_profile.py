@@ -141,7 +141,7 @@ class Profile:
 
     Attributes:
         workload: Name of the workload.
-        source: Where the times are from, in words for a report.
+        source: Origin of the times, in words for a report.
         layers: The layers in the order of forward. Backward takes them in reverse.
         optimizer_s: Time of the optimizer after backward.
     """

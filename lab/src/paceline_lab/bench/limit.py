@@ -40,7 +40,7 @@ def backward_and_communication_s(layers: Sequence[tuple[float, int]], communicat
 
     Args:
         layers: Seconds of backward and bytes of gradients, in the order of backward.
-        communication_s: Of all bytes; the wire serves them in the order in which they are ready, at one rate.
+        communication_s: Time of all bytes; the wire serves them in the order in which they are ready, at one rate.
     """
     num_bytes = sum(size for _, size in layers)
     ready_s = list(accumulate(layer_s for layer_s, _ in layers))

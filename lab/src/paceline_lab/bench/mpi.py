@@ -108,9 +108,9 @@ def remote_start(cluster: EmulatedCluster, folder: Path, environment: Mapping[st
     """Serve agents while the block runs; yields the agent's path.
 
     Args:
-        cluster: Its hosts are called by their addresses.
+        cluster: Cluster whose hosts are called by their addresses.
         folder: Private; for the agent and the socket.
-        environment: Of what is started.
+        environment: Environment of the processes.
     """
     path, agent = folder / "remote-start", folder / "agent.py"
     agent.write_text(_AGENT.format(python=sys.executable, path=str(path)))

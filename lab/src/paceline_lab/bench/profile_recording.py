@@ -55,9 +55,9 @@ def record(
     """Train and return the median step, layer by layer.
 
     Args:
-        workload_name: Which.
+        workload_name: Name of the workload.
         device: "cpu", or the accelerator's type.
-        num_steps: How many are timed.
+        num_steps: Number of timed steps.
         tell: Told the share of the work that is done.
         quick: The workload's smallest size; its profile fits no other.
 

@@ -53,9 +53,9 @@ def collect(
     """Describe this run, after it.
 
     Args:
-        num_ranks: Of the largest job.
-        load_average_before: Before it was measured; None: when this process began.
-        num_threads_per_rank: That computed.
+        num_ranks: Number of ranks of the largest job.
+        load_average_before: Load before the measurement; None: when this process began.
+        num_threads_per_rank: Number of threads that computed on each rank.
     """
     return Provenance(
         command=_command(),
@@ -78,7 +78,6 @@ def collect(
 
 
 def _command() -> str:
-    """The command line, as it is typed again."""
     words = "paceline" if Path(sys.argv[0]).name in ("paceline", "__main__.py") else f"python {sys.argv[0]}"
     return " ".join([words, shlex.join(sys.argv[1:])]).strip()
 

@@ -52,9 +52,9 @@ class Ranks(ABC):
     """A place where tasks run, one after another; a context manager.
 
     Attributes:
-        num_ranks: How many processes a task gets.
-        rate_bytes_per_s: Of the slowest host's link; None where ranks share memory's speed.
-        label: For the names of files, such as 4hosts or 2ranks.
+        num_ranks: Number of processes of a task.
+        rate_bytes_per_s: Rate of the slowest host's link; None where ranks share memory's speed.
+        label: Part of file names, such as 4hosts or 2ranks.
     """
 
     num_ranks: int
@@ -85,7 +85,7 @@ class Ranks(ABC):
         Args:
             task: Called inside a Gloo group, on every rank.
             config: The same for every rank; must pickle.
-            title: What the progress bar says.
+            title: Text of the progress bar.
             environment: Variables of the processes.
 
         Raises:
@@ -120,7 +120,7 @@ class Ranks(ABC):
 
     @contextmanager
     def _prepared(self, task: Task[Any, Any], config: Any, title: str) -> Iterator[tuple[Path, str]]:
-        """A folder with the task in it, watched for progress, and the mark of what is to end with us."""
+        """Yield a folder with the task, watched for progress, and the mark by which the job's processes are ended."""
         launch_id = uuid.uuid4().hex
         with Watchdog(launch_id) as watchdog, progress_bar(title) as show:
             rank_program.save_task(watchdog.folder, task, config)
@@ -175,7 +175,7 @@ class ClusterRanks(Ranks):
 
     Args:
         spec: The cluster.
-        scenario: What changes of it during each task.
+        scenario: Changes of the cluster during each task.
     """
 
     def __init__(self, spec: ClusterSpec, scenario: Scenario | None = None) -> None:
@@ -227,9 +227,9 @@ def choose_place(hosts: int | None, *, ranks_per_host: int | str | None = None, 
     """Return where to run; not entered yet.
 
     Args:
-        hosts: Of an emulated cluster; None: this machine, over loopback.
+        hosts: Number of hosts of an emulated cluster; None: this machine, over loopback.
         ranks_per_host: Processes on each host, or one number a host, separated by commas. None: 1, on this machine 2.
-        links: What ClusterSpec.parse takes, as strings; None: its default.
+        links: Options of ClusterSpec.parse, as strings; None: its default.
 
     Raises:
         ConfigurationError: A link is described without hosts, or the cluster cannot be.
@@ -286,7 +286,6 @@ def gather(value: Result) -> list[Result]:
 
 @contextmanager
 def _watched(folder: Path, show: TellProgress) -> Iterator[None]:
-    """Show what rank 0 tells."""
     done = threading.Event()
 
     def watch() -> None:

@@ -36,11 +36,11 @@ class Side:
 
     Attributes:
         family: "none", "torch", "ours", or another library's package.
-        arguments: For the wrapper, where the family has one.
-        make_reduction: What combines the gradients, made anew for each model; None: what the arguments say.
+        arguments: Arguments of the wrapper, where the family has one.
+        make_reduction: Makes the reduction of the gradients, once for each model; None: the arguments name it.
         hook: A communication hook to register, by its name in `other_libraries.HOOKS`.
-        backend: Of the process group; None for the job's own.
-        tolerance: How far its mean may be from the exact one, relative; None: lossy by design, only reported.
+        backend: Backend of the process group; None for the job's own.
+        tolerance: Largest relative distance of its mean from the exact one; None: lossy by design, only reported.
     """
 
     family: str
@@ -126,7 +126,7 @@ def parse_sides(text: str, option: str = "--sides") -> tuple[str, ...]:
     Raises:
         ConfigurationError: A name is not in the table, or its package is not installed.
     """
-    names = tuple(_stored(name.strip()) for name in text.split(",") if name.strip())
+    names = tuple(_in_table(name.strip()) for name in text.split(",") if name.strip())
     unknown = [name for name in names if name not in SIDES]
     if unknown or not names:
         raise ConfigurationError(
@@ -147,8 +147,8 @@ def shown(side_name: str) -> str:
     return re.sub("^ours", "paceline", side_name)
 
 
-def _stored(name: str) -> str:
-    """The other way round."""
+def _in_table(name: str) -> str:
+    """Return the name in `SIDES` of a side as a user types it."""
     found = {words: side for side, words in _OVER_ITS_BACKEND.items()}
     return found.get(name) or re.sub(r"^paceline(?=$|-)", "ours", name)
 

@@ -32,11 +32,11 @@ class SideSummary:
 
     Attributes:
         step_s: Mean of a round's steps, each the slowest rank's.
-        ratio: To the side that the others are set against, round by round.
+        ratio: Ratio to the baseline, round by round.
         exposed_s: Step less computing alone, round by round.
         realised: Share of the ideal overlap, round by round.
         error: Distance from the exact mean, relative; None where it is not known.
-        bucket_bytes: In the order of launch.
+        bucket_bytes: Bytes of the buckets in the order of launch.
     """
 
     step_s: Summary

@@ -79,7 +79,7 @@ def _window(shape: Shape) -> int:
 
 
 class _Pass(torch.autograd.Function):
-    """The identity on `x`, later; gives every parameter its gradient."""
+    """The identity on `x`, after its time; backward gives every parameter its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: TimedLayer, *_parameters: Tensor) -> Tensor:
@@ -117,10 +117,10 @@ class TimedModel(nn.Sequential):
     """A chain of layers that sleep.
 
     Args:
-        profile: How long each, and the shapes.
-        rank: Whose gradients.
+        profile: Times of the layers, and their shapes.
+        rank: Rank whose gradients it has.
         scale: Divides the first size of every parameter, so about the bytes; not the times.
-        stopwatch: What spends the time; one that does not sleep, in tests.
+        stopwatch: Spends the time; in tests one that does not sleep.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class TimedWorkload(Workload):
     """A profile as a workload.
 
     Attributes:
-        profile: How long each layer computes.
-        rank: Whose gradients.
+        profile: Times of the layers.
+        rank: Rank whose gradients it has.
         scale: Divides the gradients' bytes (TimedModel).
     """
 

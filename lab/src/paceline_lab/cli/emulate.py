@@ -88,7 +88,6 @@ def emulate(
 
 
 def _changes(scenario: str | None, *, check: bool) -> Scenario | None:
-    """Read the file of timed changes, if there is one."""
     from paceline.errors import ConfigurationError
     from paceline_lab.emulation import Scenario
 
@@ -98,7 +97,6 @@ def _changes(scenario: str | None, *, check: bool) -> Scenario | None:
 
 
 def _check_work(spec: ClusterSpec, script: list[str], changes: Scenario | None, *, check: bool) -> None:
-    """Refuse what cannot run on this cluster, before anything is set up."""
     from paceline.errors import ConfigurationError
     from paceline_lab.emulation.cluster_job import check_script
 
@@ -136,7 +134,6 @@ def _show(outcome: Outcome, console: Console, *, as_json: bool) -> int:
 
 
 def _check(cluster: EmulatedCluster, console: Console, *, as_json: bool) -> int:
-    """Measure and show; 0 if everything agrees."""
     from paceline_lab.emulation.cluster_check import check
     from paceline_lab.report import table
 
@@ -161,7 +158,6 @@ def _check(cluster: EmulatedCluster, console: Console, *, as_json: bool) -> int:
 
 
 def _traffic(outcome: Outcome) -> Table:
-    """Return a table of how each host ended, and what its links carried."""
     from paceline_lab.emulation.quantities import show_size
     from paceline_lab.report import table
 

@@ -52,7 +52,7 @@ class InProcessWorld:
     """All ranks of one process.
 
     Args:
-        num_ranks: How many.
+        num_ranks: Number of ranks.
 
     Attributes:
         groups: One process group a rank, in order.
@@ -69,7 +69,7 @@ class InProcessWorld:
         """Call `task` with every rank's group, each on a thread of its own; returns what it returned, rank by rank.
 
         Raises:
-            BaseException: Of the first rank on which `task` raised. What the others wait for, or launch later, raises.
+            BaseException: Error of the first rank on which `task` raised. The other ranks' collectives raise.
         """
         errors: list[BaseException] = []
 
@@ -88,7 +88,7 @@ class InProcessWorld:
         return [future.result() for future in futures]
 
     def _fail(self, rank: int, error: BaseException) -> None:
-        """End what some ranks wait for, as `rank` will not launch it any more."""
+        """Fail the collectives that `rank` has not launched, and the later ones."""
         with self._lock:
             if self._failure is None:
                 words = f"rank {rank} of this process ended with {type(error).__name__}: {error}"
@@ -106,8 +106,8 @@ class InProcessWorld:
         """Launch a rank's next collective with these tensors. Does not wait.
 
         Args:
-            rank: Whose.
-            name: Of the collective, its shape included.
+            rank: Rank that joins.
+            name: Name of the collective, its shape included.
             tensors: Inputs and outputs; undefined until the work is done.
             perform: Does it, given every rank's tensors in the order of the ranks.
 

@@ -28,9 +28,9 @@ class LossyMemory:
     """A group of ranks in this process.
 
     Args:
-        num_ranks: How many.
-        pattern: What is lost. Bounds are not enforced: the pattern decides.
-        chunk_bytes: What is lost or arrives as one.
+        num_ranks: Number of ranks.
+        pattern: Decides which chunks are lost. Bounds are not enforced.
+        chunk_bytes: Size of a chunk, which is lost or arrives as one.
 
     Attributes:
         transports: One a rank.
@@ -99,15 +99,12 @@ class LossyMemory:
 
 
 def _magnitudes(values: NDArray[Any], per_chunk: int) -> NDArray[Any]:
-    """The mean absolute value of each chunk; the last one may be shorter."""
     first = np.arange(0, len(values), per_chunk)
     sums: NDArray[Any] = np.add.reduceat(np.abs(values), first)
     return sums / np.minimum(per_chunk, len(values) - first)
 
 
 class _Rank(LossyTransport):
-    """One rank's end."""
-
     def __init__(self, world: LossyMemory, rank: int, num_ranks: int) -> None:
         super().__init__(rank, num_ranks)
         self._world = world

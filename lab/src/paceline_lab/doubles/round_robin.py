@@ -32,7 +32,7 @@ class RoundRobin(dist.ProcessGroup):
 
     Args:
         groups: Over the same ranks in the same order. At least one.
-        max_in_flight: How many collectives may be under way at once; None for no bound.
+        max_in_flight: Number of collectives that may be under way at once; None for no bound.
 
     Contract:
         Collectives: every rank, same order. A collective is launched by the caller, or later by the end of an earlier

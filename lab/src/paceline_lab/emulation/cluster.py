@@ -73,9 +73,9 @@ class EmulatedHost:
     """One host of a cluster.
 
     Attributes:
-        index: Its number.
-        name: Its host name, which the other hosts know.
-        address: Its address.
+        index: Number of the host.
+        name: Host name, which the other hosts know.
+        address: Address of the host.
         interface: The interface that has it.
     """
 
@@ -119,7 +119,7 @@ class EmulatedCluster:
     Attributes:
         spec: The same, with what was changed since.
         hosts: The hosts, while the cluster stands.
-        folder: For temporary files; goes with the cluster.
+        folder: Folder for temporary files, which goes with the cluster.
 
     Raises:
         ConfigurationError: On entry, before anything is made: the kernel does not have what the spec names.
@@ -179,12 +179,12 @@ class EmulatedCluster:
         """Run a script on every rank: one agent a host, as `torchrun --nnodes` on real hosts.
 
         Args:
-            argv: What follows torchrun's own flags: a script and its arguments, or `-m`, a module and its own.
+            argv: Words after torchrun's own flags: a script and its arguments, or `-m`, a module and its own.
             on_line: Called for every line of output, from one thread at a time: host's index, rank (None: the host's
                 agent), text. None prints each line with its prefix.
             timeout_s: The job is ended after this long.
             environment: Added to the ranks'.
-            scenario: What changes meanwhile; told as lines of no host (-1).
+            scenario: Changes during the job; told as lines of no host (-1).
 
         Contract:
             Blocks: until every host's agent has ended. A host that fails ends the others after a grace in which
@@ -267,7 +267,7 @@ class EmulatedCluster:
 def _directed(
     scenario: Scenario, cluster: EmulatedCluster, on_line: Callable[[int, int | None, str], None]
 ) -> Iterator[Callable[[int, int | None, str], None]]:
-    """Let a scenario run; the ranks' output goes by it, and what it does comes as lines of its own."""
+    """Run the scenario inside the block. Its changes become lines between those of the ranks."""
     printing = threading.Lock()
 
     def show(host: int, rank: int | None, text: str) -> None:

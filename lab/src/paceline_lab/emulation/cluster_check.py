@@ -50,11 +50,11 @@ class Finding:
     """One thing that was measured.
 
     Attributes:
-        what: For example `rate host0 to host1`.
-        asked: What the spec asks for, as text.
+        what: Name of the measurement, for example `rate host0 to host1`.
+        asked: Value in the spec, as text.
         measured: The same, measured.
         ok: Whether they agree; None where the spec asks nothing.
-        note: What allowed difference or remark belongs to it.
+        note: Allowed difference, or a remark.
     """
 
     what: str

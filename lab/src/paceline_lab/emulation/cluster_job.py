@@ -57,7 +57,7 @@ class Outcome:
         wall_s: Seconds from the start of the agents to the end of the last.
         timed_out: Whether `timeout_s` ended it.
         busy_ratio: Share of this machine's processor time that all programs used in the second half.
-        counters: What each host's links carried meanwhile.
+        counters: Traffic of each host's links during the job.
         spec: The cluster.
     """
 
@@ -147,7 +147,7 @@ class Job:
     """The agents of a running job.
 
     Args:
-        cluster: Where.
+        cluster: Cluster on which it runs.
         argv: A script and its arguments, or `-m`, a module and its own.
         on_line: Gets every line of output.
         environment: Added to the ranks'.

@@ -35,7 +35,7 @@ class ClusterSpec:
     """An emulated cluster: hosts, their links, the switch between them.
 
     Attributes:
-        hosts: How many hosts, each a network namespace with an address of its own.
+        hosts: Number of hosts, each a network namespace with an address of its own.
         ranks_per_host: How many ranks a host's agent starts, one a host; 1 if not given.
         rate_bits_per_s: Bits per second, one a host, of the host's link as it sends; None does not limit it.
         port_rate_bits_per_s: The same of the switch's port towards the host.
@@ -346,7 +346,6 @@ def _check_rate(value: float | None, option: str) -> None:
 
 
 def _thresholds(text: str | None) -> int | tuple[int, ...] | None:
-    """One value, or several separated by commas."""
     if text is None:
         return None
     found = tuple(sizes.size(value.strip(), "--drop") for value in text.split(","))

@@ -74,7 +74,7 @@ class Wire:
     """A process that carries a link's frames.
 
     Attributes:
-        pid: Its number.
+        pid: Number of its process.
         control: A pipe to it, on which it takes another delay.
     """
 
@@ -159,7 +159,6 @@ def _carry(near: int, far: int, told: int, largest: int, delay_ns: int, jitter_n
 
 
 def _frames(device: int, largest: int) -> list[bytes]:
-    """The frames that wait at a device, up to a batch."""
     frames = []
     with contextlib.suppress(OSError):
         for _ in range(_BATCH):

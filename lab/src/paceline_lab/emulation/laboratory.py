@@ -41,7 +41,7 @@ class Laboratory:
 
     Args:
         spec: The cluster.
-        owner_id: Its owner's id.
+        owner_id: Id of the owner.
     """
 
     def __init__(self, spec: ClusterSpec, owner_id: str) -> None:
@@ -100,7 +100,6 @@ class Laboratory:
         owned_resources.remove(self._owner)
 
     def _change(self, change: Change) -> None:
-        """Carry out what the owner has checked."""
         self._spec = change.applied_to(self._spec)
         for host in range(self._spec.hosts) if change.host is None else [change.host]:
             if change.kind != "cores":
@@ -110,7 +109,7 @@ class Laboratory:
                 self._place.set_quota(self._owner, host_name(host), change.value)
 
     def _limit_cores(self) -> list[Path | None]:
-        """One group a host, with its quota, if any host has one: later all of them may."""
+        """Make a group with a quota for each host, if any host has one, since a change may limit the others later."""
         cores = self._spec.cores
         if all(limit is None for limit in cores):
             return [None] * len(cores)
@@ -131,7 +130,7 @@ def host_name(host: int) -> str:
 
 @contextlib.contextmanager
 def _allowed(what: str) -> Iterator[None]:
-    """Raise an error that names what was asked for, if the kernel refuses it."""
+    """Raise an error that names `what`, if the kernel refuses it."""
     try:
         yield
     except OSError as error:

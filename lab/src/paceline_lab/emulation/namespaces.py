@@ -60,12 +60,10 @@ def sleep_exactly() -> None:
 
 
 def _set_namespace(file: int, kind: int) -> None:
-    """Join the namespace behind an open file of /proc/PID/ns."""
     _checked(_libc.setns(file, kind), "setns")
 
 
 def _mount(source: str, target: str, kind: str = "", flags: int = 0) -> None:
-    """Attach a file system or a bound path; without options."""
     result = _libc.mount(source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), None)
     _checked(result, f"mount {target}")
 
@@ -92,8 +90,8 @@ def start_host(name: str, hosts_text: str) -> int:
     """Start a host and return the process id of its first process, as seen from here.
 
     Args:
-        name: Its host name.
-        hosts_text: Its /etc/hosts.
+        name: Host name.
+        hosts_text: Text of its /etc/hosts.
 
     Raises:
         OSError: The kernel refused; the text says which call.

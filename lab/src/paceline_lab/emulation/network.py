@@ -56,12 +56,12 @@ class Network:
     """The switch's side of a cluster, and what the hosts' sides were given.
 
     Args:
-        spec: What to build.
+        spec: Cluster to build.
         pids: The hosts' first processes.
 
     Attributes:
         ip: Talks to the kernel about the switch's network.
-        wires: What delays packets in user space, by host and link.
+        wires: Processes that delay packets in user space, by host and link.
     """
 
     def __init__(self, spec: ClusterSpec, pids: list[int]) -> None:
@@ -355,7 +355,6 @@ def _is_up(link: Any) -> bool:
 
 
 def _forwards(port: Any) -> bool:
-    """Return whether a port of a bridge carries packets."""
     info = port.get_attr("IFLA_LINKINFO")
     bridge = None if info is None else info.get_attr("IFLA_INFO_SLAVE_DATA")
     state = None if bridge is None else bridge.get_attr("IFLA_BRPORT_STATE")
@@ -368,12 +367,10 @@ def address(spec: ClusterSpec, host: int) -> str:
 
 
 def _link_address(host: int, link: int) -> str:
-    """The address of one of a host's links."""
     return f"10.77.{link}.{host + 1}"
 
 
 def _retransmits(pid: int) -> int:
-    """TCP segments that a host sent more than once."""
     lines = [line.split() for line in Path(f"/proc/{pid}/net/snmp").read_text().splitlines()]
     names, values = (line for line in lines if line[0] == "Tcp:")
     return int(values[names.index("RetransSegs")])
@@ -384,10 +381,8 @@ def _hardware_address(host: int, link: int) -> str:
 
 
 def _port_name(host: int, link: int) -> str:
-    """The switch's side of a host's link."""
     return f"p{host}" if link == 0 else f"p{host}.{link}"
 
 
 def _switch_name(link: int, rack: int) -> str:
-    """The bridge of a rack."""
     return f"sw{link}r{rack}"

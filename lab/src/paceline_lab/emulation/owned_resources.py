@@ -119,9 +119,9 @@ class CgroupPlace:
         """Make the host's cgroup and return its list of processes; who writes its id there is limited.
 
         Args:
-            owner: Whose.
-            host: Its name.
-            cores: That its processes may use together; None: any number.
+            owner: Id of the owner.
+            host: Name of the host.
+            cores: Number of cores that its processes may use together; None: any number.
 
         Raises:
             OSError: The kernel refused.

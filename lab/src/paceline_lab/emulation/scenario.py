@@ -40,7 +40,7 @@ class Change:
         kind: `cores`, `rate`, `loss`, `delay` or `link`.
         host: The host; None: all hosts.
         value: Cores, bits per second, fraction of the packets, seconds, or whether the link is up.
-        link: Which of the host's links, for `rate`, `loss` and `link`; None: all, or of `link` the first.
+        link: Link of the host, for `rate`, `loss` and `link`; None: all, or of `link` the first.
     """
 
     kind: str
@@ -121,7 +121,6 @@ class Change:
         return range(spec.hosts) if self.host is None else [self.host]
 
     def _put(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """The values of all hosts after this change."""
         return tuple(self.value if self.host in (None, host) else was for host, was in enumerate(values))
 
     def describe(self) -> str:
@@ -144,7 +143,7 @@ class Scene:
 
     Attributes:
         changes: Pairs of seconds since the clock's start, and a change, in order of time.
-        after: What a rank has to say first for the clock to start; None: it starts with the job.
+        after: Words that a rank has to print for the clock to start; None: it starts with the job.
     """
 
     changes: tuple[tuple[float, Change], ...]
@@ -231,7 +230,7 @@ class Director:
     """Carries out a scenario beside a job; a context manager, whose end is the scenario's.
 
     Args:
-        scenario: What, and when.
+        scenario: Changes and their times.
         apply: Carries out one change.
         tell: Called with one line for everything that is done, from another thread.
     """

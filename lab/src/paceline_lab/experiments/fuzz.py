@@ -48,8 +48,8 @@ class Found:
         num_programs: Number of programs that were performed.
         duration_s: Time of the search.
         kinds: Number of programs of each kind.
-        options: How often each option was given to the wrapper or the optimizer.
-        operations: How often each operation was performed.
+        options: Number of times that each option was given to the wrapper or the optimizer.
+        operations: Number of times that each operation was performed.
         failures: Seeds that failed, and the report of the first one.
         not_repeated: Output of launches that failed, but passed when launched in two halves.
     """
@@ -116,7 +116,6 @@ def main(
 
 
 def _search(found: Found, count: int, path: Path | None) -> None:
-    """Perform programs until there were `count`, and store what was found after each batch."""
     with progress_bar("random programs") as show:
         while found.num_programs < count:
             start = found.first_seed + found.num_programs
@@ -146,7 +145,6 @@ def stored(path: Path, first_seed: int) -> Found:
 
 
 def _generator() -> str:
-    """Identifies the code that draws programs."""
     return hashlib.sha256((_TESTS / "harness" / "random_programs.py").read_bytes()).hexdigest()[:12]
 
 

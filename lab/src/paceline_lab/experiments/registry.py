@@ -25,11 +25,11 @@ class Experiment:
     """One question and the code that answers it.
 
     Attributes:
-        name: Of the command.
+        name: Name of the command.
         module: Below `paceline_lab.experiments`; with the name of a `TimeStudy` behind a colon, if it is one.
         takes: About how long, on two cores.
-        target: What is aimed for, or whose claim is tested.
-        question: In one sentence.
+        target: Goal, or the paper whose claim is tested.
+        question: Question in one sentence.
         needs: `ROOT`, `CHECKOUT` or nothing.
         reports: The first words of its stored reports' names; empty: its name. Pictures are by the module's `draw`.
         runs: The options of each run of `paceline study all`; empty: it is not among them.

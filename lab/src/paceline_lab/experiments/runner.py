@@ -47,8 +47,8 @@ class Measured:
     Attributes:
         outcomes: The argument of `find`.
         samples: The same as JSON.
-        notes: How it was measured.
-        place: Where it was measured.
+        notes: Remarks on the method.
+        place: Machine or cluster of the measurement.
         num_ranks: Number of ranks of the largest job.
     """
 
@@ -67,7 +67,7 @@ class Findings:
         question: The question of the study, in one sentence.
         columns: Columns of the table.
         rows: Rows of the table.
-        notes: How to read the table; what differs from the paper, and why.
+        notes: Remarks on reading the table; differences from the paper, and why.
         summaries: The same as numbers, with the published ones.
     """
 
@@ -82,7 +82,7 @@ class Study(ABC, Generic[Options]):
     """One question, and how it is answered from options to a report.
 
     Attributes:
-        figure: Which published one it is; empty if it is none.
+        figure: Published figure; empty if there is none.
     """
 
     figure: str = ""
@@ -96,7 +96,7 @@ class Study(ABC, Generic[Options]):
         """Run it.
 
         Raises:
-            WrongAnswerError: What was timed does not compute what it should.
+            WrongAnswerError: A timed side does not compute what it should.
         """
 
     @abstractmethod
@@ -121,7 +121,7 @@ def run_study(study: Study[Options], options: Options, folder: Path, as_json: bo
 
     Raises:
         ConfigurationError: Something asked for is not possible; nothing was started.
-        WrongAnswerError: What was timed does not compute what it should.
+        WrongAnswerError: A timed side does not compute what it should.
     """
     prepared = ReportFolder.prepare(folder)
     measured = study.measure(options)
@@ -200,8 +200,8 @@ def measured(folder: Path | None, key: object, measure: Callable[[], Part]) -> P
     """Return the part kept under `key`, whose text says everything that it depends on; else measure and keep it.
 
     Args:
-        folder: For this version of the code only; None: nothing is kept.
-        key: Of the part.
+        folder: Folder of finished parts, for this version of the code only; None: they are not kept.
+        key: Key of the part.
         measure: Returns what can be pickled.
     """
     if folder is None:

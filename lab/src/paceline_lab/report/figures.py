@@ -31,8 +31,8 @@ def draw_figure(
     """Draw panels in rows and save them; returns whether it was drawn.
 
     Args:
-        path: Of the PNG; the SVG lies beside it, under the same name.
-        title: What was found.
+        path: Path of the PNG; the SVG lies next to it, under the same name.
+        title: Title, which states the result.
         panels: Left to right, then down.
         note: Under which condition; stands below.
         columns: None: two, if the panels then fill their rows, else one.

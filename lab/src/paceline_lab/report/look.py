@@ -176,7 +176,6 @@ def _contrast(one: str, other: str) -> float:
 
 
 def _luminance(color: str) -> float:
-    """WCAG's relative luminance."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in _channels(color)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 

@@ -90,11 +90,11 @@ class Lines(Panel):
     """Lines over x.
 
     Attributes:
-        ticks: Of x, and what stands at them; empty: matplotlib's.
+        ticks: Ticks of x with their labels; empty: matplotlib's.
         log_x: Whether doubling x is one distance everywhere.
-        y_ticks: As `ticks`, and then y is logarithmic.
-        bottom: Of the picture; None: where the data ends. Lines may leave it.
-        top: Of the picture.
+        y_ticks: Ticks of y with their labels; y is then logarithmic.
+        bottom: Bottom of the picture; None: where the data ends. Lines may leave it.
+        top: Top of the picture.
         levels: Horizontal lines, by name.
     """
 
@@ -216,7 +216,7 @@ class Bar:
     Attributes:
         label: Stands at its left.
         value: A number, or many in one: whiskers show the quartiles.
-        color: One of `look`'s.
+        color: Colour of `look`.
         text: Stands at its right; empty: the value.
     """
 
@@ -298,7 +298,7 @@ class Stacks(Panel):
     Attributes:
         bars: What stands at the left, and the bar's (part, value) pairs; a part without a colour of its own takes the
             one in `colors`.
-        colors: Of bars of one part, by the bar's label.
+        colors: Colours of bars of one part, by the bar's label.
     """
 
     title: str

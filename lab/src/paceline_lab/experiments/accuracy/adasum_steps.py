@@ -390,11 +390,11 @@ def least_squares(seed: int, side: str, noise: float, apart: float, num_steps: i
     """The excess of the mean loss over its least, after all steps, as a part of the excess at the start; by rate.
 
     Args:
-        seed: Of the problem.
-        side: How the ranks' whole gradients are combined.
+        seed: Seed of the problem.
+        side: Combination of the ranks' whole gradients.
         noise: Standard deviation of what no parameters explain.
-        apart: How unlike the ranks' inputs are: each scales dimensions by its own factors.
-        num_steps: Of gradient descent with a constant rate.
+        apart: Difference of the ranks' inputs: each scales dimensions by its own factors.
+        num_steps: Steps of gradient descent with a constant rate.
     """
     source = torch.Generator().manual_seed(seed)
 

@@ -34,8 +34,8 @@ class Claim:
     """One row against another.
 
     Attributes:
-        source: Who says so.
-        words: What is said.
+        source: Paper that claims it.
+        words: Words of the claim.
         left: Row that is said to be better, or to match.
         right: The other.
         mode: By the rule, or tuned.
@@ -121,7 +121,6 @@ def judge(results: Results) -> list[Verdict]:
 
 
 def _message_claims(results: Results) -> Iterator[Claim]:
-    """Every codec against none, and every number of local steps against one."""
     for table, reference, mode in ((CODECS, UNCOMPRESSED, RULE), (LOCAL, EVERY_STEP, TUNED)):
         for row in results.plan.rows:
             if row.table == table and row.name != reference:

@@ -35,7 +35,7 @@ def backward_of_the_mean(model: nn.Module, inputs: Tensor, labels: Tensor, num_r
     """Leave the mean of all ranks' gradients in `.grad`; returns the global batch's loss.
 
     Args:
-        model: In training mode; its gradients are replaced.
+        model: Model in training mode; its gradients are replaced.
         inputs: The global batch, shape (num_ranks * n, ...); rank r has the r-th n of them.
         labels: Shape (num_ranks * n,).
         num_ranks: Divides the batch.
@@ -104,8 +104,8 @@ class RankReductions:
     """Reduces lists of tensors, one list a rank, with the library's reductions.
 
     Args:
-        named_parameters: Whose gradients, or values, they are.
-        num_ranks: How many.
+        named_parameters: Parameters whose gradients, or values, are reduced.
+        num_ranks: Number of ranks.
         make_reduction: Called for every rank.
     """
 

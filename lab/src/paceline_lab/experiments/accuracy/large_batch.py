@@ -63,8 +63,8 @@ class LargeBatchStudy(Study[Plan]):
     """Run what a plan is missing, keep each trial as soon as it is finished, and report what there is.
 
     Attributes:
-        file: Of finished trials; whatever stops the study, they are kept there.
-        data: Where the samples are; None: the usual places.
+        file: File of finished trials, which are kept when the study is stopped.
+        data: Folder of the samples; None: the usual places.
         console: Gets tables and verdicts.
         only_show: Whether to compute nothing.
     """
@@ -160,9 +160,9 @@ def complete(plan: Plan, store: Store, data: Path | None, progress: Callable[[fl
     """Compute all trials of a plan that the store does not have; returns how many that were.
 
     Args:
-        plan: What is asked for.
+        plan: Trainings that the study is asked for.
         store: Gets a line for each finished trial.
-        data: Where the samples are; None: the usual places.
+        data: Folder of the samples; None: the usual places.
         progress: Told the share of the plan that is done, after each trial.
     """
     num_done = 0

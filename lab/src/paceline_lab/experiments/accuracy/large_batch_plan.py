@@ -161,7 +161,7 @@ class Plan:
         return self._choose_references, self._by_the_rule, self._try_the_grid, self._tuned
 
     def _tuned_cells(self) -> list[Cell]:
-        """Local steps among them: a rank that goes far by itself wants another rate than one that does not."""
+        """Return the tuned cells. Local steps are among them: their best rate differs from that of single steps."""
         cells = [
             cell for cell in self.cells(BATCHES) if cell.factor in self.tuned_factors and cell.factor > 1
         ]

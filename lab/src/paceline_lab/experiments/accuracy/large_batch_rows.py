@@ -29,11 +29,11 @@ class Row:
     Attributes:
         name: Name in `--rows`.
         table: Table of the row.
-        scaling: How the reference rate grows with the global batch: none, sqrt or linear.
+        scaling: Growth of the reference rate with the global batch: none, sqrt or linear.
         warmup: none; constant (the reference rate, then the full one); gradual (from one to the other).
         warmup_ratio: Part of the training that warms up.
         optimizer: sgd, lars or lamb.
-        combination: How the ranks' gradients are combined: mean, adasum (of the ranks' updates), adasum of gradients,
+        combination: Combination of the ranks' gradients: mean, adasum (of the ranks' updates), adasum of gradients,
             local, diloco, none (the mean, as a reduction). Otherwise a name that `compression=` understands.
         local_steps: Steps that a rank takes by itself between two averages of the parameters.
         factors: The only global batches (times the reference batch) of the row; empty: all that are asked for.

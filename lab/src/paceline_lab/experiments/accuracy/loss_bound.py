@@ -126,8 +126,8 @@ class LossStudy(Study[LossOptions]):
     """Quality by bound, pattern and compensation.
 
     Args:
-        file: Of finished runs; whatever stops the study, they are kept there.
-        data: Where the samples are; None: the usual places.
+        file: File of finished runs, which are kept when the study is stopped.
+        data: Folder of the samples; None: the usual places.
         only_show: Whether to compute nothing.
     """
 
@@ -299,7 +299,6 @@ def _seeds(cells: Sequence[Cell]) -> str:
 def _panel(
     title: str, lines: Sequence[tuple[str, str, str]], cells: Mapping[Case, Cell], measure: Measure
 ) -> Lines:
-    """Lines over the bound: (label, pattern, compensation) of each."""
     drawn = []
     for (label, pattern, compensation), color in zip(lines, CURVE_COLORS, strict=False):
         found = sorted(
@@ -328,7 +327,7 @@ def _from_record(rows: Sequence[Mapping[str, Any]]) -> dict[LossTrial, LossOutco
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Models this small lose by more, and sums would depend on the number."""
+    """Compute with one thread: more make models this small slower, and change the order of sums."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -95,13 +95,13 @@ class ResnetTrial:
     """Everything that one training depends on.
 
     Attributes:
-        row: Of `RULES`.
+        row: Row of `RULES`.
         factor: Global batch over the reference batch.
         rate: The reference rate.
-        seed: Of the parameters and of the samples' order.
-        statistics: Of `STATISTICS`.
-        epochs: How often the samples are seen.
-        num_train: How many there are.
+        seed: Seed of the parameters and of the samples' order.
+        statistics: Name of `STATISTICS`.
+        epochs: Number of epochs.
+        num_train: Number of training samples.
     """
 
     row: str

@@ -42,10 +42,10 @@ class Samples:
     """A data set in three parts that do not overlap.
 
     Attributes:
-        source: What it is, for the report.
-        train: What is trained on; as many as divide into every global batch.
-        validation: What rates are chosen on.
-        test: What is reported, once.
+        source: Description of the data, for the report.
+        train: Training set; as many samples as divide into every global batch.
+        validation: Samples by which rates are chosen.
+        test: Samples of the reported result, used once.
     """
 
     source: str

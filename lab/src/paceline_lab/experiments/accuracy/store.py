@@ -30,9 +30,9 @@ class Trial:
         row: Name of the row.
         factor: Global batch over reference batch; also the number of ranks.
         rate: The reference rate; the row makes more of it.
-        seed: Of the initial parameters, the order of the samples and what a codec draws.
-        epochs: How often the training set is seen.
-        num_train: Its size.
+        seed: Seed of the initial parameters, the order of the samples and a codec's random numbers.
+        epochs: Number of epochs.
+        num_train: Size of the training set.
     """
 
     task: str
@@ -152,7 +152,7 @@ def complete(
 
     Args:
         store: Gets the outcomes.
-        missing: What can be run now; asked again when all of that is stored.
+        missing: Returns the trials that can be run now; called again when all of them are stored.
         run: Can be pickled.
         num_workers: Trials at once.
     """

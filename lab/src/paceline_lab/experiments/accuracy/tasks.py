@@ -91,10 +91,10 @@ class Task:
     """One line of the table of tasks.
 
     Attributes:
-        name: As `--model` takes it.
-        title: For people.
-        load: From a folder (None: the usual places) and the number of training samples.
-        make_model: From the global random state.
+        name: Name in `--model`.
+        title: Title in reports.
+        load: Loads the samples from a folder (None: the usual places), given the number of training samples.
+        make_model: Makes the model from the global random state.
         num_train: Training samples; every global batch divides it, so each sees the same samples in an epoch.
         rank_batch: Samples a rank has in each step, whatever the number of ranks: the reference batch.
         epochs: The budget, the same for every global batch.

@@ -86,12 +86,12 @@ class Combination(ABC):
     """Trains a model on global batches.
 
     Args:
-        model: In training mode.
-        num_ranks: How many; divides every global batch.
+        model: Model in training mode.
+        num_ranks: Number of ranks; divides every global batch.
         optimizer: Name of one.
 
     Attributes:
-        sent_bytes: What a rank has sent so far, of gradients or parameters.
+        sent_bytes: Bytes of gradients or parameters that a rank has sent so far.
     """
 
     def __init__(self, model: nn.Module, num_ranks: int, optimizer: str = "sgd") -> None:

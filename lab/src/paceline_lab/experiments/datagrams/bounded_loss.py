@@ -240,7 +240,7 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
 
 
 def _shown(name: str) -> str:
-    """A case's name, without what is the same in all of them."""
+    """Return a case's name without the parts that all cases share."""
     for long, short in (
         (" of 0.4 s and 8 MB", ""),
         (" in a row of 0.3 s and 8 MB", " in a row"),

@@ -82,7 +82,6 @@ def _timed(into: list[dict[str, float]], is_counted: bool) -> Iterator[dict[str,
 
 
 def _sums(link: LossyTransport, case: dict[str, Any]) -> Samples:
-    """Sum a vector by each side in turn."""
     vector = torch.ones(int(case["megabytes"] * 250_000))
     samples: Samples = {side: [] for side in (GLOO, *BOUNDS)}
     for repeat in range(case["repeats"] + 1):  # the first is a warm-up

@@ -33,8 +33,8 @@ def run_job(
         spec: The cluster.
         program: Gets `told` as JSON, as its only argument.
         told: The case.
-        timeout_s: Of the whole job.
-        change: Of the cluster, before the ranks start.
+        timeout_s: Timeout of the whole job.
+        change: Change of the cluster before the ranks start.
 
     Raises:
         ConfigurationError: A rank failed; its own output is above.

@@ -61,7 +61,6 @@ def _sums(link: LossyTransport, case: dict[str, Any], receiver: _Receiver | None
 
 
 def _send(store: dist.Store) -> None:
-    """Send until the other side closes."""
     with socket.create_connection((os.environ["MASTER_ADDR"], int(store.get("port")))) as connection:
         block = bytes(1 << 18)
         try:

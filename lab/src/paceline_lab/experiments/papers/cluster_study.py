@@ -123,10 +123,10 @@ class Block:
     """Variants of one model that take turns.
 
     Attributes:
-        label: What it is called in a report.
-        profile: How long layers compute.
+        label: Name in a report.
+        profile: Times of the layers.
         scale: Divides the gradients' bytes.
-        variants: Who takes turns.
+        variants: Variants that take turns.
     """
 
     label: str
@@ -188,10 +188,10 @@ class TimeStudy(Study[Options]):
     """A figure of a paper on time, measured again.
 
     Attributes:
-        name: Of the study and of its files.
-        figure: Which one it is.
-        defaults: Its options where the user gives none.
-        quick: Its options for `--quick`.
+        name: Name of the study and of its files.
+        figure: Figure of the paper.
+        defaults: Options where the user gives none.
+        quick: Options for `--quick`.
     """
 
     name: str

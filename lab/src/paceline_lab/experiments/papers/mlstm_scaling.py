@@ -241,7 +241,6 @@ def _over_ranks(title: str, x_label: str, lines: Sequence[Line], ticks: Mapping[
 
 
 def _efficiencies(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Speed-ups by ranks, in % of linear ones."""
     return [(x, 100 * y / x) for x, y in points]
 
 

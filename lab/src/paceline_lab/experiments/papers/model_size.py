@@ -66,7 +66,6 @@ class SizeOutcome:
 
 
 def _that_fit(cells: Sequence[int], num_at_once: int) -> tuple[int, ...]:
-    """The sizes for which this machine has the memory."""
     free = available_bytes()
     return tuple(n for n in cells if num_at_once * _COPIES * 4 * 5 * n * n < free)
 

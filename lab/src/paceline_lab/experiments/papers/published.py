@@ -125,11 +125,11 @@ def scale_for(
     """Return what the gradients' bytes have to be divided by.
 
     Args:
-        profile: How long the model computes.
-        num_ranks: Where the proportion is to hold.
-        rate_bytes_per_s: Of each link.
+        profile: Times of the model.
+        num_ranks: Number of ranks at which the proportion is to hold.
+        rate_bytes_per_s: Rate of each link.
         communication_to_compute: An all-reduce of all gradients, to forward and backward.
-        num_bytes: What the gradients send unscaled; 0: 4 a number.
+        num_bytes: Unscaled bytes of the gradients on the wire; 0: 4 per number.
     """
     compute_s = profile.forward_s + profile.backward_s
     affordable = communication_to_compute * compute_s * rate_bytes_per_s * GOODPUT

@@ -44,14 +44,14 @@ class Variant:
     """The settings of one line of a study.
 
     Attributes:
-        side: One of SIDES.
+        side: Side of SIDES.
         num_ranks: Number of ranks that train; the job's other ranks wait.
         cap_mb: Bucket cap, in MiB of the unscaled model; None: the side's defaults for several hosts.
         half: Whether gradients are reduced in 16 bits.
         sync_every: Micro-steps of which the last one synchronizes.
         num_groups: Process groups that take buckets in turn (`RoundRobin`).
         flow_bytes_per_s: Rate of one TCP connection; None: the link's.
-        first_rank_slowness: How many times longer rank 0 computes.
+        first_rank_slowness: Factor of rank 0's computing time.
     """
 
     side: str
@@ -92,8 +92,8 @@ class VariantTrainee:
     """A variant at work on this rank.
 
     Args:
-        variant: What to do.
-        profile: How long layers compute, and their shapes.
+        variant: Variant to train.
+        profile: Times of the layers, and their shapes.
         scale: Divides the gradients' bytes.
         groups: The process groups of its ranks; as many as it uses.
 
@@ -212,7 +212,7 @@ def cap_flows(bytes_per_s: float | None) -> int:
     """Let the kernel pace every TCP connection of this process, to other addresses than its own, at a rate.
 
     Args:
-        bytes_per_s: For each connection; None lifts the cap.
+        bytes_per_s: Rate of each connection; None lifts the cap.
 
     Returns:
         How many connections there are.

@@ -39,8 +39,6 @@ _CAPS_MB = (5.0, PAPERS_CAP_MB, 1e6)  # the last: one bucket
 
 @dataclass(frozen=True)
 class _Place:
-    """A cluster, and what is special about it."""
-
     num_ranks: int
     is_fitted: bool = False
     slow_link: float = 1.0
@@ -168,7 +166,6 @@ def draw_ratios(runs: Sequence[Mapping[str, Any]], path: Path) -> bool:
 
 
 def _middle_error(runs: Sequence[Mapping[str, Any]], key: str) -> float:
-    """Return the median error, in percent of the measured step."""
     return 100 * median(abs(float(run[key]) / float(run["measured_s"]) - 1) for run in runs)
 
 
@@ -184,7 +181,6 @@ def _ratios(x_label: str, runs: Sequence[Mapping[str, Any]], key: str) -> Dots:
 
 
 def _cluster(place: _Place, options: StudyOptions) -> tuple[ClusterSpec, list[HostLink]]:
-    """Return the emulated cluster, and its links as the simulator's input."""
     from paceline_lab.emulation import ClusterSpec  # not for --help
 
     bits_per_s = [options.rate_bytes_per_s * 8] * place.num_ranks

@@ -14,11 +14,11 @@ class EmulationCost:
     """Processor time that emulated hosts take from each other because they share a machine; a real cluster has none.
 
     Attributes:
-        cores: Of the machine that emulates.
-        collective_s: Of one rank, for one collective.
-        message_s: Of sending one message and receiving it.
-        s_per_byte: Of sending and receiving one byte.
-        layer_s: Of one rank, for one layer's forward or backward: sleeping and waking up, and autograd.
+        cores: Cores of the machine that emulates.
+        collective_s: Time of one rank for one collective.
+        message_s: Time of sending one message and receiving it.
+        s_per_byte: Time of sending and receiving one byte.
+        layer_s: Time of one rank for one layer's forward or backward: sleeping and waking up, and autograd.
     """
 
     cores: int = 1
@@ -38,7 +38,7 @@ class EmulatedHosts(Cluster):
     """A cluster whose hosts are emulated.
 
     Attributes:
-        emulation: What that costs.
+        emulation: Costs of the emulation.
     """
 
     emulation: EmulationCost = EmulationCost()

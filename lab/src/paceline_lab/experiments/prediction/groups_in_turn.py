@@ -22,7 +22,7 @@ class GroupsInTurn(ReductionPlan):
     """A plan over several process groups.
 
     Attributes:
-        num_groups: How many.
+        num_groups: Number of groups.
     """
 
     num_groups: int = 1
@@ -46,8 +46,6 @@ class GroupsInTurn(ReductionPlan):
 
 
 class _Flow:
-    """A collective under way."""
-
     def __init__(self, index: int, wire: Wire, flows_from_s: float) -> None:
         self.index = index
         self.flows_from_s = flows_from_s

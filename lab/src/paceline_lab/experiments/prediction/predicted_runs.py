@@ -38,14 +38,14 @@ class Run:
     """One variant that was measured.
 
     Attributes:
-        label: Of the cluster or study.
-        name: Of the variant.
-        workload: What each rank computed.
+        label: Label of the cluster or study.
+        name: Name of the variant.
+        workload: Computation of each rank.
         links: The hosts' links as they were asked for; ranks are on hosts of their own.
-        plan: How gradients were reduced.
+        plan: Reduction of the gradients.
         steps_s: Measured; means over micro-steps.
         flow_bytes_per_s: Cap of a connection.
-        speeds: Of the ranks; empty: all 1.
+        speeds: Speeds of the ranks; empty: all 1.
     """
 
     label: str

@@ -64,8 +64,8 @@ class Case:
     """One model.
 
     Attributes:
-        name: For the report.
-        workload: Whose layers.
+        name: Name in the report.
+        workload: Workload whose layers it has.
         scale: Divides its bytes.
         compute_s: Forward and backward.
     """
@@ -174,8 +174,8 @@ class Point:
     """One model at one rate.
 
     Attributes:
-        rate: Of every host's link, in words.
-        outcome: What was measured there.
+        rate: Rate of every host's link, in words.
+        outcome: Measurement at this rate.
     """
 
     rate: str

@@ -58,15 +58,15 @@ class Config:
     """One case.
 
     Attributes:
-        case: Its name.
+        case: Name of the case.
         num_workers: Hosts with a rank.
-        servers: How many servers, one side each.
+        servers: Numbers of servers, one side each.
         worker_mbit: Rate of a worker's link, in each direction.
-        server_mbit: Of a server's.
-        megabytes: Of gradients, about.
+        server_mbit: Rate of a server's link.
+        megabytes: Approximate size of the gradients.
         compute_s: Forward and backward together.
-        num_rounds: Every side takes a step in each.
-        workload: Whose gradients.
+        num_rounds: Number of rounds. Every side takes a step in each.
+        workload: Workload whose gradients it has.
         num_sharing: Workers that share a batch: each computes so much less of `compute_s`; the optimizer stays whole.
         divides_caps: Whether buckets are as many as the whole model's. False: as a wrapper cuts these megabytes.
             What a message costs cannot be divided: neither its packets, one of which is lost, nor its processor time.
@@ -147,7 +147,6 @@ def work(config: Config, addresses: Sequence[str]) -> None:
 
 
 def _tcp_counters() -> dict[str, int]:
-    """Return this host's counters: bytes received, segments sent again, and segments out of order."""
     table: dict[str, int] = {}
     for file in ("snmp", "netstat"):
         lines = [line.split() for line in Path(f"/proc/self/net/{file}").read_text().splitlines()]
@@ -324,7 +323,6 @@ def main(
 def _scored(
     name: str, config: Config, found: Mapping[str, Any], busy: float, provenance: Provenance
 ) -> Report:
-    """Return a report of the measurements next to the simulator's predictions."""
     steps = {side: Summary.of(result["steps_s"]) for side, result in found.items()}
     predicted, lemma = predict(config, steps[ALONE].median if ALONE in steps else None)
     errors = {side: predicted[side] / steps[side].median - 1 for side in steps if side in predicted}

@@ -33,9 +33,9 @@ def run_workers(
     Args:
         spec: The cluster.
         num_workers: Hosts with a worker.
-        module: Its function `worker` is what a worker runs; it asks `told_to_worker` for what it is to do.
-        told: To every worker, and the servers' addresses with it.
-        patience_s: With the workers.
+        module: Module whose function `worker` runs on a worker; it calls `told_to_worker` for its settings.
+        told: Settings of every worker, which also get the servers' addresses.
+        patience_s: Timeout of the workers.
 
     Raises:
         ConfigurationError: A worker failed; its own output is above.

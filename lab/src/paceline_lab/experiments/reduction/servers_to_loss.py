@@ -76,13 +76,13 @@ class Job:
     Attributes:
         num_workers: Hosts with a rank.
         num_servers: Hosts with a server, behind links like the workers'.
-        rate: Of every host's link.
+        rate: Rate of every host's link.
         loss: Share of packets that each link loses.
-        tcp: One of `rank_jobs.TCP`.
-        num_steps: Of each side.
-        num_samples: Of a rank's batch.
-        width: Of two hidden layers.
-        seed: Of parameters and samples.
+        tcp: Key of `rank_jobs.TCP`.
+        num_steps: Steps of each side.
+        num_samples: Samples of a rank's batch.
+        width: Width of two hidden layers.
+        seed: Seed of parameters and samples.
     """
 
     num_workers: int
@@ -301,7 +301,6 @@ def _all(trainings: Sequence[Mapping[str, Any]], side: str, name: str) -> list[f
 
 
 def _report(job: Job, trainings: Sequence[Mapping[str, Any]], busy: Sequence[float], quick: bool) -> Report:
-    """A row a side."""
     found = summarise(trainings)
     where = f"{job.num_workers}x{job.num_servers}-{job.loss.removesuffix('%')}-{job.tcp}"
     return Report(

@@ -31,19 +31,19 @@ class Grade:
     """One case; what was said stays beside it.
 
     Attributes:
-        cause: What was done.
-        strength: How strongly.
-        seed: Of whom and where.
+        cause: Cause of the injection.
+        strength: Strength of the injection.
+        seed: Seed of the rank and the layer.
         effect: The step with the injection over the repaired one, less 1.
         is_effective: Whether that is enough to be asked for (rule 1).
         answer: "right" or "wrong" of the rank, "silent", or of clean runs "quiet" or "alarm".
         is_cause_right: Phase, layer and cause as well.
         is_when_right: And the pattern in time.
         error: The predicted step over the measured one after the repair, less 1; None: none predicted.
-        sentence: What was said.
+        sentence: Answer of the doctor.
         drift: The median step after the repair over the one before the injection, less 1: what the machine did.
-        direction: Of a link that one was asked of: "right", "wrong" or "silent"; else "".
-        load: Of the machine, as it ended.
+        direction: Grade of a link's direction, if one is asked: "right", "wrong" or "silent"; otherwise "".
+        load: Load of the machine at the end.
     """
 
     cause: str
@@ -67,14 +67,11 @@ class Grade:
 
 @dataclass(frozen=True)
 class _Steps:
-    """A run's median and mean step."""
-
     median_s: float
     mean_s: float
 
 
 def _steps_of(*runs: Run) -> _Steps:
-    """The mean of several runs' medians, and of their means."""
     steps_s = [table_of(run).steps_s for run in runs]
     return _Steps(fmean(median_high(x) for x in steps_s), fmean(fmean(x) for x in steps_s))
 

@@ -29,8 +29,8 @@ class Case:
 
     Attributes:
         how: A name in `HANGS` or `LONG`.
-        wrapper: Whose DDP trains.
-        seed: Of who it is, and at which step.
+        wrapper: Library whose DDP trains.
+        seed: Seed of the rank and the step.
     """
 
     how: str
@@ -178,7 +178,6 @@ def _listen(process: subprocess.Popen[str]) -> tuple[float | None, list[str]]:
 
 
 def _flight(folder: Path) -> tuple[str, int]:
-    """Return the last words of torch's analyzer, and the rank with fewest entries."""
     if not folder.exists():
         return "", -1
     counts = {x.name: len(pickle.loads(x.read_bytes())["entries"]) for x in folder.iterdir()}

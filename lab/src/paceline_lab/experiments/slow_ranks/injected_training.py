@@ -164,7 +164,6 @@ def _train(case: Case, training: Training) -> None:
 def _steps(
     model: Any, optimizer: Any, batches: Any, injected: Injected, folder: Path, num_steps: int
 ) -> None:
-    """Train, recorded into a folder."""
     rank = dist.get_rank()
     if rank == 0:
         begin_run(folder, ["study"])

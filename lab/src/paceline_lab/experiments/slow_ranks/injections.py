@@ -32,15 +32,15 @@ class Cause:
 
     Attributes:
         strengths: Weak, middle, strong.
-        unit: Of them.
-        phases: In which the doctor may see it; empty: any.
-        kinds: What it may call the cause; empty: any.
-        when: Which pattern in time it has.
+        unit: Unit of the strengths.
+        phases: Phases in which the doctor may see it; empty: any.
+        kinds: Kinds that the doctor may call it; empty: any.
+        when: Pattern in time.
         arithmetic_s: Processor time of every rank's step.
         is_of_one: Whether one rank is to be named; else none is.
         may_hit_all: Whether it may delay all ranks of the host alike instead; see `grading`.
-        wrapper: Whose DDP trains.
-        num_layers: Of the model; they share its computing.
+        wrapper: Library whose DDP trains.
+        num_layers: Layers of the model; they share its computing.
         delay: One way, between emulated hosts, on which the ranks are then; empty: they are on this machine.
     """
 

@@ -39,7 +39,6 @@ def _with_block(page: str, name: str, lines: Iterable[str]) -> str:
 
 
 def _rows(record: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
-    """Return the rows of injected causes, and those of clean runs."""
     rows = [Row(**found) for found in record["summaries"].values()]
     return [x for x in rows if x.cause != "clean"], [x for x in rows if x.cause == "clean"]
 

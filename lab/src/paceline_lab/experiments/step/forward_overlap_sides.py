@@ -49,7 +49,7 @@ class Config:
         num_steps: Consecutive steps of a turn.
         scale: Divisor of the gradients' bytes; timed compute only.
         is_forced: Whether the overlap is on without asking whether it pays.
-        slow_rank_ratio: How many times longer the last rank sleeps.
+        slow_rank_ratio: Factor of the last rank's sleep.
         jitter_ratio: Part of its time by which each layer's sleep varies, uniformly.
         quick: Whether the workload has its smallest size; real compute only.
     """
@@ -269,10 +269,10 @@ class SideOutcome:
     """One side; lists are of the slowest rank.
 
     Attributes:
-        steady_s: From a step's beginning to the next one's, but for the first of each turn.
-        first_s: Those: shorter, if later ones wait for what an earlier step has put off.
-        turn_s: Of each turn, until everything has arrived, divided by its steps.
-        backward_s: Of every step.
+        steady_s: Time from a step's beginning to the next one's, without the first of each turn.
+        first_s: Times of the first steps: shorter, if later ones wait for what an earlier step has put off.
+        turn_s: Time of each turn, until everything has arrived, divided by its steps.
+        backward_s: Time of every step's backward.
     """
 
     name: str

@@ -51,9 +51,9 @@ class Side:
     Attributes:
         steps_ms: Median step of each run without kills.
         to_next_s: Time from each kill to the next step that had not been completed before.
-        share_trained: For each run with kills: samples that count in the final parameters, of those of all epochs.
-        num_twice: For each such run: samples that counted twice in an epoch.
-        num_again: For each such run: steps that were computed again, those that were not completed included.
+        share_trained: Part of the samples of all epochs that counts in the final parameters, of each run with kills.
+        num_twice: Samples that counted twice in an epoch, of each such run.
+        num_again: Steps that were computed again, those that were not completed included, of each such run.
         failures: Runs that did not end well, with their last output.
     """
 
@@ -151,7 +151,6 @@ def _measure(kind: str, kills: Sequence[str], side: Side) -> None:
 
 
 def _median_step_ms(outcome: Outcome) -> float:
-    """Return the median step of a process that has completed all steps."""
     times: list[float] = max(
         ([n["at"] for n in notes if n["what"] == "done"] for notes in outcome.notes), key=len
     )
@@ -169,7 +168,7 @@ def _to_next_s(notes: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def _run(kind: str, kills: Sequence[str], folder: Path) -> tuple[int | None, str]:
-    """One training; its exit code (None: it had to be ended), and what was printed."""
+    """Return a training's exit code (None: it had to be ended) and output."""
     words = ["-m", _SCRIPT, kind, str(folder), "--ranks", str(_RANKS), "--epochs", str(_EPOCHS)]
     words += ["--steps", str(_STEPS), "--batch", str(_BATCH), *(w for k in kills for w in ("--kill", k))]
     restarts = ["--max-restarts", str(_MOST_RESTARTS if kills else 0)]
@@ -204,7 +203,7 @@ def _run(kind: str, kills: Sequence[str], folder: Path) -> tuple[int | None, str
 def _ended(
     command: Sequence[str], environment: dict[str, str], said: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is ended with what it has started."""
+    """Yield a process, and end it with its children afterwards."""
     process = subprocess.Popen(command, env=environment, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
     try:
         yield process
@@ -219,7 +218,6 @@ def _ended(
 
 @contextmanager
 def _lighthouse(folder: Path, environment: dict[str, str], said: Any) -> Iterator[str]:
-    """The lighthouse of torchft; its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     start = folder / "lighthouse.py"  # it reads the process's arguments behind a file's name

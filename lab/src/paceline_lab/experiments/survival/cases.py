@@ -57,7 +57,7 @@ def random_job(seed: int) -> Job:
 
 
 def _event(dice: random.Random, step: int, num_ranks: int) -> list[Fault]:
-    """Something that happens about this step, to one rank or two."""
+    """Return a fault at about this step, of one rank or two."""
     first = _fault(dice, step, dice.choice([*_WITHIN, *BUCKET_MOMENTS]), num_ranks)
     chance = dice.random()
     if chance < 0.15:  # two at once

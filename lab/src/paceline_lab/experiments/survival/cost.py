@@ -68,8 +68,6 @@ def measure(num_ranks: int, num_pairs: int, *, deterministic: bool, backend: str
 
 
 class _Training:
-    """One model, with a loop of its own."""
-
     def __init__(self, num_samples: int) -> None:
         torch.manual_seed(7)
         data = TensorDataset(torch.randn(num_samples, _WIDTH), torch.randn(num_samples, _WIDTH))

@@ -81,7 +81,7 @@ class HostsOutcome:
     Attributes:
         outcome: Result as of a job on one host; its code is of a host that was not hit; None if any had to be ended.
         codes: Exit codes of the hosts' last launchers; None: it had to be ended.
-        stalls_s: For each fault, the time to the next step that was completed on any host.
+        stalls_s: Time from each fault to the next step that was completed on any host.
         said: Output of each host's launchers.
     """
 
@@ -199,7 +199,7 @@ def _wait(happens: Callable[[], bool], until_s: float) -> bool:
 
 
 class _Blows:
-    """Lets blows happen, each after so many further steps, and ends those that are to end."""
+    """The faults of a job's hosts: starts each after so many further steps, and ends those with a duration."""
 
     def __init__(self, launch: _Launch, hosts: Sequence[EmulatedHost], returns: bool) -> None:
         self._launch, self._hosts, self._returns = launch, hosts, returns
@@ -242,7 +242,7 @@ class _Blows:
         return False
 
     def _ends_now(self, blow: Blow) -> bool:
-        """End it; whether that was possible."""
+        """End a fault, and return whether that was possible."""
         launch, host = self._launch, self._hosts[blow.host]
         is_dead = blow.kind in ("agent killed", "switched off")
         if is_dead and (launch.pids(host.index) or launch.processes[host.index].poll() is None):

@@ -73,7 +73,7 @@ class Outcome:
 
     Attributes:
         code: Exit code of the launcher; None: it had to be ended.
-        said: Its standard error.
+        said: Standard error of the launcher.
         notes: Notes of the ranks, process by process.
         models: Parameters that the ranks left.
         num_left: Processes and launch folders of the job that were still there.
@@ -174,7 +174,7 @@ def _kill_at_random(job: Job, process: subprocess.Popen[bytes], folder: Path) ->
 
 
 def _training(folder: Path) -> list[int]:
-    """Processes that have trained a step, and have not come to the end."""
+    """Return the processes that have trained a step, and have not come to the end."""
     found = []
     for file in folder.glob("rank-*.jsonl"):
         text = file.read_text()

@@ -129,7 +129,6 @@ class Report:
             self._write([found[seed] for seed in sorted(found)])
 
     def _write(self, cases: Iterable[Case]) -> None:
-        """Write the report, with a line for each case."""
         kept = list(cases)
         about = {"provenance": asdict(collect(8)), "summary": words(kept).splitlines()}
         lines = ",\n".join(f"    {json.dumps(_record_of(case))}" for case in kept)
@@ -140,7 +139,6 @@ class Report:
 
 
 def _record_of(case: Case) -> dict[str, Any]:
-    """Return the record without its empty fields."""
     always = ("seed", "commit", "load", "took_s")
     return {name: value for name, value in asdict(case).items() if value or name in always}
 

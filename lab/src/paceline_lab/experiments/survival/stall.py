@@ -77,7 +77,7 @@ def _job(kind: str, dice: random.Random, backend: str) -> Job:
 
 
 def _event(kind: str, dice: random.Random, step: int) -> list[Fault]:
-    """Among the ranks that there are for certain: the last one may not have come in again."""
+    """Return faults of ranks other than the last one, which may not have rejoined yet."""
     rank, other = dice.sample(range(_RANKS - 1), 2)
     first = Fault(rank, step, dice.choice(["forward", "within bucket 1"]))
     if kind == TWO:
@@ -113,7 +113,7 @@ def parts_of(outcome: Outcome) -> list[dict[str, float]]:
 
 
 def _of_rank(notes: Sequence[dict[str, Any]], deaths: Sequence[float]) -> dict[str, float] | None:
-    """One rank's, behind the first of these deaths; None: it was not there, or did not go through all of it."""
+    """Return one rank's parts after the first of these deaths; None if the rank missed one of them."""
     if not any(note["at"] < deaths[0] and note["what"] == "done" for note in notes):
         return None
     behind = [note for note in notes if note["at"] > deaths[0]]

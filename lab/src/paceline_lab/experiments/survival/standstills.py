@@ -34,7 +34,7 @@ class Standstill:
     """One standstill of all ranks.
 
     Attributes:
-        kind: One of `KINDS`.
+        kind: Kind of `KINDS`.
         seconds: Time from the first death; of a stopped rank from its stop, so the time until it counts as lost.
         since_last_s: Time from the last death in it.
     """
@@ -76,7 +76,6 @@ def standstills(outcome: Outcome) -> list[Standstill]:
 
 
 def _blows(outcome: Outcome) -> list[_Blow]:
-    """Return the faults of members, in order."""
     found = [_Blow(at, "SIGKILL", "from without") for at in outcome.kills]
     for notes in outcome.notes:
         has_trained = False

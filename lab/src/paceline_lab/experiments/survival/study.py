@@ -166,7 +166,6 @@ def main(
 
 
 def _search(report: Report, seeds: Sequence[int], on_hosts: bool) -> None:
-    """Run the cases that the report does not have, and store each."""
     with progress_bar("random cases") as show:
         for number, seed in enumerate(seeds, start=1):
             if seed not in {

@@ -70,8 +70,8 @@ class Fault:
     Attributes:
         rank: Number of the rank when it happens; of a replacement that has none, 0.
         step: Step in which it happens, counted from 0.
-        moment: Moment of the step, one of `MOMENTS`.
-        how: One of `WAYS`: `memory` is the kernel's killer, in a control group of its own, or else MemoryError;
+        moment: Moment of `MOMENTS`.
+        how: Way of `WAYS`: `memory` is the kernel's killer, in a control group of its own, or else MemoryError;
             `SIGSTOP` lasts 20 s, `pause` 0.3 s.
     """
 
@@ -332,7 +332,7 @@ def _save(parts: dict[str, Any], folder: Path, faults: Faults) -> None:
 
 
 def _fail_in_backward(faults: Faults, net: nn.Module) -> None:
-    """Let faults happen as a layer's first gradient is there, its second, and behind the launch of its bucket."""
+    """Perform faults at a layer's first gradient, at its second, and after the launch of its bucket."""
     layers = [each for each in net.children() if isinstance(each, nn.Linear)]
     assert len(layers) == NUM_BUCKETS
     for bucket, layer in enumerate(reversed(layers)):
@@ -352,10 +352,7 @@ def _fail_in_bucket(faults: Faults, bucket: int, layer: nn.Linear) -> None:
 
 
 def _fail_in_recovery(faults: Faults, notes: Notes) -> None:
-    """Let faults happen as a rank opens the next group, has just told that it follows, gives its state or takes one.
-
-    What it takes while others train is noted, and whether it has to take all when it is let in.
-    """
+    """Perform faults as a rank opens the next group, has agreed to follow, sends its state or receives one."""
     from paceline.ddp.membership import Membership
     from paceline.elastic import handover, replay
 
@@ -391,7 +388,7 @@ def _fail_in_recovery(faults: Faults, notes: Notes) -> None:
 
 
 def _note_parts(notes: Notes) -> None:
-    """Note of each membership that is followed when the last one's end was heard of, and what came when."""
+    """Note the times of each membership change: when the rank heard of the last one's end, and each part after it."""
     from paceline.ddp.membership import Membership
     from paceline.elastic.elastic import Crew
 

@@ -194,11 +194,11 @@ class Run:
     """One case.
 
     Attributes:
-        case: Which.
-        step_s: Of each step, by side.
-        ideal_s: Of each step.
-        shares_s: What each balanced step's shares would take on a machine without overhead.
-        report: What balancing did.
+        case: Case of the run.
+        step_s: Time of each step, by side.
+        ideal_s: Ideal time of each step.
+        shares_s: Time of each balanced step's shares on a machine without overhead.
+        report: Report of the balancing.
     """
 
     case: Case
@@ -367,7 +367,6 @@ def report(
 
 
 def _rounds(steps_s: Sequence[float], config: Config) -> list[float]:
-    """Each round's median step."""
     size = len(steps_s) // config.num_rounds
     return [Summary.of(steps_s[at : at + size]).median for at in range(0, len(steps_s), size)]
 

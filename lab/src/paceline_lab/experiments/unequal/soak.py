@@ -144,7 +144,6 @@ class Soak:
         )
 
     def _epoch(self, tell: TellProgress) -> None:
-        """An epoch, or the part of it up to a restart."""
         loop = self.shuffle.steps(self.loader)
         epoch = None
         for batches in loop:
@@ -169,7 +168,6 @@ class Soak:
             self._maybe_change()
 
     def _step(self, batches: list[Any]) -> bool:
-        """Return whether the step succeeded."""
         victim, chance = self.draw.randrange(self.num_ranks), self.draw.random()
         sizes = self.shuffle.step.samples if self.shuffle.step is not None else ()
         self.network.fails = self.rank == victim and chance < 0.2 and sizes[victim] > SIZE // 2
@@ -201,7 +199,6 @@ class Soak:
         self.drifts += any(other != everybody[0] for other in everybody)
 
     def _difference(self) -> float:
-        """Return the difference from one process that trains the same global batches."""
         alone = Fragile()
         optimizer = torch.optim.SGD(alone.parameters(), lr=RATE, momentum=0.9)
         rows = self._rows_in_order()

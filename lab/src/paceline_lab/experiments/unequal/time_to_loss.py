@@ -104,7 +104,6 @@ class Training:
         self._steps = self._all_steps()
 
     def _all_steps(self) -> Iterator[Any]:
-        """This rank's micro-batches, step by step, epoch after epoch."""
         loader = DataLoader(self.task.data, batch_sampler=self.shuffle)
         for epoch in itertools.count():
             self.shuffle.set_epoch(epoch)
@@ -200,7 +199,6 @@ def train(job: Job, side: str) -> dict[str, Any]:
 
 
 def _say(words: str) -> None:
-    """Tell the scenario."""
     if dist.get_rank() == 0:
         print(words, flush=True)
 
@@ -264,7 +262,7 @@ def cluster_of(job: Job, rate: str) -> ClusterRanks:
 
 
 def _with_quotas(job: Job) -> Job:
-    """So many samples that computing them takes several of the periods in which the kernel counts a quota."""
+    """Return a job with so many samples that a step takes several periods of the kernel's quota."""
     if job.workload not in QUOTA_SAMPLES:
         raise ConfigurationError(f"--compute quota: {job.workload} takes time only. Leave it out.")
     case = replace(job.case, samples_per_rank=QUOTA_SAMPLES[job.workload])

@@ -35,10 +35,10 @@ class Job:
     Attributes:
         workload: `images` (a small CNN), `text` (a byte model whose sequences differ in length), `masked` (a BERT on
             bytes), `translation` (numbers to words). Or `bert`: gradients of BERT's shape, layers that sleep.
-        case: How slow the hosts are, and whether one gets slower half-way.
+        case: Slowness of the hosts; one may get slower half-way.
         num_steps: Number of steps that are trained; the target has to lie within.
         quotas: Cores of each host; None: ranks sleep.
-        seed: Of the parameters and the samples.
+        seed: Seed of the parameters and the samples.
     """
 
     workload: str
@@ -67,10 +67,10 @@ class Outcome:
     """All sides of one job.
 
     Attributes:
-        job: Which.
-        runs: What `train` returned, by side.
+        job: Job of the outcome.
+        runs: Results of `train`, by side.
         target: The loss that all sides had to reach.
-        ideal_s: When each step would end at best.
+        ideal_s: Ideal end of each step.
     """
 
     job: Job
@@ -194,8 +194,6 @@ def report(outcomes: Sequence[Outcome], ranks: ClusterRanks, compute: str, quick
 
 
 def _summary(seeds: Sequence[Outcome]) -> dict[str, Any]:
-    """Medians over the seeds of one job, and each seed's seconds."""
-
     def median(values: Iterable[float]) -> float:
         return Summary.of(list(values)).median
 
