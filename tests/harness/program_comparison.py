@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from harness.models import digest
 from harness.random_programs import Program
-from paceline.reductions.error_feedback import RESIDUAL
+from paceline.reductions.kept_state import RESIDUAL
 from paceline.reductions.lossy import Lossy
 
 EXACT = 1e-11

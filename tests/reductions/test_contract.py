@@ -15,8 +15,8 @@ from harness.terminal import REPOSITORY
 from paceline import DistributedDataParallel
 from paceline.reductions import HookReduction, Reduction
 from paceline.reductions.by_name import BY_NAME, COMPRESSIONS
-from paceline.reductions.logical_mean import LogicalMean
 from paceline.reductions.noise_scale import GradientNoiseScale
+from paceline.reductions.ordered_mean import LogicalMean
 from paceline_lossy import BoundedLoss, compile_all
 
 GUIDE = REPOSITORY / "docs/guide/write-a-reduction.md"

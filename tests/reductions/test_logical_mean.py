@@ -7,20 +7,20 @@ import torch
 import torch.distributed as dist
 
 from harness.ranks import pool
-from paceline.reductions import logical_mean
+from paceline.reductions import ordered_mean
 
 
 def both_ways(rank, num_ranks):
     group = dist.new_group(backend="paceline")
-    mean, found = logical_mean.LogicalMean(num_ranks), []
+    mean, found = ordered_mean.LogicalMean(num_ranks), []
     for dtype, size in ((torch.float32, 100_003), (torch.bfloat16, 50_000), (torch.float32, 7)):
         flat = torch.randn(size, generator=torch.Generator().manual_seed(rank)).to(dtype)
         results = []
-        for shares in (logical_mean.shares_memory, lambda _: False):
+        for shares in (ordered_mean.shares_memory, lambda _: False):
             own = flat.clone()
-            before, logical_mean.shares_memory = logical_mean.shares_memory, shares
+            before, ordered_mean.shares_memory = ordered_mean.shares_memory, shares
             mean.launch(SimpleNamespace(process_group=group, flat=own, parameters=(), gradients=())).wait()
-            logical_mean.shares_memory = before
+            ordered_mean.shares_memory = before
             results.append(own)
         found.append((dtype, torch.equal(*results), torch.equal(results[0], flat)))
     return found

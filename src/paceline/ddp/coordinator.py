@@ -45,7 +45,7 @@ from paceline.recording.labels import range_of
 from paceline.recording.our_steps import OurSteps
 from paceline.recording.sample_counts import BatchCounts
 from paceline.reductions import Reduction
-from paceline.reductions.logical_mean import LogicalMean
+from paceline.reductions.ordered_mean import LogicalMean
 
 if TYPE_CHECKING:
     from paceline.diagnosis import Diagnosis

@@ -28,7 +28,7 @@ from paceline.ddp.replicas import Verified
 from paceline.ddp.step_shares import Standing, StepShares
 from paceline.errors import ConfigurationError, PacelineError, ProtocolError
 from paceline.reductions import Reduction
-from paceline.reductions.logical_mean import LogicalMean
+from paceline.reductions.ordered_mean import LogicalMean
 
 _TOKEN_BITS = 62
 

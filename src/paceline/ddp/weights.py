@@ -32,7 +32,7 @@ from paceline.ddp.step_shares import NO_REPORT
 from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError, ProtocolError
 from paceline.numbers_given import number
 from paceline.observe import StepTimings
-from paceline.reductions.logical_mean import LogicalMean
+from paceline.reductions.ordered_mean import LogicalMean
 
 REFUSED = -1
 

@@ -55,8 +55,8 @@ from paceline.errors import (
     forget_frames,
 )
 from paceline.observe import progress
-from paceline.reductions.logical_mean import LogicalMean
 from paceline.reductions.lossy import Lossy
+from paceline.reductions.ordered_mean import LogicalMean
 
 Batch = TypeVar("Batch")
 

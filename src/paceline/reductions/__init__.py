@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from paceline.reductions.adasum import Adasum
     from paceline.reductions.auto import Auto
     from paceline.reductions.compressed import Compressed
-    from paceline.reductions.error_feedback import Memory, Slot
-    from paceline.reductions.kept_state import Keeper, check_one_model
+    from paceline.reductions.kept_state import Keeper, Memory, Slot, check_one_model
     from paceline.reductions.lossy import Lossy
     from paceline.reductions.noise_scale import GradientNoiseScale
     from paceline.reductions.powersgd import PowerSGD

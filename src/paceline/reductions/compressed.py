@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 
 import torch
@@ -15,8 +14,8 @@ from paceline.comm.traffic import all_reduced, gathered
 from paceline.compression import Compressor, Layout, Seeds, accumulation_dtype
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
-from paceline.reductions.error_feedback import RESIDUAL, VELOCITY, Memory
-from paceline.reductions.lossy import Finish, Lossy
+from paceline.reductions.kept_state import RESIDUAL, VELOCITY, Memory
+from paceline.reductions.lossy import Finish, Lossy, seed_of
 from paceline.reductions.ordered_mean import launch_mean
 from paceline.reductions.reduction import Message
 
@@ -99,8 +98,8 @@ class Compressed(Lossy):
 
     def _seeds(self) -> Seeds:
         return Seeds(
-            common=_hash(self.seed, self._num_steps),
-            private=_hash(self.seed, self._num_steps, self._place[0]),
+            common=seed_of(self.seed, self._num_steps),
+            private=seed_of(self.seed, self._num_steps, self._place[0]),
         )
 
     def _pending(self, body: Tensor, names: tuple[str, ...], layout: Layout) -> Tensor:
@@ -155,9 +154,3 @@ class Compressed(Lossy):
             total.mul_(num_ranks_each / self._num_averaged)
         if not is_wide:
             body.copy_(total)
-
-
-def _hash(*parts: int) -> int:
-    """A seed of 56 bits that depends on all parts, and on nothing else."""
-    digest = hashlib.sha256(",".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:7], "big")

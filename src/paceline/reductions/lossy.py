@@ -14,6 +14,7 @@ Rules
 from __future__ import annotations
 
 import functools
+import hashlib
 import threading
 import weakref
 from abc import abstractmethod
@@ -32,8 +33,7 @@ from paceline.comm.device import Later, keep_for_current_streams
 from paceline.comm.lane import Lane, LaneWork
 from paceline.comm.traffic import Traffic, all_reduced
 from paceline.compression import Layout
-from paceline.reductions.error_feedback import Memory
-from paceline.reductions.kept_state import Keeper, check_one_model
+from paceline.reductions.kept_state import Keeper, Memory, check_one_model
 from paceline.reductions.reduction import Message, Reduction, StepEnd, launch_sparse_sum, real_numel
 
 MOST_UNDER_WAY = 2  # buckets that were sent and not yet decompressed
@@ -338,6 +338,12 @@ def _check_finite(reduced: Tensor, checks: list[Tensor]) -> None:
 
 def _one() -> float:
     return 1.0
+
+
+def seed_of(*parts: int | str) -> int:
+    """Return a seed of 56 bits that depends on all parts, and on nothing else."""
+    digest = hashlib.sha256(",".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:7], "big")
 
 
 class Pipeline:

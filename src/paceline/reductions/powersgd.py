@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,8 @@ from paceline.comm.traffic import all_reduced
 from paceline.compression import Layout, accumulation_dtype
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
-from paceline.reductions.error_feedback import RESIDUAL, Memory
-from paceline.reductions.lossy import Finish, Lossy
+from paceline.reductions.kept_state import RESIDUAL, Memory
+from paceline.reductions.lossy import Finish, Lossy, seed_of
 from paceline.reductions.ordered_mean import launch_mean
 from paceline.reductions.reduction import Message
 
@@ -189,8 +188,7 @@ class PowerSGD(Lossy):
         known = self._factors.get(matrix.name)
         if known is not None and self.warm_start:
             return known.to(device=device, dtype=dtype)
-        text = f"{self.seed},{matrix.name},{0 if self.warm_start else self._num_steps}"
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        seed = seed_of(self.seed, matrix.name, 0 if self.warm_start else self._num_steps)
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(matrix.num_columns, matrix.rank, generator=generator, dtype=dtype).to(device)
 
