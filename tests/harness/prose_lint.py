@@ -62,6 +62,7 @@ PLAIN: tuple[str, ...] = (
     "src/paceline/preflight",
     "src/paceline/recipes",
     "src/paceline/recording",
+    "src/paceline/reductions",
     "src/paceline/report",
     "src/paceline/schedules",
     "src/paceline/transports",

@@ -11,8 +11,8 @@ from harness.ranks import pool
 from paceline.process_group.shared_vectors import SharedVectors
 from paceline.reductions import Message
 from paceline.reductions.adasum import Adasum, combine
-from paceline.reductions.adasum.in_shared_memory import combine_shared, levels_of
 from paceline.reductions.adasum.operator import Segments
+from paceline.reductions.adasum.over_ranks import combine_shared, levels_of
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SIZES = ((1,), (3, 0, 1001, 2, 0), (40_001, 3, 70_000))

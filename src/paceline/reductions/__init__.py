@@ -1,4 +1,4 @@
-"""How the ranks' gradients are combined: a mean (plain or compressed), Adasum, or a hook.
+"""Combinations of the ranks' gradients: a mean (plain or compressed), Adasum, or a hook.
 
 Most classes are imported on first access (PEP 562), so that wrapping a model costs little on top of importing torch.
 """
@@ -60,8 +60,8 @@ __getattr__ = on_first_use(
         "Compressed": "compressed",
         "GradientNoiseScale": "noise_scale",
         "Keeper": "kept_state",
-        "Memory": "error_feedback",
-        "Slot": "error_feedback",
+        "Memory": "kept_state",
+        "Slot": "kept_state",
         "check_one_model": "kept_state",
         "Lossy": "lossy",
         "PowerSGD": "powersgd",

@@ -137,7 +137,7 @@ class Auto(Reduction):
 
     @property
     def carries_status(self) -> bool:  # type: ignore[override]
-        """That of the reduction in use."""
+        """Whether the reduction in use carries it."""
         return self._active.carries_status
 
     @property

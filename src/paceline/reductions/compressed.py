@@ -103,7 +103,7 @@ class Compressed(Lossy):
         )
 
     def _pending(self, body: Tensor, names: tuple[str, ...], layout: Layout) -> Tensor:
-        """What is compressed: the gradient, or with momentum the velocity, plus the residual of earlier steps."""
+        """Return what is compressed: the gradient, or with momentum the velocity, plus the residual."""
         if not self._memories:
             return body
         slot = self._memories[RESIDUAL].slot(names, layout)

@@ -1,16 +1,23 @@
-"""Runs a torch communication hook, `hook(state, bucket) -> Future[Tensor]`, as a reduction."""
+"""Runs a torch communication hook, `hook(state, bucket) -> Future[Tensor]`, as a reduction.
+
+The hooks at the end replace torch hooks that work on one backend only, with the same signature and results. Torch's
+quantization hooks take NCCL's nesting of a gathered result for granted. Its batched PowerSGD calls its own
+orthogonalization with a matrix where a batch of matrices is demanded, and fails everywhere (torch 2.13).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import FutureWork, Work
+from paceline.comm.collectives import FutureWork, Work, all_gather, all_reduce
 from paceline.errors import HookError
 from paceline.reductions.reduction import Message, Reduction
 
@@ -52,7 +59,7 @@ class GradBucket:
         return list(self._message.parameters)
 
     def is_last(self) -> bool:
-        """Whether it is the last bucket of this backward."""
+        """Return whether it is the last bucket of this backward."""
         return self._message.is_last
 
 
@@ -119,3 +126,100 @@ class HookReduction(Reduction):
 def is_users_hook(reduction: Reduction) -> bool:
     """Return whether a reduction, or the one that it measures, calls a function of the user's."""
     return isinstance(getattr(reduction, "inner", reduction), HookReduction)
+
+
+def quantize_per_tensor(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Return the mean of all ranks' gradients, quantized to 8 bits with one scale and zero point for each bucket."""
+    return _gather_quantized(process_group, bucket.buffer(), bucket.buffer().view(1, -1))
+
+
+def quantize_per_channel(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket, bucket_size: int = 512
+) -> torch.futures.Future[torch.Tensor]:
+    """Return the mean as `quantize_per_tensor` does, with a scale and zero point for every `bucket_size` elements."""
+    flat = bucket.buffer()
+    padding = bucket_size - flat.numel() % bucket_size
+    channels = torch.nn.functional.pad(flat, (0, padding)).view(-1, bucket_size)
+    return _gather_quantized(process_group, flat, channels)
+
+
+def _gather_quantized(
+    process_group: dist.ProcessGroup | None, flat: Tensor, channels: Tensor
+) -> torch.futures.Future[torch.Tensor]:
+    """All-gather scales, zero points and integers of `channels` (padded rows); dequantize and average."""
+    group = process_group if process_group is not None else dist.distributed_c10d._get_default_group()
+    scales, zero_points = _affine_8bit(channels)
+    levels = (torch.round(channels / scales[:, None]) + zero_points[:, None]).clamp_(0, 255).to(torch.uint8)
+    header = torch.cat([scales, zero_points]).float().view(torch.uint8)
+    payload = torch.cat([header, levels.view(-1)])
+    payloads = [torch.empty_like(payload) for _ in range(group.size())]
+    gathering = all_gather(payloads, payload, group)
+
+    def decode(_: Any) -> Tensor:
+        total = torch.zeros_like(channels, dtype=torch.float32)
+        for received in payloads:
+            scale, zero_point = received[: header.numel()].clone().view(torch.float32).view(2, -1, 1)
+            total += scale * (received[header.numel() :].view(channels.shape).float() - zero_point)
+        return (total.view(-1)[: flat.numel()] / group.size()).to(flat.dtype)
+
+    return cast("torch.futures.Future[Tensor]", gathering.future().then(decode))
+
+
+def _affine_8bit(channels: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and zero point that map each channel's range, widened to contain 0, onto 0..255."""
+    low = channels.amin(dim=1).clamp(max=0.0)
+    high = channels.amax(dim=1).clamp(min=0.0)
+    scales = ((high - low) / 255.0).clamp(min=torch.finfo(torch.float32).eps)
+    zero_points = (-torch.round(low / scales)).clamp(0, 255)
+    return scales, zero_points
+
+
+def batched_power_sgd(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """PowerSGD of a whole bucket seen as one square matrix M, padded with zeros: P = MQ, Q = MᵀP̂, M ≈ P̂Qᵀ.
+
+    Source:
+        Vogels et al., "PowerSGD", NeurIPS 2019, Algorithm 1, on one matrix a bucket.
+    """
+    group = state.process_group or dist.distributed_c10d._get_default_group()
+    flat = bucket.buffer()
+    if state.iter < state.start_powerSGD_iter:
+        state.maybe_increase_iter(bucket)
+        summing = all_reduce(flat.div_(group.size()), group)
+        return cast("torch.futures.Future[Tensor]", summing.future().then(lambda _: flat))
+    side = math.ceil(math.sqrt(flat.numel()))
+    matrix = torch.zeros(side * side, dtype=flat.dtype, device=flat.device)
+    matrix[: flat.numel()] = flat
+    if state.use_error_feedback and bucket.index() in state.error_dict:
+        matrix += state.error_dict[bucket.index()]
+    square = matrix.view(side, side)
+    q = _starting_q(state, bucket.index(), square)
+    p = square @ torch.linalg.qr(q.float()).Q.to(q.dtype)
+    result: torch.futures.Future[Tensor] = torch.futures.Future()
+
+    def on_p(_: Any) -> None:
+        basis = torch.linalg.qr(p.float()).Q.to(p.dtype)
+        mean_q = square.t() @ basis
+        all_reduce(mean_q, group).future().add_done_callback(lambda _: on_q(basis, mean_q.div_(group.size())))
+
+    def on_q(basis: Tensor, mean_q: Tensor) -> None:
+        approximation = basis @ mean_q.t()
+        if state.use_error_feedback:
+            state.error_dict[bucket.index()] = matrix - approximation.view(-1)
+        if state.warm_start:
+            state.q_memory_dict[bucket.index()] = mean_q
+        state.maybe_increase_iter(bucket)
+        result.set_result(approximation.view(-1)[: flat.numel()])
+
+    all_reduce(p, group).future().add_done_callback(on_p)
+    return result
+
+
+def _starting_q(state: Any, index: int, square: Tensor) -> Tensor:
+    """Last step's Q where it is kept, else random values, the same on every rank."""
+    if state.warm_start and index in state.q_memory_dict:
+        return cast("Tensor", state.q_memory_dict[index])
+    generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
+    rank = min(state.matrix_approximation_rank, square.shape[0])
+    return torch.randn(square.shape[0], rank, generator=generator, dtype=torch.float32).to(square)

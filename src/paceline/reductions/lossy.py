@@ -5,10 +5,10 @@ Rules
    another one is done, in the same order on every rank, and backward waits for neither.
 2. They are decompressed on a second thread, in the same order, so that the network need not wait for that.
 3. At most two buckets are sent and not yet decompressed: the payloads of all ranks take memory until then.
-4. State for the next step (residuals, factors) takes effect in `end_step` only, so not if the step failed; and not if
-   its gradients were not finite, on which ranks agree without asking, because the reduced gradients are the same.
-5. An accelerator says later whether they were. So a step's end and the next one's begin wait (`_settle`) until
-   somebody needs the state: the first thread, before the next bucket, or whoever reads it.
+4. State for the next step (residuals, factors) takes effect in `end_step` only, so not if the step failed. Nor does it
+   if the reduced gradients were not finite. They are the same on all ranks, so ranks agree on that without asking.
+5. An accelerator says later whether they were. So a step's end and the next one's begin wait (`_settle`) until the
+   state is needed: by the first thread, before the next bucket, or by a caller that reads it.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Lossy(Reduction):
         return 1.0  # divided after the sum: gradients of 16 bits lose less before the division than after it
 
     def _begin(self, loss_scale: float) -> None:
-        """State that a step writes beside the old is written anew, in units of this loss scale."""
+        """Begin to write state beside the old, in units of this loss scale."""
         for memory in self._memories.values():
             memory.begin()
             if loss_scale != self._scale_of_memories:
@@ -135,7 +135,7 @@ class Lossy(Reduction):
         self._scale_of_memories = loss_scale
 
     def _settle(self) -> None:
-        """Do what is left of the last step's end and this one's begin. Waits for a device, if it has to (rule 5)."""
+        """Complete the last step's end and this one's begin. Waits for a device, if it has to (rule 5)."""
         with self._settling:
             ended, self._ended = self._ended, None
             if ended is not None:
@@ -145,15 +145,15 @@ class Lossy(Reduction):
                 self._begin(begins)
 
     def _conclude(self, overflowed: bool) -> None:
-        """The last step's gradients were finite, or not."""
+        """Commit the state of the last step, unless its gradients overflowed."""
         self._overflowed = overflowed
         if not overflowed:
             self._commit()
 
     def _conclude_later(self, checks: Sequence[Tensor]) -> None:
-        """As `_conclude`, when the device has said so."""
+        """Conclude the step when the device has said whether its gradients were finite."""
         if not self.keeps_state:
-            self._ended = None  # nobody has asked
+            self._ended = None  # `overflowed` was not read
         self._settle()  # of a step without buckets
         keep_for_current_streams(checks)
         self._ended = Later(torch.stack([check.double() for check in checks]).sum())
@@ -219,7 +219,7 @@ class Lossy(Reduction):
         return self._pipeline.launch(start, gradient, "a sparse gradient")
 
     def traffic_of(self, message: Message) -> Traffic:
-        """What each rank sends for this bucket, by the shapes of its gradients. Local."""
+        """Return what each rank sends for this bucket, by the shapes of its gradients. Local."""
         return self._traffic_of(*self._described(message))
 
     def _described(self, message: Message) -> tuple[tuple[str, ...], Layout]:
@@ -245,7 +245,7 @@ class Lossy(Reduction):
 
     @abstractmethod
     def _sent_bytes(self, names: tuple[str, ...], layout: Layout) -> int:
-        """What `_start` sends for a bucket of these gradients. Local; by shapes alone."""
+        """Return the bytes that `_start` sends for a bucket of these gradients. Local; by shapes alone."""
 
     def _traffic_of(self, names: tuple[str, ...], layout: Layout) -> Traffic:
         return Traffic(self._sent_bytes(names, layout), all_reduced(layout.num_bytes, self._place[1]))
@@ -365,7 +365,7 @@ class Pipeline:
         def send() -> None:
             try:
                 if len(self._under_way) >= MOST_UNDER_WAY:
-                    with suppress(Exception):  # raised for whoever waits for that bucket
+                    with suppress(Exception):  # raised where that bucket is waited for
                         self._under_way.popleft().wait()
                 finish.append(start())
             except BaseException as error:  # noqa: BLE001  whatever it is, it is raised for the waiter

@@ -1,15 +1,15 @@
 """Estimates the gradient noise scale, and so the useful batch size, from gradients before and after reduction.
 
 A gradient over B samples is the true gradient G plus noise of variance S / B (S is the trace of one sample's
-covariance). Rank r trains the fraction w_r of the samples, and puts c_r into the bucket, so that the sum of all c_r is
-the mean gradient g. With X = sum |c_r|² and Y = |g|² and q = sum w_r²:
+covariance). Rank r trains the fraction w_r of the samples, and puts c_r into the bucket. The sum of all c_r is the mean
+gradient g. With X = sum |c_r|² and Y = |g|² and q = sum w_r²:
 
     E X = q |G|² + S / B        E Y = |G|² + S / B
 
     |G|² = E (Y - X) / (1 - q)        S / B = E (X - q Y) / (1 - q)
 
 With P equal ranks, q = 1 / P, this is equation A.2 of the source. The noise scale S / |G|² is the batch at which the
-noise is as large as the gradient: far below it twice the batch saves half of the steps, far above it saves nothing.
+noise is as large as the gradient. Far below it twice the batch saves half of the steps; far above it saves nothing.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class GradientNoiseScale(Reduction):
 
     @property
     def carries_status(self) -> bool:  # type: ignore[override]
-        """That of the inner reduction."""
+        """Whether the inner reduction carries it."""
         return self._inner.carries_status
 
     def begin_step(self, num_ranks: int, active_ratio: float = 1.0, share: float | None = None) -> float:
@@ -299,6 +299,6 @@ def _squared_norm(flat: Tensor) -> Tensor:
 
 
 def _are_fractions(shares: object) -> bool:
-    """Whether these are positive numbers whose sum is 1."""
+    """Return whether these are positive numbers whose sum is 1."""
     numbers = [number(share) for share in shares] if isinstance(shares, Sequence) else []
     return all(share > 0 for share in numbers) and abs(sum(numbers) - 1) <= 1e-6

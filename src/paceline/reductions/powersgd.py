@@ -177,7 +177,7 @@ class PowerSGD(Lossy):
         return matrices
 
     def _pending(self, body: Tensor, names: tuple[str, ...], layout: Layout) -> Tensor:
-        """What is compressed, in a wide dtype: the gradients plus the residuals of earlier steps."""
+        """Return what is compressed, in a wide dtype: the gradients plus the residuals of earlier steps."""
         if not self.error_feedback:
             return body.to(accumulation_dtype(layout.dtype))
         slot = self._memories[RESIDUAL].slot(names, layout)

@@ -1,4 +1,4 @@
-"""What `ddp` calls to combine the ranks' gradient buckets, dense or sparse: the interface, and the mean."""
+"""The interface that `ddp` calls to combine the ranks' gradient buckets, dense or sparse; and the mean."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Message:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """What a reduction is told when a synchronized backward has ended without error on all ranks.
+    """The end of a synchronized backward without error on all ranks, as a reduction is told of it.
 
     Attributes:
         timing: This rank's times of the step. Where a device computes, they are taken before the device is done.

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 
-from paceline.reductions import HookReduction, portable_hooks
-from paceline.reductions.hook import Hook
+from paceline.reductions import HookReduction
+from paceline.reductions.hook import Hook, batched_power_sgd, quantize_per_channel, quantize_per_tensor
 
 # Torch's hooks that misread Gloo's futures, or fail everywhere; each has a stand-in that computes the same.
 STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {
-    quantization_hooks.quantization_pertensor_hook: portable_hooks.quantize_per_tensor,
-    quantization_hooks.quantization_perchannel_hook: portable_hooks.quantize_per_channel,
-    powerSGD_hook.batched_powerSGD_hook: portable_hooks.batched_power_sgd,
+    quantization_hooks.quantization_pertensor_hook: quantize_per_tensor,
+    quantization_hooks.quantization_perchannel_hook: quantize_per_channel,
+    powerSGD_hook.batched_powerSGD_hook: batched_power_sgd,
 }
 
 # Hooks whose collectives are all started by the call itself, so that several buckets may be under way. A hook of one's
@@ -27,8 +27,8 @@ STARTS_ALL_AT_ONCE = {
     default_hooks.allreduce_hook,
     default_hooks.fp16_compress_hook,
     default_hooks.bf16_compress_hook,
-    portable_hooks.quantize_per_tensor,
-    portable_hooks.quantize_per_channel,
+    quantize_per_tensor,
+    quantize_per_channel,
 }
 
 

@@ -1,10 +1,10 @@
 """Adasum as a reduction of gradients, `DistributedDataParallel(model, reduction="adasum")`, and its connections.
 
 Rules
-1. Where the caller's group shares memory, Adasum of all its ranks is a collective of that group, in its order, on the
-   tensors where they lie. Else it has connections of its own, so that its messages never meet other traffic on the
-   caller's group: memory that all ranks share if they are on one host, else a Gloo group. Both are made from c10d's
-   store alone, without `new_group`, which is safe for groups over some of the world's ranks.
+1. If the caller's group shares memory, Adasum of all its ranks is a collective of that group, on the tensors in place.
+   Otherwise it has connections of its own, so that its messages never meet other traffic on the caller's group. They
+   are memory that all ranks share if they are on one host, else a Gloo group. Both are made from c10d's store alone,
+   without `new_group`, which is safe for groups over some of the world's ranks.
 2. Their key in the store is random, drawn by rank 0 and broadcast over the caller's group at the first launch. So it
    cannot differ between ranks with a different history, such as a failed constructor on one of them.
 3. Everything that blocks runs on a lane (one thread): Adasums are performed in the order of their launch.
@@ -41,9 +41,8 @@ from paceline.process_group import (
     write_back,
 )
 from paceline.reductions import Message, Reduction, StepEnd, real_numel
-from paceline.reductions.adasum.in_shared_memory import combine_shared
 from paceline.reductions.adasum.operator import Norms, Segments
-from paceline.reductions.adasum.over_ranks import AdasumOverRanks
+from paceline.reductions.adasum.over_ranks import AdasumOverRanks, combine_shared
 from paceline.schedules import Topology
 from paceline.schedules.flat import circulant
 from paceline.schedules.vector_halving import vector_halving
@@ -177,8 +176,8 @@ class Adasum(Reduction):
 class AdasumConnection:
     """Transport and thread of the Adasums over one process group. Collective: making one, and `launch`; neither blocks.
 
-    `find_topology`, a collective, returns which ranks' mean is taken, as those of a host, given an executor and a
-    timeout in seconds; None: of none, all are combined by Adasum.
+    `find_topology`, a collective, is given an executor and a timeout in seconds. It returns the hosts within which the
+    mean is taken. None: all ranks are combined by Adasum.
     """
 
     def __init__(

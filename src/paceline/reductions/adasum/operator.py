@@ -4,7 +4,7 @@ With a, b two tensors that combine the gradients of p and q ranks (legend: d = a
 
     Adasum(a, b) = (1 - p/(p+q) d/A) a + (1 - q/(p+q) d/B) b
 
-It is the mean, weighted p : q, of two sequential steps, "first a, then b" and "first b, then a", where the second
+It is the mean, weighted p : q, of two sequences of steps: "first a, then b" and "first b, then a". In each the second
 step leaves out its projection on the first. p = q is the paper's operator.
 
 * Orthogonal tensors: a + b, for any weights.
@@ -15,9 +15,9 @@ step leaves out its projection on the first. p = q is the paper's operator.
 
 Rules
 1. Vectors are flat slices; `Segments` says which elements belong to which tensor.
-2. Whatever the dtype, products are summed in float64; but short runs within a large tensor of 32 bits or less in
-   float32, unless their squares could overflow or vanish there. float64 inputs are scaled per tensor before they are
-   squared (`scales`), so norms from 1e-300 to 1e300 neither overflow nor vanish.
+2. Products are summed in float64, of any dtype. Short runs within a large tensor of 32 bits or less are summed in
+   float32, unless their squares could overflow or vanish there. Inputs in float64 are scaled per tensor before they are
+   squared (`scales_of`), so norms from 1e-300 to 1e300 neither overflow nor vanish.
 3. Results are computed in float32 for 16-bit tensors and rounded once.
 
 Source: Maleki et al. 2021, "Scaling distributed training with adaptive summation", section 3; the weights are ours.
@@ -71,7 +71,7 @@ class Chunk:
 
     @cached_property
     def runs(self) -> tuple[_Numbers, _Numbers]:
-        """Which of several tensors have elements here, counted from the first, and where each begins."""
+        """Indices of the tensors that have elements here, counted from the first, and where each begins."""
         assert self.lengths is not None
         counts = self.lengths.numpy()
         full = np.flatnonzero(counts)
@@ -80,7 +80,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Segments:
-    """Which elements of a flat vector belong to which tensor."""
+    """The tensors that a flat vector consists of, by their sizes."""
 
     # Elements of each tensor, in the order in which they lie in the vector; 0 is allowed.
     sizes: tuple[int, ...]
