@@ -69,7 +69,7 @@ test-newest:
 	$(PYTHON) -m venv $(VENV)-newest
 	$(VENV)-newest/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --upgrade \
 	  $$(grep ^torch== constraints.txt) -e '.[all]' -e lossy -e plan -e servers -e lab -e svm pytest pytest-rerunfailures pytest-timeout pytest-xdist hypothesis pyyaml accelerate pytorch-lightning transformers \
-	  'ray[train]' kubeflow-training
+	  'ray[train]'
 	$(VENV)-newest/bin/python -m pytest tests/integrations tests/launch/test_clusters.py $(ARGS)
 	$(VENV)-newest/bin/python -m pytest tests/journeys/test_docs.py -k guide/ray.md $(ARGS)
 

@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,6 +77,10 @@ def test_slurm(machine):
         "node7:29500",
         "41",
     )
+    script = (FOLDER / "job.sbatch").read_text()
+    assert script.index("export SRUN_CPUS_PER_TASK") < script.index(
+        "srun "
+    )  # srun does not inherit --cpus-per-task
     options = [
         line for line in (FOLDER / "job.sbatch").read_text().splitlines() if line.startswith("#SBATCH")
     ]
@@ -86,35 +89,22 @@ def test_slurm(machine):
 
 @pytest.mark.processes
 def test_kubernetes(machine):
-    job = yaml.safe_load((FOLDER / "pytorchjob.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    for rank, role in enumerate(("Master", "Worker")):
-        (container,) = replicas[role]["template"]["spec"]["containers"]
-        assert container["name"] == "pytorch"
-        env = {"RANK": str(rank), "MASTER_ADDR": "paceline-master-0", "MASTER_PORT": "23456"}
+    service, job = yaml.safe_load_all((FOLDER / "indexed_job.yaml").read_text())
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert (job["apiVersion"], job["kind"], spec["completionMode"]) == ("batch/v1", "Job", "Indexed")
+    assert spec["completions"] == spec["parallelism"]  # all nodes at once
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    (container,) = pod["containers"]
+    for rank in range(spec["completions"]):
+        env = {"JOB_COMPLETION_INDEX": str(rank)}
         args = launched(words_of([*container["command"], *container["args"]], machine, **env))
-        assert int(args.nnodes) == sum(spec["replicas"] for spec in replicas.values())
-        assert (args.node_rank, args.master_addr, args.master_port) == (rank, "paceline-master-0", 23456)
+        assert int(args.nnodes) == spec["completions"]
+        # Kubernetes names pod 0 of an indexed Job JOB-0, and finds it below the pods' subdomain.
+        first = f"{job['metadata']['name']}-0.{pod['subdomain']}"
+        assert (args.node_rank, args.master_addr, args.master_port) == (rank, first, 29500)
         assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == 8
-
-
-@pytest.mark.filterwarnings("ignore")  # of the client's own
-def test_the_manifest_fits_the_operators_published_schema():
-    """What the operator's own client reads of it is the whole of it: a field that it does not know would be missing."""
-    training = pytest.importorskip("kubeflow.training", reason="kubeflow-training is not installed")
-    text = (FOLDER / "pytorchjob.yaml").read_text()
-
-    def as_read(job):
-        client = training.ApiClient()
-        answer = SimpleNamespace(data=json.dumps(job))
-        return client.sanitize_for_serialization(client.deserialize(answer, "KubeflowOrgV1PyTorchJob"))
-
-    assert as_read(yaml.safe_load(text)) == yaml.safe_load(text)
-    misspelt = yaml.safe_load(text.replace("restartPolicy", "restartPolcy"))
-    assert as_read(misspelt) != misspelt
-    with pytest.raises(ValueError, match="run_policy"):
-        as_read(yaml.safe_load(text.replace("runPolicy", "runPolcy")))
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
 
 
 def test_container(machine):

@@ -153,7 +153,8 @@ STEP, ALL = ["bench", "step", "--workload", "tiny"], ["bench", "allreduce"]
     ("words", "expected"),
     [
         ([*STEP, "--workload", "resnet5"], "There are: tiny"),
-        ([*STEP, "--vs", "torsh"], "--vs 'torsh' has no side called"),
+        ([*STEP, "--vs", "torsh"], "--vs 'torsh': there is no side called torsh"),
+        ([*STEP, "--vs", "paceline-forward"], "no side called paceline-forward"),
         ([*STEP, "--vs", ""], "There are:"),
         ([*STEP, "--vs", "torch,none"], "--vs none does not synchronize"),
         ([*STEP, "--rounds", "1"], "--rounds 1 gives no spread"),

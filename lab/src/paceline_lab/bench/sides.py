@@ -127,10 +127,16 @@ def parse_sides(text: str, option: str = "--sides") -> tuple[str, ...]:
         ConfigurationError: A name is not in the table, or its package is not installed.
     """
     names = tuple(_in_table(name.strip()) for name in text.split(",") if name.strip())
-    unknown = [name for name in names if name not in SIDES]
+    unknown = [shown(name) for name in names if name not in SIDES]
     if unknown or not names:
+        other = (
+            " `paceline study forward-overlap` measures paceline-forward."
+            if "paceline-forward" in unknown
+            else ""
+        )
         raise ConfigurationError(
-            f"{option} {text!r} has no side called {unknown}. There are: {', '.join(map(shown, SIDES))}."
+            f"{option} {text!r}: there is no side called {', '.join(unknown) or 'nothing'}. There are: "
+            f"{', '.join(map(shown, SIDES))}.{other}"
         )
     for family in {SIDES[name].family for name in names}:
         require(family)
