@@ -79,8 +79,8 @@ def test_slurm(machine):
     )
     script = (FOLDER / "job.sbatch").read_text()
     assert script.index("export SRUN_CPUS_PER_TASK") < script.index(
-        "srun "
-    )  # srun does not inherit --cpus-per-task
+        "\nsrun "
+    )  # it does not inherit --cpus-per-task
     options = [
         line for line in (FOLDER / "job.sbatch").read_text().splitlines() if line.startswith("#SBATCH")
     ]
