@@ -1,8 +1,8 @@
 """One backward of autograd: whether it is under way, has ended, or has raised.
 
 Rules
-1. The autograd engine owns the object of a backward under way and drops it when it raises. Whoever wants to know holds
-   a weak reference: an object that is gone and was never ended has raised.
+1. The autograd engine owns the object of a backward under way and drops it when it raises. Other code holds a weak
+   reference. An object that is gone and was never ended has raised.
 2. A nested backward (a reentrant checkpoint's) is part of the outer one, and ends with it.
 """
 
@@ -33,12 +33,12 @@ class Backward:
         self.on_end(self)
 
     def waits_for_outer_end(self) -> bool:
-        """Whether a nested backward (a reentrant checkpoint's, say) has ended; `on_end` then waits for the outer."""
+        """Return whether a nested backward has ended (a checkpoint's, say); `on_end` then waits for the outer."""
         outer = torch._C._current_autograd_node() if self.by_autograd else None
         return outer is not None and not self.ends_with_inner and self._wait_for_outer(outer)
 
     def _wait_for_outer(self, outer: Any) -> bool:
-        """Be called again once the engine has left this node: it takes callbacks for the backward it runs."""
+        """Ask to be called again once the engine has left this node: it takes callbacks for the backward it runs."""
         inner_task = torch._C._current_graph_task_id()
         hooks: list[RemovableHandle] = []
 

@@ -88,7 +88,7 @@ def all_to_all(received: Tensor, sent: Tensor, group: ProcessGroup) -> C10dWork:
 
 
 def can_all_to_all(group: ProcessGroup) -> bool:
-    """Whether the group has `all_to_all`; one written in Python may not (`RoundRobin`)."""
+    """Return whether the group has `all_to_all`; one written in Python may not (`RoundRobin`)."""
     kind = type(group)
     return kind is ProcessGroup or getattr(kind, _ALL_TO_ALL) is not getattr(ProcessGroup, _ALL_TO_ALL)
 
@@ -106,9 +106,10 @@ def irecv(tensor: Tensor, group: Any, peer: int, tag: int) -> dist.Work:
 
 
 def pass_on(tensor: Tensor, group: Any, order: Sequence[int]) -> None:
-    """Replace `tensor` by that of the first of these ranks, which send it to each other: nobody else takes part.
+    """Replace `tensor` by that of the first of these ranks, which send it to each other. No other rank takes part.
 
-    A binomial tree: who has it sends it on, in each round to one more. Collective over `order`; blocks.
+    They form a binomial tree: in each round every rank that has it sends it to one more. Collective over `order`;
+    blocks.
     """
     place, reach = order.index(group.rank()), 1
     while reach < len(order):
@@ -139,18 +140,18 @@ def backend_of(group: ProcessGroup) -> str:
 
 
 def shares_memory(group: ProcessGroup) -> bool:
-    """Whether the group is of our backend and all its ranks share one host's memory. Local; the same on every rank."""
+    """Return whether the group is of our backend and its ranks share memory. Local; the same on every rank."""
     return bool(getattr(group, "shares_memory", False))
 
 
 def carries(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether the group has a backend for tensors of this device; one written in Python need not say for which."""
+    """Return whether the group carries tensors of this device; one written in Python need not say for which."""
     known = _device_types(group)
     return not known or device.type in known
 
 
 def device_for_metadata(group: ProcessGroup, device: torch.device) -> torch.device:
-    """Where counts, shapes and settings that ranks exchange should lie: on the host, if the group reaches it.
+    """Return where counts, shapes and settings that ranks exchange should lie: on the host, if the group reaches it.
 
     Else on `device`, or on one that the group does reach.
     """
@@ -229,7 +230,7 @@ class C10dWork(Work):
         return True
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """As `Work.on_done`; where a process group written in Python cannot say when it is done, never."""
+        """Call back as `Work.on_done`, but never where a process group written in Python cannot say when it is done."""
         with contextlib.suppress(RuntimeError, NotImplementedError):  # torchft's future takes no callbacks
             self._work.get_future().add_done_callback(lambda _: callback())
 
@@ -264,7 +265,7 @@ class FutureWork(Work):
         self._future, self._body, self._hook = future, body, hook
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """As `Work.wait`; a future cannot be waited for in slices, so the time limit is the process group's.
+        """Wait as `Work.wait`. A future cannot be waited for in slices, so the time limit is the process group's.
 
         Raises HookError if the hook's future has failed: a peer may be lost, or the hook's callback has raised.
         """

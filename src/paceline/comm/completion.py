@@ -36,15 +36,15 @@ class Completion:
         callback()
 
     def is_done(self) -> bool:
-        """As of a `Work`."""
+        """Return whether the work has ended, as `Work.is_done`."""
         return self.has_ended
 
     def failure(self) -> Exception | None:
-        """As of a `Work`: set before callbacks are called."""
+        """Return the error, as `Work.failure`; it is set before callbacks are called."""
         return self.error
 
     def complete(self, error: Exception | None = None) -> None:
-        """Wake up those who wait; a second time changes nothing. By whoever ends it."""
+        """Wake up all waiters. A second call changes nothing."""
         with self._lock:
             if self.has_ended:
                 return

@@ -1,9 +1,9 @@
 """An accelerator's streams: what runs on which, what waits for what, and when the host may look at a value.
 
 Rules
-1. A device computes later, in the order of each of its streams. Whoever uses a tensor on another stream than the one
-   that wrote it orders the two by a `Mark`. Whoever drops a tensor that another stream still uses tells the allocator
-   (`keep_for_current_streams`).
+1. A device computes later, in the order of each of its streams. Code that uses a tensor on another stream than the one
+   that wrote it orders the two by a `Mark`. Code that drops a tensor which another stream still uses tells the
+   allocator (`keep_for_current_streams`).
 2. The host waits for a device in `to_host`, `Later.read`, `Mark.block` and `wait_for_all`, and nowhere else here.
 3. What a device copies to or from the host lies in pinned memory; in other memory a copy blocks the host.
 4. torch's names for any accelerator alone (`torch.accelerator`, `torch.Stream`, `torch.Event`): no vendor is known
@@ -30,7 +30,7 @@ def devices_of(tensors: Iterable[Tensor]) -> list[torch.device]:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether a device computes later than it is told to: all but the CPU, and `meta`, which computes nothing."""
+    """Return whether a device computes later than it is told to: all but the CPU, and `meta`."""
     return device.type not in ("cpu", "meta")
 
 
@@ -41,7 +41,7 @@ def accelerator_type() -> str | None:
 
 
 def why_without_streams(device: torch.device) -> str | None:
-    """Why this process cannot order work on an accelerator by streams, in words; None: it can."""
+    """Return why this process cannot order work on an accelerator by streams, in words; None: it can."""
     here = accelerator_type()
     if here != device.type:
         return f"this process's accelerator is {here or 'none'}"
@@ -66,7 +66,7 @@ class Mark:
             torch.accelerator.current_stream(event.device).wait_event(event)
 
     def is_past(self) -> bool:
-        """Whether the devices have come there. Does not wait."""
+        """Return whether the devices have come there. Does not wait."""
         return all(event.query() for event in self._events)
 
     def block(self) -> None:
@@ -194,7 +194,7 @@ class Later:
         self._mark = Mark(devices_of([value]))
 
     def has_arrived(self) -> bool:
-        """Whether `read` would not wait. Does not wait."""
+        """Return whether `read` would not wait. Does not wait."""
         return self._mark.is_past()
 
     def read(self) -> Tensor:

@@ -1,12 +1,12 @@
-"""What a process forked from a rank does with the rank's process groups: nothing, not even destroy them.
+"""Protection of a forked process: it leaves the rank's process groups alone, and does not even destroy them.
 
 The destructors of Gloo's groups and of a store that this rank serves wait for threads. A forked process has none of
 them, so it would wait for ever as it ends, or abort: torch's own does.
 
-Two ends are left to torch. Where a forked process ends by `exit`, has ended threads of its own, and the rank had many,
-torch joins threads whose memory is gone, and crashes: those of its thread pool (`pthreadpool_destroy`; not after
-`torch.set_num_threads`), and that of its profiler (`libkineto::ConfigLoader`), where the rank has profiled. Workers of
-a DataLoader, and what else `multiprocessing` forks, do not end by `exit`.
+Two crashes are left to torch. They need a forked process that ends by `exit` and has ended threads of its own, and a
+rank with many threads. Then torch joins threads whose memory is gone. Those are the threads of its thread pool, unless
+`torch.set_num_threads` was called, and that of its profiler (`libkineto::ConfigLoader`), if the rank has profiled.
+Workers of a DataLoader, and what else `multiprocessing` forks, do not end by `exit`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def keep_when_forked(group: object) -> None:
 
 
 def _keep_groups() -> None:
-    """In a forked process."""
+    """Keep the groups for ever, in a forked process."""
     for group, (_, store) in dist.distributed_c10d._world.pg_map.items():
         keep_for_ever(group)
         keep_for_ever(store)

@@ -1,7 +1,8 @@
-"""What may wait for a rank that has died, and cannot be woken: it is done on a thread, which is left behind.
+"""Calls that may block for ever on a dead rank, and cannot be woken: they run on a thread that can be abandoned.
 
 Gloo waits for the connection of a rank that has died meanwhile, until its timeout or longer. No closed socket wakes it,
-as there is none. So who may have to stop waiting lets it connect on a thread, and goes on when the membership is over.
+as there is none. So code that may have to stop waiting lets it connect on a thread, and goes on when the membership is
+over.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def given_up_when(is_over: Callable[[], bool]) -> Iterator[None]:
 
 
 def aside(make: Callable[[], Made]) -> Made:
-    """Do what may wait for the connection of a rank that has died, and return what that does.
+    """Call `make`, which may wait for the connection of a rank that has died, and return its result.
 
     Within `given_up_when` on a thread; PeerLostError once it is given up. Blocks.
     """

@@ -26,7 +26,7 @@ from paceline.host.addresses import is_loopback
 
 @dataclass
 class _Beside:
-    """What stands beside a group."""
+    """The group that was made next to another one."""
 
     # A group of our backend; None: it would gain nothing. Not the group itself, which would keep its own key.
     made: dist.ProcessGroup | None
@@ -38,10 +38,10 @@ _beside: WeakKeyDictionary[dist.ProcessGroup, _Beside] = WeakKeyDictionary()
 
 
 def on_one_host(unknown: bool) -> bool:
-    """Whether all ranks of the job run on this host, by the launcher's environment variables; `unknown` without any.
+    """Return whether all ranks of the job run on this host, by the launcher's variables; `unknown` without any.
 
     This is asked before there is a group; whether the ranks of a group share memory says `shares_memory`. Torchrun sets
-    LOCAL_WORLD_SIZE; who starts processes alone, as torch.multiprocessing does, sets a MASTER_ADDR.
+    LOCAL_WORLD_SIZE. A script that starts processes itself, as by torch.multiprocessing, sets a MASTER_ADDR.
     """
     here, ranks = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
     if here is not None and ranks is not None:
@@ -58,8 +58,9 @@ def gradient_groups(
 ) -> list[dist.ProcessGroup]:
     """Return the groups that carry a module's gradients: for each of `process_groups` the one beside it, or itself.
 
-    `all_on_cpu` (shared memory is for CPU tensors) and `all_know` (`knows_beside`: a rank that others have left does
-    not know it) are of all ranks that wrap the module. Else as `group_beside`; local unless `all_on_cpu`.
+    `all_on_cpu` and `all_know` are facts of all ranks that wrap the module. Shared memory is for CPU tensors, and a
+    rank that others have left does not know the group (`knows_beside`). See `group_beside`; local unless
+    `all_on_cpu`.
     """
     if not all_on_cpu:
         return process_groups
@@ -74,10 +75,10 @@ def group_beside(
 ) -> dist.ProcessGroup:
     """Return a `paceline` group with the ranks of `group`, or `group` itself where that would gain nothing.
 
-    It gains where tensors go over Gloo and all ranks of the job share this host's memory; `in_parts`: also beside a
-    part of the job's ranks. Everyone who asks for the same `group` is given the same answer. It ends with the default
-    group, or when all who asked for it have left. Collective for a Gloo group under such a launcher, and then blocks;
-    local otherwise.
+    It gains where tensors go over Gloo and all ranks of the job share this host's memory. With `in_parts` a part of the
+    job's ranks may have one, too. All callers with the same `group` get the same answer. It ends with the default
+    group, or when all its users have left. It is collective for a Gloo group under such a launcher, and then blocks.
+    Otherwise it is local.
     """
     if group not in _beside:
         if (
@@ -110,12 +111,12 @@ def _forget(group: dist.ProcessGroup) -> None:
 
 
 def knows_beside(process_groups: Sequence[dist.ProcessGroup]) -> bool:
-    """Whether this rank knows what stands beside each of these groups. Local."""
+    """Return whether this rank knows what stands beside each of these groups. Local."""
     return all(group in _beside for group in process_groups)
 
 
 def is_beside(group: dist.ProcessGroup) -> bool:
-    """Whether `group` was made by `group_beside`, so that nobody else communicates over it. Local."""
+    """Return whether `group` was made by `group_beside`, so that no other code communicates over it. Local."""
     return any(beside.made is group for beside in _beside.values())
 
 
@@ -145,8 +146,9 @@ def _gloo_of(group: dist.ProcessGroup) -> Any:
 def group_apart(group: dist.ProcessGroup, peers: Peers | None = None) -> dist.ProcessGroup:
     """Return a new group with the ranks of `group`, if that is of our backend and they share memory; else `group`.
 
-    For what is launched within backward: collectives that the script launches there as well come before one of these on
-    one rank, and after it on another. Elsewhere updates travel by connections of their own. Collective as `group_like`.
+    It is for collectives within backward. Those that the script launches there as well may come before one of them on
+    one rank, and after it on another. Elsewhere updates travel by connections of their own. Collective as
+    `group_like`.
     """
     if not shares_memory(group):
         return group
@@ -158,9 +160,11 @@ def group_for_pieces(
 ) -> dist.ProcessGroup:
     """Return a new group with the ranks of `group`: collectives in it keep no order with those in others.
 
-    Gloo's for tensors of the CPU, for an accelerator's one like `group`. Collective as `group_like`. Raises
-    ConfigurationError, the same on every rank, if `group` sends CPU tensors by something else than Gloo, which may not
-    take launches from several threads, or if c10d does not know it.
+    It is Gloo's for tensors of the CPU, and one like `group` for an accelerator's. Collective as `group_like`.
+
+    Raises:
+        ConfigurationError: `group` sends CPU tensors by something else than Gloo, which may not take launches from
+            several threads; or c10d does not know it. The same on every rank.
     """
     if check_carries_pieces(group, device) is not None:
         return group_like(group, "gloo", peers=peers)

@@ -1,7 +1,7 @@
 """A lane: one thread that performs the collectives of a group one after another, in the order of their launch.
 
-A collective whose caller waits for it need not go to another thread: who launches and waits at once performs it when
-the lane is idle, and who waits later performs what its thread has not begun yet.
+A collective whose caller waits for it need not go to another thread. A caller that launches and waits at once
+performs it if the lane is idle. A caller that waits later performs what the lane's thread has not begun yet.
 
 What a callback of a collective launches is performed before anything else that is queued. So it does not matter on
 which rank the callback was registered before the collective ended, and on which after: the order is the same.
@@ -69,13 +69,13 @@ class LaneWork(dist.Work):
             self._recorded = _record(what, outputs)
 
     def note_launch(self, lane: Lane) -> None:
-        """It is launched, behind all that the current streams have been told."""
+        """Note that the work was launched, behind all that the current streams have been told."""
         self.lane = lane
         if self._devices:
             self._launched = Mark(self._devices)
 
     def perform(self) -> None:
-        """Do it, on this thread; an error is kept for whoever waits."""
+        """Perform the work on this thread; an error is kept for its waiters."""
         had_grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # the switch itself, without an object of Python around it
         try:
@@ -182,7 +182,7 @@ def _record(what: str, tensors: list[Tensor]) -> Future[None]:
     """Begin a range in the profiler of this thread, which ends, on any thread, with the future's result.
 
     The range is named as torch's backends name theirs (`gloo:all_reduce`). A range that ends elsewhere cannot carry
-    shapes, so the tensors' are those of a short one within, named as the operator that calls torch's backends.
+    shapes. So a short range within it has them, named as the operator that calls torch's backends.
     """
     ended: Future[None] = Future()
     with record_function(f"{BACKEND_NAME}:{what.replace('-', '_')}") as record:
@@ -218,7 +218,7 @@ class Lane:
         self._name = name
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._turn = threading.Lock()  # held by whoever performs
+        self._turn = threading.Lock()  # held by the thread that performs
         self._performer = 0  # the id of its thread
         self._closed = False
 

@@ -1,16 +1,16 @@
-"""Groups that Paceline opens for itself: how they are named, opened, and closed again.
+"""Groups that Paceline opens for itself: their names, and how they are opened and closed again.
 
 Rules
-1. A name is never given twice: it is the largest of random numbers, one of each rank. So a rank that has died is
-   noticed before another waits for it in the new group. Torch names a group over a part of the ranks after these and
-   the number of open groups. So once one is closed, a later group has the name of another that is open, or finds in the
-   store what the closed one has left there.
+1. Names are unique: every rank draws a number, and all take the maximum. So a rank that has died is noticed before
+   another waits for it in the new group. Torch names a group over a part of the ranks after these and the number of
+   open groups. Once one is closed, a later group would have the name of an open one, or find the closed one's
+   values in the store.
 2. The number of groups that torch counts never falls by what is closed here. Ranks close at different times, as the
-   garbage collector decides, and the script's own groups over a part of the ranks are named by that number.
+   garbage collector decides, and that number names the script's own groups over a part of the ranks.
 3. A group's end waits for its threads and for its collectives. So none of its own threads may end it. After a rank was
    lost, the main thread may not either: a collective of the old group may never end.
-4. A group of our backend is held by its lane's thread, which ends when the group is shut down. So whoever lets a group
-   go shuts it down, whether c10d still knows it or not.
+4. A group of our backend is held by its lane's thread, which ends when the group is shut down. So code that drops a
+   group shuts it down, whether c10d still knows it or not.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def close(group: dist.ProcessGroup) -> None:
 
 
 def end_aside(group: dist.ProcessGroup) -> None:
-    """Let a group end on a thread of its own, once nobody else holds it (rules 3 and 4). Local."""
+    """Let a group end on a thread of its own, once no other reference is left (rules 3 and 4). Local."""
     _break(group)
     threading.Thread(target=_end, args=([group],), name="paceline-close", daemon=True).start()
 
@@ -113,7 +113,7 @@ def _break(group: Any) -> None:
 
 
 def _end(held: list[dist.ProcessGroup]) -> None:
-    """Shut a group down, if c10d has not, and let it go, once nobody else holds it."""
+    """Shut a group down, if c10d has not, and drop it, once no other reference is left."""
     if _is_ours(held[0]):
         cast("Any", held[0]).shutdown()
     pause_s = 0.001

@@ -1,9 +1,9 @@
 """Failure detection: waits for collectives, and when one fails says which ranks died, hang or cannot be reached.
 
 A rank whose collective failed starts *failure detection*. It writes what it was doing into the job's store, and gives
-the others a moment to do the same; not those that have left, or died on this host: they cannot. A rank that waits for
-a collective asks the store twice a second whether failure detection has begun. Then it answers, and fails, too. A rank
-that has not answered is looked up by its process id if it is on this host.
+the others a moment to do the same. It does not wait for ranks that have left, or died on this host. A rank that waits
+for a collective asks the store twice a second whether failure detection has begun. Then it answers, and fails, too. A
+rank that has not answered is looked up by its process id if it is on this host.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _witnesses: list[Callable[[], str | None]] = []
 
 
 def ask_first(witness: Callable[[], str | None]) -> None:
-    """Before failure detection asks the ranks, ask this witness who is gone; None: it does not know. Local."""
+    """Add a witness that failure detection asks before the ranks who is gone; None: it does not know. Local."""
     _witnesses.append(witness)
 
 
@@ -69,7 +69,7 @@ def next_name(process_group: ProcessGroup, is_collective: bool) -> str:
 
 
 def _counter(process_group: ProcessGroup, name: str) -> Counter | None:
-    """Where this rank's launcher reads how far it is; None if nobody does."""
+    """Return the counter in which this rank's launcher reads its progress; None without such a launcher."""
     try:
         return counter(name, dist.get_process_group_ranks(process_group))
     except (KeyError, ValueError, RuntimeError):  # a group that is not registered
@@ -77,10 +77,10 @@ def _counter(process_group: ProcessGroup, name: str) -> Counter | None:
 
 
 class Peers:
-    """The other ranks of a process group, for whoever waits for collectives with them.
+    """The other ranks of a process group, for code that waits for collectives with them.
 
     Args:
-        process_group: Whom we wait for; its ranks are the ones named in messages.
+        process_group: The group that we wait for; messages name its ranks.
         name: Identifies what waits (a module, an optimizer); the same on every rank.
         in_slices: Whether a wait may be cut into slices, to poll between them. Not for NCCL, where `wait` does not
             block the host.
@@ -183,7 +183,7 @@ class Peers:
 
 
 def _may_be_the_network(error: Exception) -> bool:
-    """Whether a backend may have raised this because it lost a peer: not a hook's error, or one of our own."""
+    """Return whether a backend may have raised this because it lost a peer: not a hook's error, or one of our own."""
     return type(error) is RuntimeError or isinstance(error, _OF_BACKENDS)
 
 
@@ -200,7 +200,7 @@ _OF_BACKENDS = (dist.DistError, PeerLostError, _CalledError, _LateError)
 
 @dataclass
 class _Progress:
-    """How far this rank has got; outlives the object that waits."""
+    """The progress of this rank; outlives the object that waits."""
 
     num_steps: int | None = None
     is_store_busy: bool = False  # a query that hangs holds the store's lock
@@ -286,7 +286,7 @@ class _FailureDetection:
         return ""
 
     def _without_store(self, named: int | None) -> str:
-        """What can be said when the store does not answer: from the collective, and from the kernel."""
+        """Describe the failure when the store does not answer: from the collective, and from the kernel."""
         states = {rank: _look_up(card) for rank, card in sorted(self._cards.items())}
         if named in states:
             return f"rank {named} {states[named].words}"
@@ -311,7 +311,7 @@ class _FailureDetection:
             return None
 
     def _answers(self, rank: int, deadline_s: float) -> bool:
-        """Whether a rank answers in time; who never will is not waited for."""
+        """Return whether a rank answers in time; who never will is not waited for."""
         key, look_s = f"here/{rank}", _FIRST_LOOK_S
         while self._store.get(key) is None and not self._has_ended(rank):
             left_s = deadline_s - time.monotonic()
@@ -323,7 +323,7 @@ class _FailureDetection:
         return self._store.get(key) is not None  # it may have answered, and then ended
 
     def _has_ended(self, rank: int) -> bool:
-        """Whether a rank has left, or its process is of this host and dead."""
+        """Return whether a rank has left, or its process is of this host and dead."""
         card = self._card(rank)
         return card is not None and (card.state() == GONE or self._store.get(f"left/{rank}") is not None)
 
@@ -340,14 +340,14 @@ class _FailureDetection:
         return _look_up(card)
 
     def _card(self, rank: int) -> ProcessCard | None:
-        """Who a rank is, if it has said so."""
+        """Return the identity of a rank's process, if the rank has written it."""
         if rank not in self._cards and (words := self._store.get(f"who/{rank}")) is not None:
             self._cards[rank] = ProcessCard.from_words(words)
         return self._cards.get(rank)
 
 
 def _forget_oldest(leaves: weakref.finalize[[SealedStore, int, _Progress], ProcessGroup]) -> None:
-    """Who waited was dropped: others may still wait for it, but not for all that this program ever dropped."""
+    """Keep the answer of a dropped object, for which others may still wait; forget the oldest of these answers."""
     _dropped.append(leaves)
     if len(_dropped) > _MOST_DROPPED:
         _dropped.popleft().detach()
@@ -377,7 +377,7 @@ class _StoreQuery(threading.Thread):
 
     @classmethod
     def some_hangs(cls) -> bool:
-        """Whether any has no answer: it holds its store's lock, and whoever asks that store waits as long."""
+        """Return whether any has no answer: it holds its store's lock, and other queries of that store wait as long."""
         for query in list(cls._all):
             query.join(_FIRST_LOOK_S * 10)
         return any(query.is_alive() for query in list(cls._all))
@@ -406,7 +406,7 @@ class _StoreQuery(threading.Thread):
             self.join(GRACE_S)
 
     def answer(self, patience_s: float) -> bytes | None:
-        """What is there; None if nothing is, and while there is no answer."""
+        """Return the value; None if there is none, and while there is no answer."""
         self.join(patience_s)
         if self._error is not None:
             raise self._error
@@ -420,7 +420,7 @@ class _State:
 
 
 def _look_up(card: ProcessCard) -> _State:
-    """What the kernel says about a process, if it is of this host."""
+    """Return what the kernel says about a process, if it is of this host."""
     state = card.state()
     if state == GONE:
         return _State(f"{card} has died", is_gone=True)

@@ -1,7 +1,7 @@
 """A rendezvous: ranks wait for each other in a store, before they have a group; errors name who died or did not come.
 
 Rules
-1. A rank writes who it is before anything else, so that whoever waits for it can look whether it is still there.
+1. A rank writes its identity before anything else, so that ranks that wait for it can look whether it still exists.
 2. A rank that gives up writes why; the others raise the same, instead of blaming it.
 """
 

@@ -1,7 +1,7 @@
 """A store's keys that only ranks of this job can have written: every value carries a code made with the job's token.
 
-The store itself (torch's) lets anybody who reaches its port read, write and delete. A value without the right code is
-as if it were not there, so a stranger can at most disturb. docs/explain/security.md says what that protects.
+The store itself (torch's) lets any process that reaches its port read, write and delete. A value without the right
+code is as if it were not there, so a stranger can at most disturb. docs/explain/security.md says what that protects.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PAUSE_S = 0.1
 
 
 class SealedStore:
-    """What this package keeps in a store, by torch's methods; a value fits one scope and key."""
+    """A store with torch's methods whose values carry a code; a value fits one scope and key."""
 
     def __init__(self, store: dist.Store, scope: str) -> None:
         self._store = store
@@ -29,7 +29,7 @@ class SealedStore:
 
     @property
     def port(self) -> int | None:
-        """Of the process that hosts the store; None if it is no TCPStore."""
+        """Port of the process that hosts the store; None if it is no TCPStore."""
         store = self._store
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sent."""
+    """The bytes that one rank sent."""
 
     sent_bytes: int = 0  # for gradients, as payloads
     # what an all-reduce of the same gradients sends that is optimal in bytes, 2 (P-1)/P of their size
@@ -23,10 +23,10 @@ class Traffic:
 
 
 def all_reduced(num_bytes: int, num_ranks: int) -> int:
-    """What each rank sends when so many bytes are all-reduced."""
+    """Return the bytes that each rank sends when so many are all-reduced."""
     return 2 * (num_ranks - 1) * num_bytes // num_ranks
 
 
 def gathered(num_bytes: int, num_ranks: int) -> int:
-    """What each rank sends when each receives so many bytes from each other."""
+    """Return the bytes that each rank sends when each receives so many from each other."""
     return (num_ranks - 1) * num_bytes

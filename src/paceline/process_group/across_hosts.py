@@ -1,7 +1,7 @@
 """The all-reduce between hosts: each rank of a host reduces one share of the message with its counterparts elsewhere.
 
-The ranks of equal place on their hosts form a *column*. Each column reduces its own share, all at the same time, so
-every rank of a host works, and each byte crosses the host's link as often as if the host had one rank.
+The ranks of equal place on their hosts form a *column*. Each column reduces its own share, all at the same time. So
+every rank of a host works. Each byte crosses the host's link as often as if the host had one rank.
 
 Source:
     Goyal et al. 2017, section 4: reduce within the server, halving-doubling or a ring between servers, broadcast.
@@ -32,7 +32,7 @@ class AcrossHosts:
 
     def __init__(
         self,
-        inner: Gloo,  # a Gloo group over all ranks, used by nobody else at the same time
+        inner: Gloo,  # a Gloo group over all ranks, with no other user at the same time
         hosts: tuple[tuple[int, ...], ...],  # the ranks of every host
         index: int,  # this rank's place on its host
         timeout: timedelta,  # for one collective

@@ -2,11 +2,11 @@
 
 Rules
 1. Collectives are performed in the order of their launch, the same on every rank, by the group's lane.
-2. Reductions, gathers and broadcasts between ranks of one host go through shared memory; what leaves the host, and
-   messages between two ranks, through an inner Gloo group.
-3. A tensor of an accelerator is staged through pinned memory, on a stream of the lane's, behind what the stream that
-   was current at the launch had been told. The lane's thread waits for the copy to the host, and whoever waits for the
-   collective waits, on the host, until the copy back has been told; that copy the current stream waits for.
+2. Reductions, gathers and broadcasts between ranks of one host go through shared memory. What leaves the host, and
+   messages between two ranks, go through an inner Gloo group.
+3. A tensor of an accelerator is staged through pinned memory on a stream of the lane's. That stream runs behind the
+   work that the current stream had at the launch. The lane's thread waits for the copy to the host. A caller that waits
+   for the collective waits, on the host, until the copy back is enqueued; its current stream waits for that copy.
 4. After an error the group is broken: every further call says so. Destroy it and make a new one, or give it other
    members by `reconfigure`.
 """
@@ -47,7 +47,7 @@ class ProcessGroup(dist.ProcessGroup):
         rank: Within the group.
         size: Of the group.
         timeout: How long a rank waits for the others in one collective.
-        waits: Connect to nobody before `reconfigure`.
+        waits: Make no connection before `reconfigure`.
         talks: Whether messages between two ranks are expected, so that all connect for them at once.
 
     Contract:
@@ -280,7 +280,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all ranks do: then there is `on_all_vectors`. The same on every rank."""
+        """Return whether all ranks do: then there is `on_all_vectors`. The same on every rank."""
         return self.host.is_only_one
 
     def on_all_vectors(self, kind: str, flat: Tensor, perform: Callable[[SharedVectors], None]) -> dist.Work:
@@ -383,8 +383,8 @@ class ProcessGroup(dist.ProcessGroup):
         """Give this group other members: what is under way is given up, and the same object goes on with them.
 
         Args:
-            opts: c10d's `ReconfigureOptions`: `uuid`, a number that no earlier change had; `handles` of the members, a
-                list in the order of their new ranks, or a set, in which old ranks decide; `timeout`, or None for the
+            opts: c10d's `ReconfigureOptions`. `uuid` is a number that no earlier change had. `handles` of the members
+                are a list in the order of their new ranks, or a set, in which old ranks decide. `timeout` None is the
                 group's.
 
         Contract:
@@ -469,7 +469,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def _has_members(self) -> bool:
-        """Whether it was ever connected."""
+        """Return whether it was ever connected."""
         return hasattr(self, "host")
 
     def _let_go(self) -> None:

@@ -38,7 +38,7 @@ _SUMMED_BY_GLOO = (
 class BlockingCollectives:
     """Performs collectives on the calling thread. Called in one order on every rank.
 
-    Nobody else uses `inner`, a Gloo group over all ranks, at the same time.
+    No other code uses `inner`, a Gloo group over all ranks, at the same time.
     """
 
     def __init__(self, host: Host, here: HostCollectives, across: AcrossHosts, inner: Gloo) -> None:

@@ -48,7 +48,7 @@ def make_gloo(
 
     def make() -> Gloo:
         made = gloo(store, rank, size, options)
-        if connects_now:  # whoever closes it before all have connected takes that from the others
+        if connects_now:  # a rank that closes it before all have connected takes that from the others
             made.barrier(dist.BarrierOptions()).wait()
         return made
 

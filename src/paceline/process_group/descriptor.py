@@ -1,8 +1,7 @@
 """The description of one collective, which ranks compare to notice that they are not all in the same one.
 
-It has two encodings: integers, for ranks of one host, which write them into shared memory before a barrier, by which
-they count alike; and a header of `HEADER_BYTES` bytes, which goes with the first messages of ranks that are joined by a
-transport.
+It has two encodings. Ranks of one host write it as integers into shared memory, before a barrier by which they count
+alike. Ranks that are joined by a transport send a header of `HEADER_BYTES` bytes with their first messages.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ assert _HEADER.size == HEADER_BYTES
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Without "torch."."""
+    """Return the dtype's name without "torch."."""
     return _DTYPE_NAMES[dtype]
 
 
@@ -129,7 +128,7 @@ NUM_INTEGERS = len(described(KINDS[0]).integers)
 def mismatch(
     mine: Descriptor, number: int, index: int, ranks: Sequence[int], announced: Sequence[memoryview]
 ) -> CollectiveMismatchError:
-    """What to raise as ranks `announced`, as integers, different collectives of this `number`; names two."""
+    """Return the error for ranks that announced, as integers, different collectives of this `number`; it names two."""
     other = next(place for place, integers in enumerate(announced) if integers != announced[index])
     theirs = Descriptor.from_integers(number, announced[other].tolist())
     return CollectiveMismatchError(

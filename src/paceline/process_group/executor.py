@@ -1,13 +1,13 @@
 """The executor performs a schedule (a collective as data) on a tensor over a transport.
 
 Rules
-1. In place: blocks that overwrite are received into the tensor itself; what is folded arrives in scratch memory
-   that is kept for the next call: as much as a rank receives in one round ((P-1)/P of the message for `direct`,
-   about half of it for `halving_doubling`, a P-th for `ring`), and for 16-bit sums a float32 copy of the message.
+1. In place: blocks that overwrite are received into the tensor itself. What is folded arrives in scratch memory that is
+   kept for the next call. It is as large as what a rank receives in one round: (P-1)/P of the message for `direct`,
+   about half of it for `halving_doubling`, a P-th for `ring`. For 16-bit sums there is a float32 copy of the message.
 2. A message to be folded is cut into pieces: one is folded while the next ones are under way.
 3. 16-bit sums are accumulated in float32. A partial result travels as float32; what has not been folded yet, and what
-   is complete, travels as 16 bits. So there is one rounding, and the bytes it costs are those of partial results:
-   none for `direct`, up to 1/4 more for `halving_doubling`, up to 1/2 more for `ring`.
+   is complete, travels as 16 bits. So there is one rounding. It costs the additional bytes of partial results: none
+   for `direct`, up to 1/4 more for `halving_doubling`, up to 1/2 more for `ring`.
 4. A rank's first messages, in and out, come with a header (`Descriptor`), which tells a peer in another collective.
 """
 
@@ -156,11 +156,11 @@ class _Call:
             reaction()
 
     def _outgoing(self, m: BlockMessage) -> Tensor:
-        """What to send: a partial result as accumulated, everything else as the user stores it."""
+        """Return what to send: a partial result as accumulated, everything else as the user stores it."""
         return self._of(self.accumulated if m.partial else self.flat, m.first, m.last)
 
     def _incoming(self, m: BlockMessage) -> Iterator[tuple[Tensor, _Reaction | None]]:
-        """Where to receive, and what to do with it then."""
+        """Yield the memory to receive into, and what to do with it then."""
         if not m.fold:
             yield from ((piece, None) for piece in self._pieces(self._of(self.flat, m.first, m.last), m.fold))
             return

@@ -1,4 +1,4 @@
-"""How two slices are reduced (folded) elementwise, for every ReduceOp and dtype that allows it; tensors as such slices.
+"""Folds: reductions of two slices, elementwise, for every ReduceOp and dtype that allows it; and tensors as slices.
 
 16-bit floating-point sums and products are accumulated in float32 and rounded once, by the rank that completes the
 block. Minimum, maximum and bitwise operations round nothing and stay in their dtype.
@@ -36,7 +36,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 @dataclass(frozen=True)
 class Fold:
-    """How to reduce tensors of one dtype by one operation."""
+    """The way to reduce tensors of one dtype by one operation."""
 
     name: str
     view_as: torch.dtype
@@ -110,7 +110,7 @@ def fold_of(op_name: str, dtype: torch.dtype) -> Fold:
 
 @lru_cache(maxsize=256)
 def fold_by(op: dist.ReduceOp | dist.ReduceOp.RedOpType, dtype: torch.dtype) -> Fold:
-    """As `fold_of`; an operation is as good a key as its name, which takes longer to find."""
+    """Return `fold_of` an operation. It is as good a key as its name, which takes longer to find."""
     return fold_of(op_name(op), dtype)
 
 
@@ -123,12 +123,12 @@ def op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType | None) -> str:
 
 @lru_cache(maxsize=32)
 def _name(kind: Any) -> str:
-    """To write an enumeration's member takes longer than to fold a small message."""
+    """Return an enumeration member's name. It is cached, as writing it takes longer than folding a small message."""
     return str(kind).rpartition(".")[2]
 
 
 def factor_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> float:
-    """What a PREMUL_SUM multiplies every rank's input with."""
+    """Return the factor by which a PREMUL_SUM multiplies every rank's input."""
     premultiplied: Any = op
     factor = premultiplied.__getstate__()[1]  # nothing else reveals it
     return float(factor.item() if isinstance(factor, Tensor) else factor)

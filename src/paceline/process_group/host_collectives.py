@@ -3,14 +3,15 @@
 Rules
 1. Every collective begins with a barrier at which the ranks compare what they are about to do.
 2. A tensor that lies in its owner's arena is worked on where it is, any other in pieces that are copied (`staging.py`).
-3. In a reduction, rank i of k folds the i-th of k shares: it reads that share from all ranks, in their order, and
+3. In a reduction, rank i of k folds the i-th of k shares. It reads that share from all ranks, in their order, and
    writes the result to all of them. Each element is computed once, so all ranks end with the same bits.
-4. A small all-reduce, broadcast or all-gather is staged whole, and takes a single barrier; the result of the first is
-   folded by every rank for itself, in the same order.
-5. What goes on to other hosts goes in one piece, as they may stage where we do not: it is copied into the arena whole.
+4. A small all-reduce, broadcast or all-gather is staged whole, and takes a single barrier. Every rank folds an
+   all-reduce for itself, in the same order.
+5. What goes on to other hosts goes in one piece, as they may stage where this one does not. So it is copied into the
+   arena whole.
 
 Cost:
-    All-reduce of N bytes on k ranks: each reads N and writes N, whatever k, and copies 2 (k-1)/k N more if its tensor
+    All-reduce of N bytes on k ranks: each reads N and writes N, for any k. It copies 2 (k-1)/k N more if its tensor
     is not in the arena.
 
 Source:
@@ -37,7 +38,7 @@ Across = Callable[[Tensor], None]  # reduces one share over the hosts, in place
 
 
 class HostCollectives:
-    """What the ranks of one host do together. Every method is collective over them and blocks.
+    """The collectives of the ranks of one host. Every method is collective over them and blocks.
 
     The first `num_shares` of them fold: as many as the smallest host has. Averages are over `num_averaged` ranks: all
     of the group.
@@ -68,7 +69,7 @@ class HostCollectives:
             self._all_reduce_by_shares(what, flat, fold, across)
 
     def is_small(self, size_bytes: int) -> bool:
-        """Whether such a message of each rank is staged whole (rule 4)."""
+        """Return whether such a message of each rank is staged whole (rule 4)."""
         return size_bytes <= SMALL_BYTES and size_bytes * len(self._ranks) <= 4 * SMALL_BYTES
 
     def _all_reduce_small(self, what: Descriptor, flat: Tensor, fold: Fold) -> None:
@@ -76,7 +77,7 @@ class HostCollectives:
         if len(slots) != 2:
             fold.all_of(slots, flat, self._num_averaged)
             return
-        # Of two ranks each folds into the other's slot, which nobody else reads: it takes the memory out of the other
+        # Of two ranks each folds into the other's slot, which no other rank reads: it takes the memory out of the other
         # core's cache. Memory that both caches have had takes its owner four times as long to write, or more.
         target = slots[1 - self._me]
         fold.all_of([target, flat] if self._me else [flat, target], target, self._num_averaged)
@@ -106,7 +107,7 @@ class HostCollectives:
         self._staging.stream(what, flat, work, enter, leave)
 
     def _share(self, num_elements: int) -> Span:
-        """Which of so many elements this rank folds; none, at the end, if it does not."""
+        """Return which of so many elements this rank folds; none, at the end, if it does not."""
         first, last = (min(self._me + more, self._num_shares) for more in (0, 1))
         return num_elements * first // self._num_shares, num_elements * last // self._num_shares
 
@@ -257,7 +258,7 @@ class HostVectors:
         self._here = HostCollectives(host, self._barrier, host.num_ranks, host.num_ranks)
 
     def on_all(self, kind: str, flat: Tensor, perform: Callable[[SharedVectors], None]) -> None:
-        """As `ProcessGroup.on_all_vectors`, on the calling thread. Collective; blocks. After an error it is broken."""
+        """Perform `on_all_vectors` on the calling thread. Collective; blocks. After an error the barrier is broken."""
         if self._barrier.is_broken:
             raise ProtocolError(
                 f"rank {self._rank} can't communicate any more, because an earlier {kind} failed. Make a new wrapper "

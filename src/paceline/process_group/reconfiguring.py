@@ -1,7 +1,7 @@
 """Handles by which ranks name each other when a group gets other members (c10d's `reconfigure`, in torch from 2.14).
 
-A handle is words: who it is, after how many changes, its rank, and where its store listens. Whoever collects the
-handles, and tells them to all, decides who is in; a list says in which order.
+A handle is words: the rank's identity, the number of changes before, its rank, and where its store listens. The caller
+that collects the handles and hands them to all decides on the members; a list says in which order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Handle:
 
     @classmethod
     def parse(cls, words: str) -> Handle:
-        """What `str` gave. Raises ConfigurationError for anything else."""
+        """Read what `str` gave. Raises ConfigurationError for anything else."""
         with contextlib.suppress(ValueError, AttributeError):
             name, rank, who, changes, where = words.split("/")
             if name == _NAME:
@@ -72,7 +72,7 @@ def in_order(given: Collection[str], own: Handle) -> list[Handle]:
 def store_of(
     handles: list[Handle], own: Handle, store: dist.Store, uuid: int, timeout: timedelta
 ) -> dist.Store:
-    """Where the members (`handles`, in order) meet: a place of the change `uuid` in the store of the first of them.
+    """Return the store in which the members (`handles`, in order) meet: the first one's, with a prefix for `uuid`.
 
     Raises ConfigurationError if that is no TCPStore, by which members of another group reach it.
     """

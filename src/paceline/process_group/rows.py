@@ -107,7 +107,7 @@ class Rows:
 
 @lru_cache(maxsize=64)
 def _can_copy(dtype: torch.dtype) -> bool:
-    """Whether torch copies elements of this dtype; not those of less than a byte, nor quantized ones."""
+    """Return whether torch copies elements of this dtype; not those of less than a byte, nor quantized ones."""
     try:
         torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype).clone()
     except (RuntimeError, NotImplementedError):
@@ -116,7 +116,7 @@ def _can_copy(dtype: torch.dtype) -> bool:
 
 
 def _why_not(tensor: Tensor) -> str | None:
-    """Why the values of this tensor cannot be moved, in words; None: they can."""
+    """Return why the values of this tensor cannot be moved, in words; None: they can."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return (
             f"it takes no {'nested' if tensor.is_nested else tensor.layout} tensors. Pass their dense parts"
@@ -127,7 +127,7 @@ def _why_not(tensor: Tensor) -> str | None:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether elements may share memory, for which a dimension must step less than those inside it reach."""
+    """Return whether elements may share memory, for which a dimension must step less than those inside it reach."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:

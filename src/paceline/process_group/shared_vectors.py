@@ -14,7 +14,7 @@ from paceline.comm.collectives import shares_memory
 
 @dataclass(frozen=True)
 class SharedVectors:
-    """What a rank sees during `ProcessGroup.on_all_vectors`."""
+    """The vectors that a rank sees during `ProcessGroup.on_all_vectors`."""
 
     views: tuple[Tensor, ...]  # every rank's vector, in the order of the ranks; shape (N,) each
     first: int  # this rank alone works on elements `first` to `last` (excluded), of all vectors: it may change them

@@ -4,11 +4,11 @@ Rules
 1. A tensor that lies in its owner's arena is worked on where it is. Any other goes through the owner's staging area,
    piece by piece, and only what others read or write of it.
 2. The staging area is two slots, taken in turn by the pieces of all collectives. A piece is put into its slot before a
-   barrier; what others do to it they do before the next one, and the only other may use it up. So while others work on
-   a piece, its owner fills the other slot with the next: one barrier a piece, and what is staged stays in the cache.
+   barrier. Other ranks work on it before the next barrier; if there is only one, it may use the piece up. Meanwhile the
+   owner fills the other slot with the next piece. So there is one barrier per piece, and pieces stay in the cache.
 3. Every rank goes through the same turns: the number of pieces follows from what all have announced.
 4. A slot is used again after two pieces; the barrier between them proves that its readers are done. That holds across
-   collectives, too: the last piece may still be read when the next collective fills the other slot and waits at its
+   collectives, too. The last piece may still be read when the next collective fills the other slot and waits at its
    first barrier.
 """
 
@@ -75,7 +75,7 @@ class Staging:
         return slots
 
     def is_resident(self, flat: Tensor) -> bool:
-        """Whether others can work on it where it is."""
+        """Return whether others can work on it where it is."""
         return self._areas[self._me].place_of(flat) is not None
 
     @contextmanager
@@ -185,7 +185,7 @@ class Staging:
         return found
 
     def lanes(self, turn: int, rows: Sequence[Tensor], are_mine: bool) -> list[Tensor]:
-        """Where rows lie in the slots of a turn, which have a lane of `lane_bytes` for each rank.
+        """Return where rows lie in the slots of a turn, which have a lane of `lane_bytes` for each rank.
 
         `are_mine`: of this rank's slot the lanes for the others; otherwise of theirs those for this rank.
         """
@@ -213,7 +213,7 @@ class Staging:
         return [numbers[0] for numbers in self._open(what, (number,))]
 
     def _open(self, what: Descriptor, numbers: Sequence[int] = ()) -> list[memoryview]:
-        """As `open`, of several numbers; what is behind them is of earlier collectives."""
+        """Open a collective with several numbers; what lies behind them belongs to earlier collectives."""
         self._number += 1
         parity = (self._barrier.number + 1) % 2
         descriptors, announced = self._descriptors[parity], self._numbers[parity]
