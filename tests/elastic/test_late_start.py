@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.data import GlobalBatch, GlobalShuffle
-from paceline.elastic.handover import Place
+from paceline.elastic.handover import Carried, Place
 from paceline.elastic.late_start import LateStart
 from paceline.elastic.rollback import Rollback
 from paceline.elastic.world import forget_world
@@ -37,7 +37,10 @@ class Replacement:
             with contextlib.suppress(UserWarning):
                 self.schedule.step()
         self.sampler.move(GlobalBatch((4,)), 0, place.epoch, place.position)
-        self.late = LateStart(self.sampler, own, place, Rollback(net, [optimizer], [self.schedule]))
+        carried = Carried(net, [optimizer], [self.schedule], self.sampler)
+        rollback = Rollback(net, [optimizer], [self.schedule])
+        self.late = LateStart(carried, self.sampler, own, place, rollback)
+        self.weight = net.weight
         self.trained = []
 
     def loop(self, epoch):
@@ -110,3 +113,15 @@ def test_communication_that_no_other_rank_meets_is_refused(world):
     assert dist.group.WORLD is world
     for call in calls:
         call()
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_parameters_that_a_script_changes_before_the_first_step_are_noticed():
+    """A checkpoint that is loaded behind `Elastic(...)` is older than what the others train."""
+    rank = Replacement(Place(4, 1, 4))
+    rank.loop(0)
+    with torch.no_grad():
+        rank.weight.add_(1e-6)
+    with pytest.raises(ConfigurationError, match=r"has changed parameters .* Load checkpoints before"):
+        rank.loop(1)

@@ -147,7 +147,7 @@ class Elastic:
         line.tell(Ready(card, saves=checkpoint is not None))
         self._meet()
         if self._crew.came_late:
-            self._late = LateStart(sampler, own_epoch, self._place, self._rollback)
+            self._late = LateStart(carried, sampler, own_epoch, self._place, self._rollback)
 
     @property
     def step(self) -> int:

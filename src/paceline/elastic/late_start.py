@@ -6,15 +6,16 @@ Rules
 2. A script that has read `sampler.epoch`, for `range(sampler.epoch, 3)`, begins at the others' epoch. One that calls
    `set_epoch` says which it means.
 3. What a script does behind an epoch that is over, such as a schedule's step, the others have done: it is undone. No
-   other rank would meet a collective there, so it raises.
+   other rank would meet a collective there, so it raises. So does a change of parameters, which are not kept twice.
 """
 
 from __future__ import annotations
 
 from paceline.data import GlobalShuffle
-from paceline.elastic.handover import Place
+from paceline.elastic.handover import Carried, Place
 from paceline.elastic.rollback import Rollback
 from paceline.elastic.world import ApartWorld
+from paceline.errors import ConfigurationError
 
 
 class LateStart:
@@ -23,8 +24,11 @@ class LateStart:
     `own_epoch` is where the script was before it came in.
     """
 
-    def __init__(self, sampler: GlobalShuffle, own_epoch: int, place: Place, rollback: Rollback) -> None:
-        self._sampler, self._place, self._rollback = sampler, place, rollback
+    def __init__(
+        self, carried: Carried, sampler: GlobalShuffle, own_epoch: int, place: Place, rollback: Rollback
+    ) -> None:
+        self._carried, self._sampler, self._place, self._rollback = carried, sampler, place, rollback
+        self._digest = carried.digest()
         sampler.set_epoch(place.epoch)  # also at its end: the others do next what the script does behind it
         self._next = own_epoch  # that a script which counts would begin
         self._counts: bool | None = None
@@ -33,7 +37,11 @@ class LateStart:
         self._world = ApartWorld()
 
     def passes_over(self) -> bool:
-        """Return whether the script begins an epoch that is over. Otherwise be where the others are. Local."""
+        """Return whether the script begins an epoch that is over. Otherwise be where the others are. Local.
+
+        Raises:
+            ConfigurationError: The script has changed what this rank received.
+        """
         known, self._sampler.known_epoch = self._sampler.known_epoch, None
         if self._counts is None:
             self._counts = known is None
@@ -42,6 +50,12 @@ class LateStart:
         if epoch < self._place.epoch:
             return True
         self._world.end()
+        if self._carried.digest() != self._digest:
+            raise ConfigurationError(
+                "between paceline.Elastic(...) and its first step, this rank's script has changed parameters or an "
+                "optimizer's state, which came from the other ranks. Load checkpoints before paceline.Elastic(...), "
+                "and let epochs begin where the others are: for epoch in range(sampler.epoch, epochs)."
+            )
         self._rollback.undo()
         sampler, place = self._sampler, self._place
         sampler.move(sampler.batch, sampler.rank, place.epoch, place.position, sampler.logical)

@@ -95,6 +95,7 @@ def random_hosts_job(seed: int) -> HostsJob:
     blows = [_blow(dice, host) for host in victims]
     if two:
         blows[1] = Blow(blows[1].host, blows[1].kind, blows[1].lasts_s, after_steps=0)
+    options += ("--ordinary",) * dice.choice([0, 1])
     job = Job(
         num_hosts * per_host,
         1,
