@@ -243,7 +243,6 @@ DEADLINE_S = 30.0  # for a case of a second: a rank that waits for ever has caug
 EQUIVALENT: dict[str, str] = {
     "C10dWork.wait": "equal: only says how a work has failed that ended just after a slice of waiting",
     "SideStreams.current": "equal: the work then runs on the thread's own stream, in the same order, and delays it",
-    "wait_for_all": "equal: only times change, those that compression='auto' measures",
     "Reducer._finish": "equal: the words left last, on the same stream (Gloo's threads may end otherwise)",
     "Reducer._complete_collectives": "equal: as of Reducer._finish",
     "Pipeline.launch": "equal: it bounds how many payloads are in memory at once",

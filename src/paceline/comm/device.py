@@ -4,7 +4,7 @@ Rules
 1. A device computes later, in the order of each of its streams. Code that uses a tensor on another stream than the one
    that wrote it orders the two by a `Mark`. Code that drops a tensor which another stream still uses tells the
    allocator (`keep_for_current_streams`).
-2. The host waits for a device in `to_host`, `Later.read`, `Mark.block` and `wait_for_all`, and nowhere else here.
+2. The host waits for a device in `to_host`, `Later.read` and `Mark.block`, and nowhere else here.
 3. What a device copies to or from the host lies in pinned memory; in other memory a copy blocks the host.
 4. torch's names for any accelerator alone (`torch.accelerator`, `torch.Stream`, `torch.Event`): no vendor is known
    here. On a CPU there are no streams, and all of this does nothing.
@@ -143,12 +143,6 @@ def empty_cache(device: torch.device) -> None:
     empty = getattr(torch.get_device_module(device), "empty_cache", None) if is_accelerator(device) else None
     if empty is not None:
         empty()
-
-
-def wait_for_all(device: torch.device) -> None:
-    """Wait, on the host, until a device has done all that it was told. For measuring."""
-    if is_accelerator(device):
-        torch.accelerator.synchronize(device)
 
 
 # ---- values on the host

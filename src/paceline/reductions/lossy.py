@@ -218,10 +218,6 @@ class Lossy(Reduction):
 
         return self._pipeline.launch(start, gradient, "a sparse gradient")
 
-    def traffic_of(self, message: Message) -> Traffic:
-        """Return what each rank sends for this bucket, by the shapes of its gradients. Local."""
-        return self._traffic_of(*self._described(message))
-
     def _described(self, message: Message) -> tuple[tuple[str, ...], Layout]:
         names = tuple(self._names[id(parameter)] for parameter in message.parameters)
         return names, Layout(
