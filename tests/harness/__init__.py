@@ -1,1 +1,1 @@
-"""What tests share: ranks, commands, models, programs, clusters."""
+"""The helpers that tests share: ranks, commands, models, programs, clusters."""

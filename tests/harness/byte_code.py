@@ -1,8 +1,9 @@
-"""Byte code that a fresh clone has not yet, made on the core that idles while the server of `warm.py` imports.
+"""Makes the byte code that a fresh clone lacks, on the core that idles while the server of `warm.py` imports.
 
-pip leaves it to the first import (`--no-compile`: nobody imports all of torch), which in a fresh clone is the server's,
-on one core: 14 s. And each worker would rewrite the assertions of all tests for itself: 3 s each. What is
-left of that time on the other core is numba's, for the loop of datagrams: 11 s, which several workers waited for.
+pip leaves it to the first import (`--no-compile`), because no program imports all of torch. In a fresh clone that
+first import is the server's, which takes 14 s on one core. Each worker would also rewrite the assertions of all tests,
+for 3 s each. The rest of that time on the other core goes to numba, which compiles the loop of datagrams in 11 s.
+Otherwise several workers would wait for it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-# What the server imports last, so that the two meet in the middle; then what ranks import, each of them, if nobody has.
+# The modules that the server imports last, so that both meet in the middle. Then the modules that every rank imports.
 BESIDE_THE_SERVER = (
     "sklearn.utils.estimator_checks",
     "matplotlib.figure",
@@ -41,7 +42,7 @@ with contextlib.suppress(ImportError):
 
 
 def import_beside_the_server() -> None:
-    """Start a process that imports, in a clone whose tests have not run before; nobody waits for it."""
+    """Start a process that imports, in a clone whose tests have not run before. No process waits for it."""
     found = importlib.util.find_spec("matplotlib")
     if found is None or found.origin is None or Path(importlib.util.cache_from_source(found.origin)).exists():
         return

@@ -1,14 +1,14 @@
-"""What the verdicts on the page of claims rest on. `python tests/harness/claims.py` writes the table at the page's end.
+"""The verdicts on the page of claims. `python tests/harness/claims.py` writes the table at the page's end.
 
-A claim's row in `lab/results/figures.json` has, besides its figures:
+A claim's row in `lab/results/figures.json` has its figures, and:
 
     verdict   `tests`: names of tests that assert it. Or a rule: calculations (see `harness.figures`) for `holds` and
-              for `holds in part`, of which the first true one is the verdict, and `words` for both; without any it is
-              `refuted`. Or why it is `judged` by people, or `untested`.
-    samples   Paths to lists of numbers, one list for each cell. `PATH reading FIELD` leads to lists of records, and
-              `PATH by FIELD, FIELD reading FIELD` to records, of which those that agree are a cell. Cells with fewer
-              samples than the path's largest are left out: there a search tried other settings. Or words, where
-              there is nothing to count.
+              for `holds in part`, of which the first true one is the verdict, and `words` for both. Without a true
+              one it is `refuted`. Or the reason why it is `judged` by people, or `untested`.
+    samples   Paths to lists of numbers, one list for each cell. `PATH reading FIELD` leads to lists of records.
+              A path `PATH by FIELD, FIELD reading FIELD` leads to records; those that agree in the first fields are a
+              cell. Cells with fewer samples than the path's largest are left out, because a search tried other
+              settings there. Or words, if there is nothing to count.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def counted(row: Row) -> str:
 
 
 def processors(row: Row) -> str:
-    """Whose cores measured it, in a word each: `Intel(R) Xeon(R) Processor` is `Xeon`."""
+    """Return the processors that measured it, in a word each: `Intel(R) Xeon(R) Processor` is `Xeon`."""
     models = {record["cpu_model"] for record in provenances(row)}
     return ", ".join(sorted({re.sub(r"\(R\)|AMD|Intel|Processor", "", model).strip() for model in models}))
 
@@ -173,7 +173,7 @@ def spread(row: Row) -> str:
 
 
 def grounds(row: Row) -> str:
-    """What decided, in words."""
+    """Return the grounds of the verdict, in words."""
     if "tests" in row.verdict:
         return ", ".join(f"`{test.partition('::')[2]}`" for test in row.verdict["tests"])
     for kind, word in (("judged", "judged: "), ("untested", "not tested: "), ("words", "")):

@@ -103,7 +103,7 @@ class World:
             )
 
     def _deliver(self) -> None:
-        """What has arrived, and what it is answered, as in a few milliseconds."""
+        """Deliver the arrived messages and their answers, as within a few milliseconds."""
         kept = []
         for _ in range(2000):
             if not self._flying:
@@ -121,7 +121,7 @@ class World:
         self._flying = kept
 
     def _live(self, host: Host) -> None:
-        """What the agent of one host does."""
+        """Run the agent of one host."""
         is_in_step = host.trains or (
             host.has_paused and host.stops_s is not None and self.now_s < host.stops_s
         )

@@ -61,7 +61,7 @@ class Mailer:
     def take(
         self, end: Endpoint, now_us: int, most: int | Sequence[int] = 1 << 30
     ) -> list[tuple[int, Datagram]]:
-        """What an endpoint sends now: pairs of a way (with one port, a peer) and a datagram."""
+        """Return the datagrams that an endpoint sends now, each with its way (with one port, the peer)."""
         count = end.transmit(self.rows, self.sizes, self.ways, now_us, most)
         return [(int(self.ways[i]), self.rows[i, : self.sizes[i]].copy()) for i in range(count)]
 
@@ -99,7 +99,7 @@ class Network:
             self.under_way.append((now_us + TICK_US + late, peer, arrives))
 
     def arrived(self, now_us: int) -> list[tuple[int, int, Datagram]]:
-        """What is there by now: times, peers, datagrams."""
+        """Return the datagrams that have arrived by now: times, peers, datagrams."""
         here = [entry for entry in self.under_way if entry[0] <= now_us]
         self.under_way = [entry for entry in self.under_way if entry[0] > now_us]
         return here
@@ -163,7 +163,7 @@ class Switch:
         heapq.heappush(self._arriving[peer], (arrives_us, self._count, datagram))
 
     def arrived(self, rank: int, now_us: int, most: int) -> list[Datagram]:
-        """What has arrived at a host."""
+        """Return the datagrams that have arrived at a host."""
         arriving = self._arriving[rank]
         here: list[Datagram] = []
         while arriving and arriving[0][0] <= now_us and len(here) < most:

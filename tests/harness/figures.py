@@ -43,7 +43,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Row:
-    """What `figures.json` holds of a row: figures as printed, each with where its value is.
+    """A row of `figures.json`: figures as printed, each with the path to its value.
 
     A paper's claim has a verdict and samples as well, which `harness.claims` reads.
     """
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def printed(self) -> set[str]:
-        """Its figures."""
+        """The figures of this row."""
         return {figure for figure, _ in self.figures}
 
 
@@ -121,7 +121,7 @@ def value_of(source: str) -> float:
 
 
 def calculated(words: str) -> Any:
-    """What a calculation with measured values comes to."""
+    """Return the result of a calculation with measured values."""
     known = {"of": _one, "geomean": _geomean, "best": _best}
     known |= {function.__name__: function for function in (all, any, abs, max, min)}
     return eval(words, {"__builtins__": {}, **known})
@@ -147,7 +147,7 @@ def _values(path: str) -> list[float]:
 
 
 def found_at(path: str) -> list[Any]:
-    """Whatever is stored where a path leads."""
+    """Return the values stored at a path."""
     file, *keys = path.split(" > ")
     result = result_of(file)
     found = [result.get("summaries", result) if keys[0] not in result else result]

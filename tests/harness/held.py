@@ -1,4 +1,4 @@
-"""What a process holds that a dropped model might have left: threads, descriptors, mappings of shared memory."""
+"""The resources of a process that a dropped model might have left: threads, descriptors, shared memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LIMIT_S = 20.0
 
 @dataclass(frozen=True)
 class Held:
-    """Of this process."""
+    """The resources that a process holds."""
 
     num_threads: int
     num_descriptors: int
@@ -25,7 +25,7 @@ class Held:
 
 
 def held() -> Held:
-    """What this process holds now."""
+    """Return the resources that this process holds now."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     shared = sum(line.split()[1].endswith("s") for line in maps)
     threads, descriptors = (len(list(Path("/proc/self", name).iterdir())) for name in ("task", "fd"))
@@ -33,7 +33,7 @@ def held() -> Held:
 
 
 def held_at_rest() -> Held:
-    """What is held once groups that were closed are gone."""
+    """Return the resources held after closed groups are gone."""
     gc.collect()
     for thread in threading.enumerate():
         if thread.name == "paceline-close":
@@ -42,7 +42,7 @@ def held_at_rest() -> Held:
 
 
 def settled(most: Held, collects: bool = True) -> Held:
-    """What is held once threads that let groups go, or linger for peers, have ended: it is waited for."""
+    """Wait until threads that release groups, or linger for peers, have ended. Return the resources held then."""
     until_s = time.monotonic() + LIMIT_S
     while True:
         if collects:

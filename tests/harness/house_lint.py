@@ -258,8 +258,7 @@ def _words(tree: ast.AST) -> Iterator[str]:
 def unknown_names(files: Sequence[Source]) -> Iterator[str]:
     """Yield the names in backticks that nothing defines or uses.
 
-    In the docstring of a package's `__init__` a plain name has to be one of that package: a module of it, or a name
-    that one of its modules defines.
+    In the docstring of a package's `__init__` a plain name has to be a module of that package or defined in one.
     """
     known = {*dir(builtins), "self", "cls"}
     for file in files:
@@ -285,13 +284,17 @@ def _is_word_of_torch(name: str) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what breaks a rule; with `--print` the sizes of all rooms, too."""
+    """Print the broken rules and return 1 if there are any; with `--print` print the sizes of all rooms instead."""
     listed = json.loads(BUDGET.read_text())
     files = sources(listed["packages"])
     rooms = measured(files)
+    totals: dict[str, Counter[str]] = {}
+    for name, room in rooms.items():
+        totals.setdefault(name.split("/")[0], Counter()).update(room)
     if "--print" in arguments:
-        for name, room in rooms.items():
+        for name, room in (*rooms.items(), *totals.items()):
             print(f"{name:34s}" + "".join(f"{what} {count:7,}  " for what, count in room.items()))
+        return 0
     broken = [
         *over_budget(rooms, listed["budget"]),
         *private_access(files, listed["foreign_names"]),
@@ -299,9 +302,6 @@ def main(arguments: Sequence[str]) -> int:
         *small_files(files, listed["lone_files"]),
         *unknown_names(files),
     ]
-    totals: dict[str, Counter[str]] = {}
-    for name, room in rooms.items():
-        totals.setdefault(name.split("/")[0], Counter()).update(room)
     sizes = "; ".join(
         f"{name}: {size['code']:,} lines of code, {size['lines']:,} in all, {size['files']} files"
         for name, size in totals.items()

@@ -43,7 +43,7 @@ class InMemoryNetwork:
             return [future.exception() or future.result() for future in futures]
 
     def lose(self, rank: int) -> None:
-        """From now on nothing that `rank` sends arrives."""
+        """Drop everything that `rank` sends from now on."""
         self._lost.add(rank)
 
     def delay(self, source: int, target: int, num_messages: int) -> None:

@@ -1,9 +1,9 @@
-"""Code that the docs include from the source: found by the title of its block, compared, and refreshed.
+"""Keeps the code blocks that the docs include from the source: found by their title, compared, and refreshed.
 
-A block titled `src/paceline/ddp/reducer.py::Reducer._finish` is the source of that function; one whose title ends with
-", in part" is a contiguous part of it, and its own first and last lines say which.
+A block titled `src/paceline/ddp/reducer.py::Reducer._finish` is the source of that function. A title that ends with ",
+in part" marks a contiguous part of a function, from the block's first line to its last.
 
-    python tests/harness/included_source.py    writes every such block of docs/ anew
+    python tests/harness/included_source.py    rewrites every such block of docs/
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_included(title: str | None) -> bool:
 
 
 def current(title: str, text: str) -> str:
-    """What a block should say now.
+    """Return the current text of a block.
 
     Raises:
         LookupError: There is no such function, or its first or last line is gone.

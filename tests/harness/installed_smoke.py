@@ -2,9 +2,10 @@
 
     python tests/harness/installed_smoke.py python3.10 python3.13
 
-For each interpreter: the sdist, a wheel built from that sdist, an environment with nothing else, the wheel with its
-dependencies, then the README's twelve lines over two ranks and a few commands, from a folder that has no source.
-Then the wheels of the other two packages, and their commands. An interpreter takes minutes, most of them for torch.
+For each interpreter it builds the sdist, and a wheel from that sdist. It makes an environment with nothing else, and
+installs the wheel with its dependencies. Then it runs the README's twelve lines over two ranks and a few commands, from
+a folder that has no source. Then it does the same with the wheels of the other two packages, and their commands. An
+interpreter takes minutes, most of them for torch.
 """
 
 from __future__ import annotations

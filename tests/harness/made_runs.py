@@ -33,7 +33,7 @@ Extra = Callable[[int, int], Mapping[str, float]]  # of a rank and a step: secon
 
 
 def nothing(_rank: int, _step: int) -> Mapping[str, float]:
-    """No rank is slow."""
+    """Return no extra time, for runs where no rank is slow."""
     return {}
 
 
@@ -44,16 +44,16 @@ def always(culprit: int, phase: str, seconds: float) -> Extra:
 
 @dataclass(frozen=True)
 class MadeRun:
-    """What a run is made of.
+    """The description of an artificial run.
 
     Attributes:
-        extra: What ranks do more than they should.
-        num_ranks: All of which leave records.
-        num_steps: From 1 on.
-        jitter: Standard deviation of each phase, relative.
-        host: What the kernel says of a rank and a step.
-        tokens: Of a rank.
-        samples: Of a rank, besides the steps.
+        extra: The extra time of a rank in a step, by phase.
+        num_ranks: Number of ranks. All leave records.
+        num_steps: Number of steps, counted from 1.
+        jitter: Relative standard deviation of each phase.
+        host: The kernel's counters for a rank and a step.
+        tokens: The tokens of a rank.
+        samples: The samples of a rank, in addition to the steps.
         headers: Fields of ranks' headers that differ from the usual ones.
         hosts: Names of the ranks' hosts.
     """

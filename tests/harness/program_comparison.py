@@ -1,4 +1,4 @@
-"""What a random program's gradients, parameters and buffers have to be, and the bits that ranks must share."""
+"""The expected gradients, parameters and buffers of a random program, and the bits that ranks must share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def take(net: nn.Module) -> Taken:
 
 
 class Comparison:
-    """What went wrong so far, and where; and the bits that have to be the same on all ranks."""
+    """The errors so far, with their places, and the bits that have to be the same on all ranks."""
 
     def __init__(self, program: Program) -> None:
         self.wrong: list[str] = []
@@ -77,7 +77,7 @@ class Comparison:
         self.note(taken)
 
     def local(self, model: Any, taken: Taken, alone: nn.Module) -> None:
-        """Compare gradients that nobody has synchronized with those of this rank's copy."""
+        """Compare gradients that were not synchronized with those of this rank's copy."""
         tolerance, self.tolerance = self.tolerance, EXACT
         named = model.module.named_parameters()
         for (name, _), found, other in zip(named, taken, alone.parameters(), strict=True):
@@ -142,7 +142,7 @@ class Comparison:
         self.bits.append(f"{self.where} {digest([t for t in tensors if t is not None])}")
 
     def across_ranks(self) -> list[str]:
-        """What went wrong on this rank, or between ranks. Collective."""
+        """Return the errors on this rank, and between ranks. Collective."""
         noted: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(noted, self.bits)
         if any(bits != noted[0] for bits in noted):
@@ -156,5 +156,5 @@ class Comparison:
 
 
 def _left_over(codec: Any) -> dict[str, Tensor]:
-    """What a codec keeps of earlier gradients, by parameter; empty if it keeps nothing."""
+    """Return the residuals that a codec keeps, by parameter; empty if it keeps none."""
     return codec.state_dict()["memories"].get(RESIDUAL, {}) if isinstance(codec, Lossy) else {}

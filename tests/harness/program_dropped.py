@@ -110,12 +110,12 @@ class _Job:
                     q.copy_(p)
 
     def let_go(self) -> None:
-        """Of the wrapper and its optimizer; the last step may still be under way."""
+        """Drop the wrapper and its optimizer. The last step may still be under way."""
         self.model = self.ours = self.theirs = None
         self.compare.forget_codecs()
 
     def check(self) -> None:
-        """Of all that were dropped no more is left than of the first; members have the same bits. Collective."""
+        """Check that all dropped models leave no more than the first, and members have the same bits. Collective."""
         self.let_go()
         now = settled(self.before)
         if not now.within(self.before):

@@ -146,7 +146,7 @@ class Trial:
             self.had |= {place for place, p in enumerate(one.model.parameters()) if p.grad is not None}
 
     def _take_buffers_of(self, rank: int) -> None:
-        """What a step's first synchronized forward, and its end, do to the other ranks' buffers."""
+        """Copy one rank's buffers to the others, as a step's first synchronized forward and its end do."""
         for one in self.copies if self.shares_buffers else ():
             for other, source in zip(one.model.buffers(), self.copies[rank].model.buffers(), strict=True):
                 other.data.copy_(source)  # batch norm has saved it for a backward that may still come
@@ -179,9 +179,9 @@ class Trial:
 
 
 def _where_to_raise(program: Program, name: str) -> str:
-    """Return where that has one outcome.
+    """Return the place to raise, moved to forward if raising in backward has no single outcome.
 
-    How early a backward that nobody sees begin was noticed depends on buckets.
+    A backward through outputs that no library sees is noticed late, and how late depends on buckets.
     """
     return "raise in forward" if name == "raise in backward" and program.outputs != "plain" else name
 
@@ -228,7 +228,7 @@ def _micro_batches(program: Program, seed: int, rank: int) -> list[tuple[Tensor,
 
 
 def _first_with_batches(program: Program, seed: int) -> int:
-    """The first rank that has any that count in a window; 0 if nobody has."""
+    """Return the first rank with micro-batches that count in a window; 0 if none has."""
     everyone = [_micro_batches(program, seed, rank) for rank in range(program.num_ranks)]
     return next((rank for rank, batches in enumerate(everyone) if any(size for _, size in batches)), 0)
 

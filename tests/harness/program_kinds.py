@@ -112,7 +112,7 @@ def with_torch(program: Program, rank: int, num_ranks: int, compare: Comparison)
 
 
 def _left_early(reducer: Any, compare: Comparison) -> None:
-    """Once a static graph has been counted, each bucket is full at its last gradient: neither sooner nor at the end."""
+    """Check that each bucket of a counted static graph is full at its last gradient, neither sooner nor at the end."""
     timing = reducer.timings.last
     if reducer.tracker.pending.waits_for_end:
         compare.fail("a bucket of a static graph left before its last gradient")

@@ -1,4 +1,4 @@
-"""What random programs train: a model whose layers, outputs and exceptions are drawn, its batches, our wrapper."""
+"""The model that random programs train: drawn layers, outputs and exceptions, its batches, and the wrapper."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _reduce_into_another(bucket: Any) -> torch.futures.Future[Tensor]:
 
 
 class StumbleError(Exception):
-    """What a user's code raises."""
+    """An error that a user's code raises."""
 
 
 class _Stumble(torch.autograd.Function):
@@ -103,7 +103,7 @@ class _Stumble(torch.autograd.Function):
 
 
 class Outputs:
-    """What no library looks into."""
+    """An output type that no library looks into."""
 
     def __init__(self, values: Any) -> None:
         self.values = values
@@ -217,7 +217,7 @@ class Net(Listed):
 
 
 class Generator(Listed):
-    """What makes samples of noise."""
+    """The generator of a GAN, which makes samples of noise."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def make_net(program: Program) -> Net:
 
 
 def bare(model: nn.Module) -> Any:
-    """Without a wrapper."""
+    """Return the model without a wrapper."""
     return getattr(model, "module", model)
 
 
@@ -261,7 +261,7 @@ def branches(program: Program, seed: int, rank: int) -> dict[str, bool]:
 
 
 def codec(name: str) -> Any:
-    """What `compression=` is given for it."""
+    """Return the value of `compression=` for a codec."""
     return CODECS[name]() if name in CODECS else name
 
 

@@ -39,7 +39,7 @@ KINDS: dict[str, Callable[[Program, int, int, Comparison], None]] = {
 
 
 def perform(rank: int, num_ranks: int, programs: Sequence[str]) -> list[list[str]]:
-    """What went wrong in each program, on this rank. Collective."""
+    """Return the errors of each program on this rank. Collective."""
     warnings.simplefilter("ignore")
     results = []
     for text in programs:

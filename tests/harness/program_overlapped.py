@@ -94,7 +94,7 @@ def overlapped_pair(program: Program, rank: int, num_ranks: int, compare: Compar
 
 
 def _optimizers(program: Program, nets: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
-    """As the option "divided" says; each has parameters of the model with which it goes through `overlap`."""
+    """Return the optimizers for the option "divided". Each has parameters of the model that it overlaps with."""
     make = OPTIMIZERS[program.options["optimizer"]]
     named = [[p for p in net.parameters() if p.requires_grad] for net in nets]
     how = program.options.get("divided", "by model")

@@ -54,7 +54,7 @@ class _Job:
         self.begin(net, GlobalBatch.of(self.size, program.num_ranks))
 
     def begin(self, net: Any, batch: GlobalBatch, state: dict[str, Any] | None = None) -> None:
-        """As a new process does."""
+        """Begin like a new process."""
         self.sampler = self._sampler(batch)
         if state is not None:
             self.sampler.load_state_dict(state)
@@ -80,7 +80,7 @@ class _Job:
         return GlobalBatch(tuple(b - a for a, b in zip((0, *cuts), (*cuts, self.size), strict=True)))
 
     def give(self, batch: GlobalBatch) -> GlobalBatch:
-        """In the units of the sampler."""
+        """Return the batch in the units of the sampler."""
         return _tokens(batch) if self.source == "tokens" else batch
 
     def steps(self) -> Any:

@@ -123,18 +123,18 @@ WEIGHTS = {
 
 @dataclass(frozen=True, eq=False)  # found again by identity
 class Program:
-    """What every rank performs.
+    """A program that every rank performs.
 
     Attributes:
-        seed: Of data, parameters and branches.
+        seed: The seed of data, parameters and branches.
         kind: A key of `OPERATIONS`.
-        num_ranks: How many processes.
-        width: Of the trunk: gradients of a wide one are copied while backward runs.
-        blocks: Layers after the trunk: out of `BLOCKS`, `LATE`, `STATE`.
-        outputs: Where a forward leaves what it computed: in plain sight or where no library looks.
-        options: Of the wrapper or the optimizer, by name.
-        operations: (name, seed of its data) one after another.
-        slow_rank: Comes to each backward late, so that what the others do not wait for is seen.
+        num_ranks: Number of processes.
+        width: The width of the trunk. Gradients of a wide trunk are copied while backward runs.
+        blocks: The layers after the trunk, out of `BLOCKS`, `LATE`, `STATE`.
+        outputs: The form of a forward's outputs: plain tensors, or objects that no library looks into.
+        options: The options of the wrapper or the optimizer, by name.
+        operations: The operations in order, each with the seed of its data.
+        slow_rank: A rank that comes late to each backward, so that a missing wait on another rank shows.
     """
 
     seed: int
@@ -148,12 +148,12 @@ class Program:
     slow_rank: int | None = None
 
     def to_json(self) -> str:
-        """On one line, for a command."""
+        """Return the program on one line, for a command."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Program:
-        """What `to_json` wrote."""
+        """Return the program that `to_json` wrote."""
         fields = json.loads(text)
         fields["blocks"] = tuple(fields["blocks"])
         fields["operations"] = tuple((str(name), int(seed)) for name, seed in fields["operations"])

@@ -1,15 +1,15 @@
 """Real processes for tests: pools of ranks that stay up between tests, and jobs under torchrun.
 
 Rules
-1. A rank is a process of its own in a Gloo group on the loopback interface; the rendezvous is a file in
-   a temporary folder (or a TCP store on a port that the kernel chose).
-2. A test names an importable function `fn(rank, num_ranks, *args)`; every rank of the pool runs it and
-   its return value, its exception or its death comes back as an `Outcome`.
-3. Nothing waits for ever: the group has a timeout, a run has a deadline, and a rank that misses it is
-   asked for its stack and then killed; once only stopped ranks are left, that is at once.
-4. A run that was not clean (an exception, a death, a miss) leaves nothing to the next one: the group is
-   opened anew, and after a death or a miss the processes are too.
-5. Nothing outlives a pool. Ranks die with their parent, and `close` raises `OrphanError` if one is left.
+1. A rank is a separate process in a Gloo group on the loopback interface. The rendezvous is a file in a temporary
+   folder, or a TCP store on a port that the kernel chose.
+2. A test names an importable function `fn(rank, num_ranks, *args)`, and every rank of the pool runs it. Its return
+   value, its exception or its death comes back as an `Outcome`.
+3. No wait is endless: the group has a timeout, and a run has a deadline. A rank that misses it is asked for its stack
+   and then killed. Once only stopped ranks are left, they are killed at once.
+4. A run that was not clean (an exception, a death, a miss) leaves nothing to the next one. The group is opened again,
+   and after a death or a miss the processes are started again, too.
+5. No process outlives a pool. Ranks die with their parent, and `close` raises `OrphanError` if one is left.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _MOST_THREADS = 40
 
 
 class RanksFailedError(AssertionError):
-    """At least one rank raised, died or missed the deadline; the message holds every rank's story."""
+    """An error: a rank raised, died or missed the deadline. The message describes every rank's outcome."""
 
 
 class OrphanError(AssertionError):
@@ -88,7 +88,7 @@ class RankError:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank in one run; exactly one of value, error, died and missed tells."""
+    """The outcome of one rank in one run: exactly one of value, error, died and missed is set."""
 
     rank: int
     value: Any = None
@@ -106,7 +106,7 @@ class Outcome:
         return self.error is None and self.exit_code is None and not self.missed_deadline
 
     def story(self) -> str:
-        """What happened, for a failure message."""
+        """Return a description of the outcome, for a failure message."""
         if self.error is not None:
             return f"rank {self.rank} raised {self.error.types[0]}: {self.error.message}\n{self.error.stack}"
         if self.exit_code is not None:
@@ -118,7 +118,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Start:
-    """What a rank's process is told once."""
+    """The settings of a rank's process, sent once."""
 
     rank: int
     num_ranks: int
@@ -139,7 +139,7 @@ class _Order:
 
 
 def as_torchrun_says(num_ranks: int) -> dict[str, str]:
-    """What every rank of one host finds in its environment under torchrun."""
+    """Return the environment variables that torchrun gives every rank of one host."""
     return {"LOCAL_WORLD_SIZE": str(num_ranks), "WORLD_SIZE": str(num_ranks)}
 
 
@@ -199,7 +199,7 @@ def _die_with_parent() -> None:
 
 
 def _rank_main(start: _Start, orders: Connection) -> None:
-    """A rank's life: run orders until told to stop or until nobody is there to tell."""
+    """Run a rank's process: run orders until told to stop, or until the sender of orders has gone."""
     _die_with_parent()
     gc.freeze()  # a collection need not look at what the server had loaded before it forked: half a million objects
     with _log_path(start.folder, start.rank).open("w", buffering=1) as log:
@@ -296,7 +296,7 @@ class Ranks:
         return [outcome.value for outcome in outcomes]
 
     def outcomes(self, fn: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S) -> list[Outcome]:
-        """What became of every rank, for tests that expect some to raise or die."""
+        """Return the outcome of every rank, for tests that expect some to raise or die."""
         start_guard.note("processes", "ranks of a pool")
         self._start()
         order = _Order(
@@ -433,7 +433,7 @@ def close_pools() -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What a command that started processes left: its exit code and its words."""
+    """The result of a command that started processes: its exit code and its output."""
 
     exit_code: int
     stdout: str

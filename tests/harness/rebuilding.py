@@ -18,7 +18,7 @@ NUM_SAMPLES = 60
 
 
 def mlp(seed: int = 1) -> nn.Module:
-    """In float64, by its seed."""
+    """Return an MLP in float64 with the parameters of this seed."""
     torch.manual_seed(seed)
     return Mlp(dtype=torch.float64)
 
@@ -37,7 +37,7 @@ def bits_of(model: nn.Module) -> str:
 
 
 def refused(call: Callable[[], object], errors: type[Exception] = ConfigurationError) -> str:
-    """What an error says."""
+    """Return the message of the error that a call raises."""
     try:
         call()
     except errors as error:

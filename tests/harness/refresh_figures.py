@@ -1,8 +1,8 @@
 """Bring the figures of rows up to date after measuring again: `python tests/harness/refresh_figures.py D5 M2`.
 
-For each named row of `lab/results/figures.json` the figures on the pages and in that file become what the stored values
-round to, with as many digits as before. Pages may print some of a row's figures, and in any order. Words and verdicts
-are left alone: read the difference.
+It rounds the stored values of each named row of `lab/results/figures.json`, with as many digits as before. It writes
+them to the pages and to that file. Pages may print some of a row's figures, and in any order. Words and verdicts do not
+change, so read the difference.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def main(names: list[str]) -> None:
 
 
 def _renewed(name: str, printed: list[str], old: list[str], new: list[str]) -> list[str]:
-    """What a page prints instead of `printed`: the new figures of the same sources.
+    """Return the new figures of the sources of `printed`, which a page prints instead.
 
     Raises:
-        SystemExit: It prints one that is not there, or one of several sources whose new values differ.
+        SystemExit: The page prints a figure without a source, or one of several sources whose new values differ.
     """
     placed = _in_order(printed, old)
     if len(placed) == 1:
@@ -85,7 +85,7 @@ def _shown(value: float, figure: str) -> str:
 
 
 def _figures(page: Path, name: str) -> Iterator[tuple[int, str]]:
-    """Where the page's tables print the row's figures, and what they are."""
+    """Yield the row's figures in the page's tables, with their lines."""
     header: list[str] = []
     start = 0
     for line in page.read_text().splitlines(keepends=True):

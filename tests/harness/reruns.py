@@ -11,7 +11,7 @@ _reruns: list[tuple[str, str]] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What decides by measured times is tried again; nothing else may be."""
+    """Let tests that depend on measured times run again. No other test may."""
     for item in items:
         if item.get_closest_marker("flaky"):
             raise pytest.UsageError(

@@ -61,7 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--quick` leave out what says that it is not."""
+    """Leave out tests with a mark of `NOT_QUICK`, with `--quick`."""
     if config.option.quick:
         quick = [item for item in items if not any(map(item.get_closest_marker, NOT_QUICK))]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(quick)])

@@ -1,4 +1,4 @@
-"""What a support vector machine's answer must be, computed from scratch in double precision."""
+"""The expected answer of a support vector machine, computed from scratch in double precision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIGHT = 1e-6
 
 @dataclass(frozen=True)
 class Truth:
-    """Of a binary classifier's coefficients: dual objective, largest violation, violation of the equality."""
+    """The quality of a binary classifier's coefficients: objective, largest violation, violation of the equality."""
 
     objective: float
     gap: float
@@ -58,7 +58,7 @@ def truth(X: Any, y: Any, model: Any, costs: Any, **kernel: Any) -> Truth:
 
 @contextlib.contextmanager
 def working_sets_of(size: int) -> Iterator[None]:
-    """No problem is small enough to be solved as a whole, and working sets are so small that many are needed."""
+    """Make working sets so small that every problem needs many, and solve none as a whole."""
     with (
         mock.patch.object(placement, "LARGEST", 0),
         mock.patch.object(placement, "_LEAST_ROW_S", 0.0),

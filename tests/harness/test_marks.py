@@ -54,7 +54,7 @@ def test_each_declared_mark_is_used():
 
 
 def run_pytest(folder, source, *words):
-    """What pytest says of one file with the plugins of this repository, and its exit code."""
+    """Return pytest's output for one file with the plugins of this repository, and its exit code."""
     (folder / "test_it.py").write_text(source)
     declared = "markers = clock\n  processes\n  slow\n  lab\n  compiles\n"
     (folder / "pytest.ini").write_text(f"[pytest]\n{declared}addopts = --strict-markers\n")
@@ -84,7 +84,7 @@ def test_a_rerun_is_printed_and_a_fourth_fails_the_run(tmp_path):
 
 @pytest.mark.processes
 def test_nothing_else_is_run_again(tmp_path):
-    """A failure is one; and nobody marks a test as flaky."""
+    """Report a failure once, and refuse the mark `flaky`."""
     code, said = run_pytest(tmp_path, CLOCK.format(tests=1).replace("@pytest.mark.clock\n", ""))
     assert code == 1, said
     assert "was run again" not in said
@@ -96,7 +96,7 @@ def test_nothing_else_is_run_again(tmp_path):
 
 @pytest.mark.processes
 def test_a_quick_test_starts_nothing(tmp_path):
-    """With `--quick` what says that it starts processes is left out, and what does not say so fails."""
+    """Leave out tests that are marked as starting processes, with `--quick`. Fail unmarked ones that do."""
     code, said = run_pytest(tmp_path, UNMARKED, "--quick")
     assert code == 1, said
     assert "1 failed, 1 passed, 1 deselected" in said

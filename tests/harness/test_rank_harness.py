@@ -1,4 +1,4 @@
-"""The harness itself: it reports what became of every rank, never hangs, and leaves nobody behind."""
+"""The harness itself: it reports the outcome of every rank, never hangs, and leaves no process behind."""
 
 import os
 import signal
@@ -109,7 +109,7 @@ def test_a_hang_ends_at_the_deadline_with_the_stack():
 
 
 def test_close_leaves_nobody():
-    """After `close` no rank is alive, and the folder is gone."""
+    """Check that after `close` every rank is dead, and the folder is gone."""
     ranks = Ranks(2, store="tcp")
     assert ranks.run(sum_of_ranks) == [1.0, 1.0]
     pids = ranks.pids

@@ -97,7 +97,7 @@ def test_a_handler_of_its_own_runs(tmp_path):
 
 
 def test_open_files_are_passed_on_by_number_and_closed_where_it_closes_them():
-    """Nobody else keeps them open: a pipe ends while the process that had its other end lives on."""
+    """Close them in all other processes: a pipe ends while the process that had its other end lives on."""
     (reads, writes), (reads_too, writes_too) = os.pipe(), os.pipe()
     code = f"os.write({writes_too}, b'second'); os.write({writes}, b'first'); os.closerange({writes}, {writes_too} + 1)"
     command = [str(warm.folder() / "python"), "-c", f"import os, time; {code}; time.sleep(600)"]
@@ -120,7 +120,7 @@ def test_who_is_killed_while_asking_leaves_the_server_to_others(tmp_path):
 
 
 def test_a_signal_while_it_asks_comes_after_the_request_and_one_too_late_is_dropped():
-    """Here with a server that reads nothing for a while, so that asking takes as long; then hears nothing any more."""
+    """Use a server that reads nothing for a while, so that asking takes as long, and then hears nothing any more."""
     words = ["x" * 100_000] * 5  # more than the socket holds
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as server:
         (Path(folder) / "python").write_text((warm.folder() / "python").read_text())

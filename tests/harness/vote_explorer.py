@@ -1,12 +1,12 @@
-"""Every order of events of a few agents that vote, breadth first.
+"""Explores every order of events of a few agents that vote, breadth first.
 
-Messages are never taken out of the network: any may be delivered now, later, again or never. That is loss, delay,
-reordering, repetition, partition and crash in one; a crashed host is one to which nothing is delivered any more. Only
-the number of suspicions is bounded.
+Messages are never taken out of the network: any may be delivered now, later, again or never. That covers loss, delay,
+reordering, repetition, partition and crash. A crashed host gets no more messages. Only the number of suspicions is
+bounded.
 
-Every combination is checked: one decree an epoch, and nobody trains by one while a later one with members is decided.
-From every n-th combination the network heals, with every set of hosts dead that leaves a quorum of each decree that may
-still be decided. Then the others have to come to a decree of live hosts that train.
+Every combination is checked. An epoch has one decree. No host trains by a decree while a later one with members is
+decided. From every n-th combination the network heals, with every set of hosts dead that leaves a quorum of each
+decree that may still be decided. Then the other hosts have to come to a decree of live hosts that train.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Node = tuple[tuple[int, ...], int, int]  # the hosts' states, the network as a s
 
 @dataclass(frozen=True)
 class Scene:
-    """Where an exploration begins: a decree of hosts that train.
+    """The start of an exploration: a decree of hosts that train.
 
     Attributes:
-        steps: Of each host: how many steps its rank has completed; `NOT_STARTED` for a rank that is new and not in the
-            decree, None for a host without a rank.
-        joiners: Hosts besides, which ask the others to be let in.
-        suspicions: How often somebody leads an attempt.
+        steps: The number of steps that each host's rank has completed. `NOT_STARTED` is a new rank that is not in the
+            decree, None a host without a rank.
+        joiners: Number of other hosts, which ask to join.
+        suspicions: How often a host leads an attempt.
     """
 
     steps: tuple[int | None, ...]
@@ -56,13 +56,13 @@ class Scene:
 
 
 def reported(name: str, epoch: int, step: int | None) -> Report:
-    """What a host brings that has one rank, or none."""
+    """Return the report of a host with one rank, or with none."""
     return Report(Voter(name), () if step is None else (Candidate(Member(name, 0), epoch, step),))
 
 
 @dataclass
 class Found:
-    """What an exploration has seen."""
+    """The results of an exploration."""
 
     combinations: int = 0
     is_complete: bool = False
@@ -177,7 +177,7 @@ class Explorer:
         self.found.highest_epoch = max(self.found.highest_epoch, *decrees)
 
     def _check_progress(self, node: Node, prefer: int) -> None:
-        """Whatever dies now, the others go on, if they are a majority of all that may be decided by then."""
+        """Check that the others go on if any hosts die, as long as they are a majority of all that may be decided."""
         states = [self._states.items[number] for number in node[0]]
         network = [self._messages.items[i] for i in range(node[1].bit_length()) if node[1] >> i & 1]
         newest = _newest(states)
@@ -200,7 +200,7 @@ class Explorer:
                         raise AssertionError(f"stuck with {set(dead)} dead: {states} {network}")
 
     def choices(self) -> list[Node]:
-        """What can happen next, where `go` has led."""
+        """Return the possible next nodes after `go`."""
         return sorted(self._successors(self._start))
 
     def go(self, node: Node) -> None:
@@ -208,7 +208,7 @@ class Explorer:
         self._start = node
 
     def check_healing(self, prefer: int) -> None:
-        """From where `go` has led."""
+        """Check that the network heals from the node that `go` has led to."""
         self._check(self._start[0])
         self._check_progress(self._start, prefer)
 
@@ -246,10 +246,10 @@ def _newest(states: list[State]) -> Decree:
 
 
 def heals(states: list[State], network: list[Message], dead: frozenset[int], prefer: int) -> bool:
-    """Whether live hosts come to a decree of live hosts only, by which all train; with members if their state lives.
+    """Return whether live hosts come to a decree of live hosts by which all train; with members if their state lives.
 
-    From now on nothing is lost. A host that has not the newest decree is told it, one that is not in it asks to join,
-    and time-outs come to one host at a time, as random delays make them.
+    From now on no message is lost. A host without the newest decree is told it, and a host that is not in it asks to
+    join. Time-outs come to one host at a time, as random delays make them.
     """
     places = {state.name: i for i, state in enumerate(states)}
     live = [i for i in range(len(states)) if i not in dead]

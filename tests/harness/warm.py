@@ -1,17 +1,18 @@
 """A server that has torch loaded and forks for every `python`, `paceline` and `torchrun` that a test starts.
 
-Importing torch and what an optimizer needs of it takes 2.5 s of a processor; what most launches in tests compute takes
+Importing torch and the modules that an optimizer needs takes 2.5 s of a processor. Most launches in tests compute for
 less than half a second.
 
 Rules
-1. Where a test is about what a command does, and not about a fresh interpreter, it takes its commands from `folder()`.
-   They are real processes with a command line, an environment, signals and an exit code of their own
-   (`warm_python.py`); their work is done by a fork of the server. What they start with `sys.executable` is warm, too.
+1. A test about a command's effect, and not about a fresh interpreter, takes its commands from `folder()`. They are
+   real processes, each with its own command line, environment, signals and exit code (`warm_python.py`). A fork of the
+   server does their work. Processes that they start with `sys.executable` are warm, too.
 2. A fork enters the namespaces and control groups of the process that asked for it, so it works on emulated hosts.
-3. What a fork cannot be, a real Python becomes instead: with options of the interpreter, or without the right to enter.
+3. If a fork is not possible, the command becomes a real Python: with options of the interpreter, or without the right
+   to enter namespaces.
 4. A fork ends with the process that asked for it, and the server with the tests.
-5. The workers that pytest-xdist starts are forks, too (`conftest.py`), and so is what ranks of a pool are forked from
-   (`ranks.py`): whatever tests import is imported once.
+5. The workers that pytest-xdist starts are forks, too (`conftest.py`), and so is the process from which ranks of a
+   pool are forked (`ranks.py`). So each module that tests import is imported once.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def folder() -> Path:
     made = Path(tempfile.gettempdir(), f"warm-{run or uuid.uuid4().hex}")
     made.mkdir(mode=0o700, exist_ok=True)
     with (made / "lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until whoever comes first has started the server
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the first worker has started the server
         if not (made / "socket").exists():
             _start_server(made)
     return made
@@ -199,7 +200,7 @@ def _leave_out_what_forks_would_repeat() -> None:
     """Typer makes the tree of our commands, for 60 ms. Torch formats stacks, each with the lines of its source.
 
     `torch.manual_seed` formats three, for a message should it fail later on a device: a tenth of what small tests
-    compute. A launch formats eighteen, for the names of its functions in records that nobody keeps: 0.2 s.
+    compute. A launch formats eighteen, for the names of its functions in records that are not kept: 0.2 s.
     """
     app, torch = (importlib.import_module(name) for name in ("paceline.cli.app", "torch"))
     app.command_of = functools.cache(app.command_of)  # type: ignore[attr-defined]
@@ -212,13 +213,13 @@ def _leave_out_what_forks_would_repeat() -> None:
 
 
 def _compile_once() -> None:
-    """What numba does before it compiles, or loads what it has compiled: 0.2 to 0.35 s in every fork that needs it."""
+    """Compile a function, so that forks need not set up numba: 0.2 to 0.35 s in every fork that needs it."""
     with contextlib.suppress(ImportError):
         importlib.import_module("numba").njit(lambda x: x + 1)(1)
 
 
 def _receive(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """A request; EOFError if whoever made it was killed meanwhile."""
+    """Return a request. Raises EOFError if its sender was killed meanwhile."""
     size, fds, _, _ = socket.recv_fds(line, 4, _MOST_FILES)
     rest, num_bytes = b"", int.from_bytes(size, "big")
     while not num_bytes or len(rest) < num_bytes:
@@ -300,7 +301,7 @@ def _stand_for(child: int) -> None:
 
 
 def _become(folder: Path, request: dict[str, Any], fds: list[int]) -> None:
-    """What a fresh interpreter would be after its start; then run, and end as it would."""
+    """Turn into what a fresh interpreter is after its start. Then run, and end like it."""
     code = 1
     try:
         # Out of the way first: one may have the number that another is to get.

@@ -1,9 +1,9 @@
 """A Python that starts at once: it asks a server that has torch loaded (`warm.py`) to fork and run its command line.
 
-Started as `python`, `paceline` or `torchrun` from the server's folder. To whoever started it, it is the process that
-was asked for: same output, exit code or signal; open files are passed on, and signals reach it. With options
-or variables that change the interpreter, or refused by the server, it becomes a real Python. It has to start in
-milliseconds, so it imports little: with `json`, `signal` and `socket` it would take twice as long.
+It is started as `python`, `paceline` or `torchrun` from the server's folder. Its parent sees the requested process:
+the same output, exit code or signal. Open files are passed on, and signals reach it. With options or variables that
+change the interpreter, or if the server refuses, it becomes a real Python. It has to start in milliseconds, so it
+imports little: with `json`, `signal` and `socket` it would take twice as long.
 """
 
 import _signal as signal  # type: ignore[import-not-found]
@@ -21,7 +21,10 @@ HARMLESS = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}  # vari
 
 
 def without_byte_code(words: list[str]) -> list[str]:
-    """Without -B, which multiprocessing passes on where PYTHONDONTWRITEBYTECODE is set: a fork has its modules."""
+    """Return the words without -B.
+
+    multiprocessing passes it on where PYTHONDONTWRITEBYTECODE is set. A fork has its modules already.
+    """
     return words[1:] if words[:1] == ["-B"] else words
 
 
@@ -33,7 +36,7 @@ def needs_a_real_one(name: str, words: list[str]) -> bool:
 
 
 def inherited_files() -> list[int]:
-    """What whoever started this left open for it, besides the three."""
+    """Return the descriptors that the parent left open for this process, except the first three."""
     found = []
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
@@ -81,7 +84,7 @@ def main() -> None:
     server.sendall(request)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     answer = server.recv(2)
-    if answer[:1] == b"b":  # begun: the fork has the files, and nobody waits for our closing them
+    if answer[:1] == b"b":  # begun: the fork has the files, and no process waits for this one to close them
         for fd in numbers[3:]:
             os.close(fd)
         answer = server.recv(2)
