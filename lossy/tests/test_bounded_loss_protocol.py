@@ -11,10 +11,9 @@ from harness.datagram_networks import PAYLOAD, ROWS, TICK_US, Mailer, Network, e
 from paceline_lossy import Bound
 from paceline_lossy.datagrams import datagram as d
 from paceline_lossy.datagrams import endpoint_state as e
+from paceline_lossy.datagrams.authentication import nh, num_pairs, siphash
 from paceline_lossy.datagrams.shards import first_chunk
-from paceline_lossy.datagrams.siphash import siphash
 from paceline_lossy.datagrams.udp_socket import KeyAgreement
-from paceline_lossy.datagrams.universal_hash import nh, num_pairs
 
 pytestmark = pytest.mark.compiles
 

@@ -68,10 +68,10 @@ class Relay(datagram_sums.Introduction):
 
     def __init__(self, address, num_ports=1):
         super().__init__(address, num_ports)
-        self._to = self.card["place"]
+        self._to = self.announcement["place"]
         self._port = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._port.bind((address, 0))
-        self.card |= {"place": self._port.getsockname(), "mtu": 1500}
+        self.announcement |= {"place": self._port.getsockname(), "mtu": 1500}
         threading.Thread(target=self._forward, daemon=True).start()
 
     def _forward(self):
@@ -129,7 +129,7 @@ def lossy_servers():
         yield addresses
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
         for relay in relays:
-            out.sendto(b"", relay.card["place"])
+            out.sendto(b"", relay.announcement["place"])
 
 
 @pytest.mark.parametrize("compensation", ["survivors", "none", "feedback"])

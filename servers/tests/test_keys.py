@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigurationError
-from paceline_servers.keys import ALIGNED_ELEMENTS, KEYS_PER_SERVER, cut_keys, largest_key_bytes
+from paceline_servers.ranks.pieces import ALIGNED_ELEMENTS, KEYS_PER_SERVER, cut_keys, largest_key_bytes
 
 sizes = st.lists(st.integers(1, 200_000), min_size=1, max_size=40)
 

@@ -1,6 +1,6 @@
-"""The mean of gradients over UDP, which may lose a bounded part: `reduction="bounded_loss"`, and its transport.
+"""The mean of gradients over UDP, where a bounded part may be lost: `reduction="bounded_loss"`, and its transport.
 
-Names are imported on first use: numba, which compiles the transport, takes half a second.
+Names are imported at their first use, because numba, which compiles the transport, takes half a second to import.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The mean of the ranks' gradients over UDP, of which a bounded part may be lost: `reduction=BoundedLoss(bound=0.01)`.
 
 Rules
-1. It has connections of its own, made from c10d's store at the first launch, as Adasum does. Status words, buffers and
-   everything else go over the caller's group, where nothing is lost.
-2. Each rank sums one shard of a bucket directly from the others, so that a lost datagram concerns one pair of ranks.
-   Then it is sent to all, without any loss: all ranks hold the same bits.
-3. Every rank learns of every contribution whether it was lost. What is done about that is `compensation`.
-4. Residuals take effect in `end_step` only, so not if the step failed; and not if its gradients were not finite, on
-   which ranks agree without asking, because the reduced gradients are the same.
+1. It has its own connections, made from c10d's store at the first launch. Statuses, buffers and everything else go
+   over the caller's group, where nothing is lost.
+2. Each rank sums one shard of a bucket directly from the others, so a lost datagram concerns one pair of ranks. Then
+   it sends the sum to all ranks without any loss, so all hold the same bits.
+3. Every rank learns which contributions were lost. `compensation` says what takes their place.
+4. Residuals take effect in `end_step` only, so a failed step changes none. A step whose gradients are not finite
+   changes none either. Ranks need no message to agree on that, because the reduced gradients are the same.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from paceline_lossy.lossy_transport import Bound, Losses, LossyTransport, Sum, j
 _RESIDUAL = "residual"  # the key in a checkpoint
 _CLASSES = 5
 _MOST_PATHS = 16
-_PIECES = {False: 2, True: 8}  # under way at once: by whether they have priorities
+_PIECES = {False: 2, True: 8}  # how many are under way at once, without and with priorities
 _NATIVE = (torch.float32, torch.float64)
 
 SURVIVORS, NONE, FEEDBACK = "survivors", "none", "feedback"
@@ -59,51 +59,51 @@ class SummingServers(Protocol):
     def open_sums(
         self, process_group: ProcessGroup, device: torch.device, num_ports: int
     ) -> Callable[[ProcessGroup], LossyTransport]:
-        """Return what makes this rank's transport for a process group, which the servers sum for. Collective."""
+        """Return the function that makes this rank's transport for a process group. The servers sum. Collective."""
 
 
 class BoundedLoss(Reduction):
-    """The mean of the ranks' gradients, where the network may lose a bounded part of what they send each other.
+    """The mean of the ranks' gradients, where the network may lose a bounded part of what ranks send each other.
 
-    Limits first: it helps if the network loses packets. On a clean network it gains nothing over Gloo, and costs more
-    of the processor. Linux, IPv4. Gradients that are not float32 or float64 are sent as float32. Those of an
-    accelerator are staged through host memory, which was tested on CPUs only. Sparse gradients go over the process
-    group.
+    Limits first: it helps only if the network loses packets. On a clean network it gains nothing over Gloo, and costs
+    more of the processor. It needs Linux and IPv4. Gradients that are not float32 or float64 are sent as float32. Those
+    of an accelerator are staged through host memory, which was tested on CPUs only. Sparse gradients go over the
+    process group.
 
     Args:
-        bound: The largest part of what a rank sends another that may be lost of a bucket; 0 repeats every loss.
-        protected_ratio: The part of a shard's datagrams, those of the largest mean magnitude; none of them may be lost.
-        compensation: "survivors" puts the mean of those ranks whose contribution arrived in place of a lost one, so
-            that the expectation over losses is the mean. "none" takes it for zero: gradients shrink by what is lost.
-            "feedback" does, too, and its sender adds it to the same gradient of the next step.
+        bound: The largest part of a bucket that may be lost between two ranks. With 0 every lost datagram is repeated.
+        protected_ratio: The part of a shard's datagrams that may not be lost, those of the largest mean magnitude.
+        compensation: "survivors" replaces a lost contribution by the mean of those that arrived, so that the
+            expectation over losses is the mean. "none" counts it as zero, so gradients shrink by the lost part.
+            "feedback" counts it as zero, too, and its sender adds it to the same gradient of the next step.
         priorities: Whether datagrams tell switches how urgent they are. Those of the model's front layers are sent
             first, because the next forward needs them first. They have a higher class: DSCP CS5, down to CS1 for the
             last layers. Datagrams that may be lost are not ECN-capable, so a port drops them when it marks the others.
         connect: Makes this rank's transport for a process group; by default one over UDP. Collective.
-        servers: Who sums: `ParameterServers()`, those of the launcher, or `ParameterServers([...])`. Ranks then push to
-            them, which may lose gradients, and pull the sums from them, without loss. None: each rank sums a part.
+        servers: The servers that sum: `ParameterServers()`, those of the launcher, or `ParameterServers([...])`. Ranks
+            then push to them, which may lose gradients, and pull the sums without loss. None: each rank sums a part.
         paths: Number of UDP ports that each rank sends from. If a network chooses among several paths by ports (ECMP),
             datagrams to one rank then take all of them. Use 8 for two paths. With one path it gains nothing.
         deliver: When a rank stops waiting for another's contributions. "all_sent": when the other has sent everything,
-            and what is missing is within the bound. "early": as soon as the rest is within the bound. What is still
-            under way then counts as lost, so the bound is spent in every step, also if the network loses nothing.
+            and the missing part is within the bound. "early": as soon as the missing part is within the bound.
+            Datagrams still under way then count as lost, so every step loses up to the bound on any network.
 
     Attributes:
-        losses: What was lost in the last step; the same on every rank. With `overlap_forward`, in the last that was
-            completed, as `model.reduction` does before it returns this object.
+        losses: The report of the last step's losses; the same on every rank. With `overlap_forward` that step may still
+            be under way; reading `model.reduction` completes it.
         loss_scale: With "feedback": returns the factor of the loss, such as your `torch.amp.GradScaler.get_scale`.
             Residuals are rescaled when it changes.
 
     Cost:
         Each rank sends 2(P-1)/P of the gradients' bytes and 6 % more for headers, in 2 rounds. It holds the others'
-        contributions to its shard, as much memory as what is under way: up to 16 parts, eighths of a bucket of at least
-        1 MiB, or buckets; with "feedback" two residuals for each gradient.
+        contributions to its shard, as many bytes as are under way: up to 16 parts of a bucket. A part is an eighth of
+        the bucket, at least 1 MiB. "feedback" takes two residuals for each gradient.
 
     Source:
         The bound: Wang et al. 2020, "Domain-specific communication optimization for distributed DNN training" (DLCP),
-        section 3. The division by what arrived: as in Weintraub et al. 2025, but unbiased also in this rank's share:
-        own + n/k * (sum of the k of n others that arrived); where servers sum, nothing is their own. Feedback: Seide et
-        al. 2014, for what a network lost instead of what was rounded off.
+        section 3. The division by what arrived: Weintraub et al. 2025, but unbiased also in this rank's share:
+        own + n/k * (sum of the k of n others that arrived). Servers contribute nothing of their own. Feedback: Seide et
+        al. 2014, applied to losses of the network instead of rounding.
     """
 
     needs_all_buckets = True
@@ -149,7 +149,7 @@ class BoundedLoss(Reduction):
             )
         is_scaled, is_early = compensation == SURVIVORS, deliver == EARLY
         self._bound = Bound(bound, protected_ratio, is_scaled, is_early=is_early)
-        # What is more urgent overtakes what is under way. Servers were not tried with pieces.
+        # Smaller pieces let urgent buckets overtake others. Servers were not tested with pieces.
         self.pieces_at_once = 0 if servers is not None else _PIECES[priorities]
         self._paths = paths
         self._compensation = compensation
@@ -184,7 +184,7 @@ class BoundedLoss(Reduction):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """The settings only: a copy makes connections of its own, and begins without residuals."""
+        """Return the settings only. A copy makes its own connections and begins without residuals."""
         return {
             "bound": self._bound.ratio,
             "protected_ratio": self._bound.protected_ratio,
@@ -258,7 +258,7 @@ class BoundedLoss(Reduction):
             layout = Layout(tuple(sizes.values()), (0,) * len(sizes), flat.dtype, flat.device)
             whole, stop = self._residuals.slot(names, layout), message.start + len(flat)
             residual = Slot(whole.kept[message.start : stop], whole.proposed[message.start : stop])
-        # Of a bucket that holds several, the one that is needed first decides.
+        # The parameter that is needed first decides the class of the bucket.
         level = max((self._class_of.get(id(parameter), 0) for parameter in message.parameters), default=0)
         bound = replace(self._bound, priority=level)
         reduced = _Reduced(message, sizes, residual)
@@ -282,7 +282,7 @@ class BoundedLoss(Reduction):
 
     @property
     def _keeper(self) -> Keeper:
-        """Residuals depend on neither the bound nor on what carries datagrams, and who sums them."""
+        """Saved residuals, which fit any bound, transport and servers."""
         kind = f"BoundedLoss(compensation={self._compensation!r})"
         return Keeper(kind, "what was lost of the last gradients", self._sizes, *self._place)
 
@@ -296,7 +296,7 @@ class BoundedLoss(Reduction):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """As of `Lossy`: with `strict=False` another rank's state is accepted, and residuals start at zero."""
+        """Load the residuals. With `strict=False` another rank's state is accepted, and residuals start at zero."""
         if self._compensation != FEEDBACK and not state:
             return
         is_own = self._keeper.has_saved(state, strict)
@@ -305,24 +305,24 @@ class BoundedLoss(Reduction):
 
     @property
     def counters(self) -> dict[str, int]:
-        """Datagrams of this rank: sent, repeated, those of strangers that were dropped, and others. Local."""
+        """Datagrams of this rank: sent, repeated, dropped because a stranger sent them, and others. Local."""
         return self._connection.counters() if self._connection is not None else {}
 
 
 class _Reduced:
-    """A bucket, or a piece of one: first it is handed to the link, on a lane; then summed."""
+    """A bucket, or a piece of one, that a lane hands to the link."""
 
     def __init__(self, message: Message, sizes: Mapping[str, int], residual: Slot | None) -> None:
         self.index, self.start = message.index, message.start
         self.sizes = sizes  # numbers of elements of the bucket's parameters, by name
-        self.sum: Sum | None = None  # of the link, once it was launched there
-        self.is_finite = True  # whether the result is, where residuals depend on it; once it is done
+        self.sum: Sum | None = None  # the sum on the link, once launched
+        self.is_finite = True  # False if residuals depend on a result that is not finite
         self._body = self._staged = message.body
         self._residual = residual
         self._rank = message.process_group.rank()
 
     def begin(self, connection: _Connection, bound: Bound) -> Sum:
-        """Hand it to the link. On the lane."""
+        """Hand the piece to the link. Runs on the lane."""
         if self._body.device.type != "cpu" or self._body.dtype not in _NATIVE:
             dtype = self._body.dtype if self._body.dtype in _NATIVE else torch.float32
             native = self._body.detach().to(dtype)
@@ -334,7 +334,7 @@ class _Reduced:
         return self.sum
 
     def finish(self) -> None:
-        """It is summed."""
+        """Keep the lost part as the residual, and copy a staged result back. Called after the sum."""
         if self._residual is not None and self.sum is not None and self.sum.losses is not None:
             low, high = torch.aminmax(self._staged)
             self.is_finite = bool(torch.isfinite(low) & torch.isfinite(high))
@@ -344,7 +344,7 @@ class _Reduced:
 
 
 def _keep_lost(given: Tensor, ranges: Any, rank: int) -> None:
-    """Leave of what `rank` has given only what was lost of it; the rest becomes zero."""
+    """Keep only the lost part of what `rank` has given. The rest becomes zero."""
     own = [(int(first), int(end)) for source, first, end in ranges if source == rank]
     lost = [given[first:end].clone() for first, end in own]
     given.zero_()
@@ -375,19 +375,19 @@ def _one() -> float:
 
 
 class _Connection:
-    """The link over one process group, and the lane on which it is opened and handed its buckets."""
+    """The link over one process group, and the lane that opens it and hands it buckets."""
 
     def __init__(self, group: ProcessGroup, connect: Callable[[ProcessGroup], LossyTransport]) -> None:
         self._open, self._group = connect, group
         self._link: LossyTransport | None = None
         self.lane = Lane(f"paceline bounded-loss lane of rank {group.rank()}")
-        self._let_go = weakref.finalize(self, self.lane.close, 0.0)
+        self._finalizer = weakref.finalize(self, self.lane.close, 0.0)
 
     def counters(self) -> dict[str, int]:
         return {} if self._link is None else self._link.counters
 
     def link(self) -> LossyTransport:
-        """The link, opened at its first use. Collective the first time; blocks; on the lane."""
+        """Return the link, opened at its first use. Collective the first time; blocks. Runs on the lane."""
         if self._link is None:
             self._link = self._open(self._group)
         return self._link
@@ -396,7 +396,7 @@ class _Connection:
 def _over_udp(
     group: ProcessGroup, device: torch.device, paths: int
 ) -> Callable[[ProcessGroup], LossyTransport]:
-    """Launch what the ranks must know of each other to connect; the returned function connects them."""
+    """Begin to agree on a name for the connections. The returned function connects the ranks."""
     from paceline_lossy.connecting import open_lossy_transport  # noqa: PLC0415  numba: 0.5 s
 
     timeout, store = timeout_of(group), store_of_job("BoundedLoss")

@@ -1,4 +1,4 @@
-"""Reports what a step's gradients lost under bounded loss: counts by rank and bucket, a fraction by parameter."""
+"""Reports the losses of a step under bounded loss: counts by rank and bucket, a fraction by parameter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline_lossy import Losses
 
 @dataclass(frozen=True)
 class LossReport:
-    """What was lost in one step. A contribution is a datagram's worth of one rank's gradient, for another's shard.
+    """The losses of one step. A contribution is one datagram of a rank's gradient, sent for another rank's shard.
 
     Attributes:
         lost: Contributions that did not arrive, over all ranks and buckets.
@@ -33,19 +33,19 @@ class LossReport:
 
     @property
     def ratio(self) -> float:
-        """Lost over sent."""
+        """Lost contributions divided by sent ones."""
         return self.lost / self.sent if self.sent else 0.0
 
     @classmethod
     def of(
         cls, buckets: Sequence[tuple[Losses, Mapping[str, int]]], num_ranks: int, num_senders: int
     ) -> LossReport:
-        """Sum up a step.
+        """Return the report of a step.
 
         Args:
-            buckets: In launch order, what was lost of each and its parameters' numbers of elements, as they lie in it.
-            num_ranks: How many there are.
-            num_senders: How many ranks send each element to whoever sums it.
+            buckets: The losses of each bucket and its parameters' numbers of elements, both in launch order.
+            num_ranks: Number of ranks.
+            num_senders: Number of ranks that send each element to the rank or server that sums it.
         """
         by_rank = [sum(missing) for missing in zip(*(losses.missing for losses, _ in buckets), strict=True)]
         by_sender = np.zeros(num_ranks, np.int64)
@@ -64,7 +64,7 @@ class LossReport:
 
 
 def _parts(losses: Losses, sizes: Mapping[str, int], num_senders: int) -> dict[str, float]:
-    """The lost part of each parameter of a bucket."""
+    """Return the lost fraction of each parameter of a bucket."""
     found: dict[str, float] = {}
     start = 0
     for name, size in sizes.items():

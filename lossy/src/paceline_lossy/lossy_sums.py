@@ -1,4 +1,4 @@
-"""Sums those contributions to a shard that arrived, makes up for the others, and says what was lost."""
+"""Sums the contributions to a shard that arrived, makes up for the others, and reports the lost ones."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 def add_survivors(
     result: Any, own: Any, staged: Any, arrived: Any, rank: int, per_chunk: int, is_scaled: bool
 ) -> None:
-    """Write to `result` the sum over ranks of what arrived, or with `is_scaled` the estimate of the sum of all.
+    """Write to `result` the sum of the contributions that arrived, or with `is_scaled` an estimate of the sum of all.
 
-    With k of the other ranks' n contributions here the estimate is own + n/k * (their sum), and own + n * own where
-    none is here; zero if there is no own. Where nothing is missing, both are the plain sum in the order of the ranks,
-    and the same bits on every run.
+    If k of the other ranks' n contributions arrived, the estimate is own + n/k * (their sum). If none arrived, it is
+    own + n * own, or zero without an own contribution. If nothing is missing, both are the plain sum in the order of
+    the ranks, and the same bits on every run.
 
     Args:
         result: Shape (N,), floating.
-        own: This rank's, shape (N,); None: it gives nothing, and all rows are others'.
-        staged: The others', shape (P, N); the row of `rank`, and chunks that did not arrive, hold anything.
-        arrived: Shape (P, chunks): which chunks of whose row hold data.
-        rank: This one.
+        own: This rank's contribution, shape (N,). None: this rank contributes nothing, and all rows are others'.
+        staged: The others' contributions, shape (P, N). The row of `rank` and missing chunks are undefined.
+        arrived: Shape (P, chunks): which chunks of each row hold data.
+        rank: This rank.
         per_chunk: Elements of a chunk; the last may be shorter.
-        is_scaled: Whether to make up for what is missing.
+        is_scaled: Whether to make up for missing contributions.
     """
     ranks = len(arrived)
     given = [own if own is not None and peer == rank else staged[peer] for peer in range(ranks)]
@@ -51,9 +51,9 @@ def add_survivors(
 
 
 def lost_ranges(missing: Any, owner_first: int, owner_stop: int, per_chunk: int) -> Any:
-    """Return what of a shard is missing: a row a lost chunk, shape (L, 3): source rank, first element, end.
+    """Return the missing parts of a shard, shape (L, 3): one row per lost chunk, with source rank, first element, end.
 
-    `missing` has shape (P, chunks); the shard is elements `owner_first` to `owner_stop` of the vector.
+    `missing` has shape (P, chunks). The shard is elements `owner_first` to `owner_stop` of the vector.
     """
     sources, chunks = np.nonzero(missing)
     first = owner_first + chunks * per_chunk

@@ -1,6 +1,6 @@
-"""The interface of a transport that may lose a bounded part of what it sums, and says how much; its records.
+"""The interface of a transport that sums vectors, may lose a bounded part of them and reports the loss; its records.
 
-It is not a `Transport`: whoever uses it has to say what may be lost, and to look at what was.
+It is not a `Transport`: its caller has to set a bound and to look at the losses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.numbers_given import number
 
 @dataclass(frozen=True)
 class Bound:
-    """What may be lost of a vector in its reduce-scatter.
+    """The part of a vector that may be lost in its reduce-scatter.
 
     Attributes:
         ratio: The largest part of the droppable bytes of each transfer that may be lost, at least 0 and less than 1.
@@ -30,8 +30,8 @@ class Bound:
             as zero.
         priority: 1 to 5: the class selector (DSCP) of its datagrams. Larger ones are also sent first. Those that may be
             lost are then not ECN-capable. With 0 all are ECN-capable, of the default class.
-        is_early: Whether a transfer ends as soon as the part that may not be lost is here. What is still under way is
-            then lost, also on a network that loses nothing.
+        is_early: Whether a transfer ends as soon as the part that may not be lost is here. Datagrams still under way
+            are then lost, also on a network that loses nothing.
     """
 
     ratio: float
@@ -59,14 +59,14 @@ class Bound:
 
 @dataclass(frozen=True)
 class Losses:
-    """What was lost of a vector that has been summed.
+    """The losses of one vector that was summed. A contribution is a chunk from a peer.
 
     Attributes:
-        collective: Its number.
-        missing: For each rank, how many contributions (a chunk from a peer) did not arrive for its shard.
-        expected: For each rank, how many were sent to it.
-        ranges: What they were, shape (L, 3): the source's rank, the first element of the vector and the end. The same
-            on every rank.
+        collective: The number of the collective that summed it.
+        missing: For each rank, how many contributions to its shard did not arrive.
+        expected: For each rank, how many contributions were sent to it.
+        ranges: The missing parts, shape (L, 3): the source's rank, the first element of the vector and the end. The
+            same on every rank.
     """
 
     collective: int
@@ -76,7 +76,7 @@ class Losses:
 
 
 def joined(parts: Sequence[tuple[int, Losses]]) -> Losses:
-    """The losses of a vector that was summed in parts: pairs of a part's first element and its losses, in order."""
+    """Return the losses of a vector summed in parts, from pairs of a part's first element and its losses, in order."""
     shifts = [np.array([0, first, first]) for first, _ in parts]
     return Losses(
         collective=parts[0][1].collective,
@@ -97,16 +97,16 @@ class Sum(Completion):
         self.bound = bound
         self.launched_s = time.monotonic()
         self.losses: Losses | None = None
-        """What was lost; set when it is done."""
+        """The losses; set when the sum is done."""
 
     def end(self, losses: Losses | None, error: Exception | None = None) -> None:
-        """Wake up those who wait. By the link alone."""
+        """Complete the sum, and wake the threads that wait for it. Called by the link only."""
         self.losses = losses
         self.complete(error)
 
 
 class LossyTransport(ABC):
-    """Sums vectors over `num_ranks` ranks; this one is `rank`."""
+    """A transport that sums vectors over `num_ranks` ranks; this one is `rank`."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank = rank
@@ -131,4 +131,4 @@ class LossyTransport(ABC):
 
     @abstractmethod
     def close(self, timeout_s: float) -> bool:
-        """Leave, after peers have what they need of this rank; returns whether nothing is left."""
+        """Leave, after peers have what they need from this rank. Return whether nothing is left."""

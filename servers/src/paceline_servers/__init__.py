@@ -1,4 +1,4 @@
-"""Parameter servers: processes that sum what ranks push, and may step an optimizer with it; and the way to them.
+"""Parameter servers: processes that sum what ranks push, and may step an optimizer with it; and the ranks' part.
 
 A server imports numpy, and torch only if it is given an optimizer to step. Names are imported on first use.
 """

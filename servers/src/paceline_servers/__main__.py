@@ -1,4 +1,4 @@
-"""`python -m paceline_servers`, as `paceline run --servers` starts it."""
+"""Makes `python -m paceline_servers` run a server, as `paceline run --servers` does."""
 
 from paceline_servers.process import main
 

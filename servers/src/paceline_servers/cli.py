@@ -1,4 +1,4 @@
-"""`paceline serve`: a parameter server until it is stopped."""
+"""The command `paceline serve`: run a parameter server until it is stopped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 
 def register(commands: typer.Typer) -> None:
-    """Add `serve` to `paceline`'s commands; the entry point `paceline.commands` names this function."""
+    """Add `serve` to `paceline`'s commands. The entry point `paceline.commands` names this function."""
     commands.command("serve")(serve)
 
 

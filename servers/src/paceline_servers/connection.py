@@ -1,4 +1,4 @@
-"""A connection that never waits: frames that are to be sent queue up, frames that arrive are handed out whole."""
+"""A connection that never waits: outgoing frames queue up, arriving frames are handed out whole."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from paceline.errors import ProtocolError
 from paceline_servers.wire import HEADER, Frame, header_of
 
 _MOST_VIEWS = 256  # of one system call
-_TURN_BYTES = 4 << 20  # after which another connection has its turn
+_TURN_BYTES = 4 << 20  # then another connection has its turn
 
 Place = Callable[[Frame, int], Sequence[Any]]
-"""Where the bytes of a frame's body go; given the frame without its body and their number."""
+"""A function that returns the memory for a frame's body, given the frame without its body and the body's length."""
 
 
 def fresh_place(_: Frame, num_bytes: int) -> Sequence[Any]:
-    """Memory of its own for a frame's body."""
+    """Return new memory for a frame's body."""
     return [np.empty(num_bytes, np.uint8)]
 
 
 class Connection:
-    """Frames over a socket that becomes this object's; bodies go to `place`. Counts the bytes of its life."""
+    """A connection that sends and receives frames over a socket, which it owns. `place` gives the memory for bodies."""
 
     def __init__(self, connected: socket.socket, place: Place = fresh_place) -> None:
         connected.setblocking(False)
@@ -39,7 +39,7 @@ class Connection:
         self._start()
 
     def _start(self) -> None:
-        """A header is expected."""
+        """Expect a header."""
         self._frame: Frame | None = None
         self._body: tuple[Any, ...] = ()
         self._targets = deque([memoryview(self._header)])
@@ -49,12 +49,12 @@ class Connection:
         return bool(self._outgoing)
 
     def queue(self, frame: Frame) -> None:
-        """Send a frame when `send` is called; its body stays as it is until then."""
+        """Queue a frame, which `send` sends. Its body must not change until then."""
         self._outgoing.append(memoryview(frame.header))
         self._outgoing.extend(view for part in frame.body if len(view := memoryview(part).cast("B")))
 
     def send(self) -> None:
-        """Send what the socket takes. Raises OSError if the other end is gone."""
+        """Send as much as the socket takes. Raises OSError if the other end is gone."""
         left = _TURN_BYTES
         while self._outgoing and left > 0:
             views = [self._outgoing[i] for i in range(min(len(self._outgoing), _MOST_VIEWS))]
@@ -67,7 +67,7 @@ class Connection:
             _drop(self._outgoing, sent)
 
     def receive(self) -> list[Frame]:
-        """Receive whole frames. Raises OSError if the other end is gone, ProtocolError if it speaks otherwise."""
+        """Receive whole frames. Raises OSError if the other end is gone, ProtocolError if it breaks the protocol."""
         frames: list[Frame] = []
         left = _TURN_BYTES
         while left > 0:
@@ -78,7 +78,7 @@ class Connection:
                 break
             if not received:
                 if frames:
-                    break  # the next call says it again
+                    break  # the next call reads the end again
                 raise ConnectionResetError("the connection was closed")
             self.bytes_received += received
             left -= received
@@ -88,7 +88,7 @@ class Connection:
         return frames
 
     def _advance(self, frames: list[Frame]) -> None:
-        """A header is whole, or a body."""
+        """Continue after a whole header or a whole body."""
         if self._frame is None:
             self._frame, num_bytes = header_of(bytes(self._header))
             self._body = tuple(self._place(self._frame, num_bytes)) if num_bytes else ()
@@ -105,7 +105,7 @@ class Connection:
 
 
 def _drop(views: deque[memoryview], num_bytes: int) -> None:
-    """Leave out the first bytes."""
+    """Remove the first bytes."""
     while num_bytes:
         first = views[0]
         if num_bytes < len(first):

@@ -1,4 +1,4 @@
-"""Who connects knows the job's token, and so does the server: each proves it to the other before anything is said.
+"""The handshake: rank and server prove to each other that they know the job's token, before they exchange frames.
 
     rank    knock: greeting (with the protocol's version), 32 random bytes, code of "knock" and these
     server  greeting, 32 random bytes; zeros instead of them if it refuses the knock
@@ -6,10 +6,10 @@
     server  code of "server" and both
 
 Codes are HMAC-SHA256 by the token, so the token never crosses the network. The knock lets a server tell ranks from
-strangers by the first bytes that arrive: it sheds strangers, however many come, and keeps whoever knocked. A recorded
-knock is of no other use, as the second code depends on the server's random number. A stranger can make a server hold
-these few bytes, for `PATIENCE_S`. What follows is not encrypted, nor is each frame signed: whoever can change TCP
-connections on their way can change gradients, as with Gloo.
+strangers by the first bytes that arrive. So it sheds strangers, however many come, and keeps clients that have knocked.
+A recorded knock is of no other use, because the second code depends on the server's random number. A stranger can make
+a server hold these few bytes, for `PATIENCE_S`. The frames that follow are neither encrypted nor signed. An attacker
+that can change TCP connections can change gradients, as with Gloo.
 """
 
 from __future__ import annotations
@@ -31,51 +31,51 @@ REFUSAL = GREETING + _NO
 
 
 class RefusedError(ConfigurationError):
-    """The other end is no server of this job, or this is no rank of the server's job."""
+    """An error: the other end is no server of this job, or this is no rank of the server's job."""
 
 
 class ServerSide:
-    """A server's part; bytes in, bytes out.
+    """A server's part of one handshake; bytes in, bytes out.
 
-    Whoever `has_knocked` has shown by a code, which may be a recorded one, that it is a rank; whoever `has_entered` has
-    proved it, and nothing else follows then.
+    A client that `has_knocked` has shown by a code, which may be a recorded one, that it is a rank. A client that
+    `has_entered` has proved it, and sends nothing else of the handshake.
     """
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._theirs = b""
+        self._client_nonce = b""
         self._received = b""
         self.has_knocked = self.has_entered = False
 
     @property
     def num_missing(self) -> int:
-        """Return how many bytes it has to say next."""
+        """The number of bytes that the client has to send next."""
         return (CODE_BYTES if self.has_knocked else KNOCK_BYTES) - len(self._received)
 
     def take(self, part: bytes) -> bytes:
-        """Take up to `num_missing` bytes; returns what to say. Raises RefusedError for another token."""
+        """Take up to `num_missing` bytes; return the answer. Raises RefusedError for another token."""
         self._received += part
         if self.num_missing:
             return b""
         said, self._received = self._received, b""
         if self.has_knocked:
-            self._check(said, b"rank", self._nonce, self._theirs)
+            self._check(said, b"rank", self._nonce, self._client_nonce)
             self.has_entered = True
-            return _code(self._token, b"server", self._nonce, self._theirs)
+            return _code(self._token, b"server", self._nonce, self._client_nonce)
         greeting, rest = said[: len(GREETING)], said[len(GREETING) :]
-        self._theirs = rest[:NONCE_BYTES]
-        self._check(rest[NONCE_BYTES:] if greeting == GREETING else b"", b"knock", self._theirs)
+        self._client_nonce = rest[:NONCE_BYTES]
+        self._check(rest[NONCE_BYTES:] if greeting == GREETING else b"", b"knock", self._client_nonce)
         self.has_knocked = True
         return GREETING + self._nonce
 
-    def _check(self, code: bytes, who: bytes, *nonces: bytes) -> None:
-        if not hmac.compare_digest(code, _code(self._token, who, *nonces)):
-            raise RefusedError("whoever connected does not know the job's token")
+    def _check(self, code: bytes, role: bytes, *nonces: bytes) -> None:
+        if not hmac.compare_digest(code, _code(self._token, role, *nonces)):
+            raise RefusedError("the client does not know the job's token")
 
 
 def enter(connected: socket.socket, token: str, where: str) -> None:
-    """A rank's part, on a blocking socket with a timeout. Raises RefusedError with the reason, and OSError."""
+    """Perform a rank's part, on a blocking socket with a timeout. Raises RefusedError with the reason, and OSError."""
     mine, key = secrets.token_bytes(NONCE_BYTES), token.encode()
     connected.sendall(GREETING + mine + _code(key, b"knock", mine))
     received = _receive(connected, FROM_SERVER)
@@ -98,8 +98,8 @@ def enter(connected: socket.socket, token: str, where: str) -> None:
         )
 
 
-def _code(token: bytes, who: bytes, *nonces: bytes) -> bytes:
-    return hmac.new(token, b"paceline servers " + who + b"".join(nonces), hashlib.sha256).digest()
+def _code(token: bytes, role: bytes, *nonces: bytes) -> bytes:
+    return hmac.new(token, b"paceline servers " + role + b"".join(nonces), hashlib.sha256).digest()
 
 
 def _receive(connected: socket.socket, num_bytes: int) -> bytes:

@@ -1,4 +1,4 @@
-"""What takes seconds to import, and only some jobs need: imported by a thread when a rank first asks for it."""
+"""Imports modules that take seconds and that only some jobs need. A thread imports one when a rank first needs it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def _load_stepping() -> Any:
-    """Torch."""
+    """Import torch and the module that needs it."""
     return importlib.import_module("paceline_servers.stepping")
 
 
 def _load_sums() -> Any:
-    """Import paceline-lossy, and compile what it needs."""
+    """Import paceline-lossy, and compile its code."""
     module = importlib.import_module("paceline_servers.datagram_sums")
     importlib.import_module("paceline_lossy").compile_all()
     return module
@@ -33,19 +33,19 @@ _NEEDED_FOR: dict[Kind, Callable[[], Any]] = {Kind.SET_UP: _load_stepping, Kind.
 
 
 class LateModules:
-    """Imports beside a loop that goes on; `woken` can be read once more is there."""
+    """Imports of a server, on threads. `woken` becomes readable whenever an import has ended."""
 
     def __init__(self) -> None:
         self._wake, self.woken = socket.socketpair()
         self.woken.setblocking(False)
         self._begun: set[Kind] = set()
-        self._there: set[Kind] = set()
+        self._ended: set[Kind] = set()
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def is_there_for(self, kind: Kind) -> bool:
-        """Return whether what a frame of this kind needs has been imported, or cannot be; begins to import it."""
-        if kind not in _NEEDED_FOR or kind in self._there:
+    def is_ready_for(self, kind: Kind) -> bool:
+        """Return whether the import for this kind of frame has ended, well or not. Begin it if it is new."""
+        if kind not in _NEEDED_FOR or kind in self._ended:
             return True
         if kind not in self._begun:
             self._begun.add(kind)
@@ -55,20 +55,20 @@ class LateModules:
 
     def _load(self, kind: Kind) -> None:
         try:
-            with contextlib.suppress(Exception):  # whoever uses it sees the same, and tells the ranks
+            with contextlib.suppress(Exception):  # its user gets the same error, and tells the ranks
                 _NEEDED_FOR[kind]()
         finally:
             with self._lock:
-                self._there.add(kind)
+                self._ended.add(kind)
                 if not self._is_closed:
                     self._wake.sendall(b"x")
 
-    def note_woken(self) -> None:
-        """What `woken` said has been heard."""
+    def clear_wakeup(self) -> None:
+        """Clear the signal on `woken`."""
         self.woken.recvfrom(64)
 
     def close(self) -> None:
-        """Nobody waits any more. An import that is under way goes on."""
+        """Close both sockets. An import that is under way goes on."""
         with self._lock:
             self._is_closed = True
             self._wake.close()
@@ -76,13 +76,13 @@ class LateModules:
 
 
 def make_steps(words: dict[str, Any]) -> SteppedKeys:
-    """What steps an optimizer."""
+    """Return the parameters and the optimizer of this server."""
     steps: SteppedKeys = _load_stepping().SteppedKeys(words)
     return steps
 
 
 def make_sums(num_ranks: int, timeout_s: float, address: str) -> DatagramSums:
-    """What sums by datagrams. Raises ConfigurationError if it cannot be done here."""
+    """Return the sums by datagrams. Raises ConfigurationError if they cannot be done here."""
     try:
         module = _load_sums()
     except ImportError as error:

@@ -1,15 +1,15 @@
-"""A rank's connections to all servers: one thread sends what is asked and receives the answers.
+"""A rank's connections to all servers. One thread sends the requests and receives the answers.
 
 Rules
-1. Requests to one server keep their order; those to different servers are under way at the same time.
-2. Whatever goes wrong ends the link: every answer that is awaited, and everything asked later, raises the same.
-3. A rank that has lost a server, or is told by one of a lost rank, tells the other servers, which tell all ranks: else
-   they would blame the rank, which leaves.
-4. A rank that has waited for a server for half of its timeout says so to the other servers: what it does not do
-   meanwhile is that server's fault, not its own.
-5. Read before judging: whether a server is late is judged by the time of before the last read, as this process may have
-   stood still while the answer lay unread.
-6. A message says what was seen. That a connection was closed does not say why.
+1. Requests to one server keep their order. Requests to different servers are under way at the same time.
+2. Any error ends the link: all awaited answers and all later requests raise it.
+3. A rank that has lost a server, or was told by a server of a lost rank, tells the other servers, which tell all
+   ranks. Otherwise the other servers would blame this rank, because it leaves.
+4. A rank that has waited for a server for half of its timeout reports that to the other servers. Then they blame that
+   server for the delay, not this rank.
+5. Arrived answers are read before a server is judged late, and the clock is read before them. So a process that stood
+   still does not blame a server whose answer it has not read yet.
+6. A message says what was observed. A closed connection does not tell why it was closed.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from paceline_servers.response_future import ResponseFuture
 from paceline_servers.wire import Frame, Kind, pack, unpack
 
 _TICK_S = 0.25
-GRACE_S = 2.0  # a server that misses a rank says so by itself, a little later than a rank's timeout
+GRACE_S = 2.0  # a server reports a missing rank itself, a little later than a rank's timeout
 _FAREWELL_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0  # before it connects again
-PATIENCE_S = 60.0  # for connecting and setting up, at least: a server that is to step imports torch
+PATIENCE_S = 60.0  # the least time to connect and set up, because a server with an optimizer imports torch
 
 
 @dataclass
-class _Asked:
-    """A request that is answered."""
+class _Request:
+    """A request that will be answered."""
 
     answers: ResponseFuture
     place: Sequence[Any] | None
@@ -52,13 +52,13 @@ class _Asked:
 
 @dataclass(eq=False)
 class _Server:
-    """One of them."""
+    """A server: its connection and the requests to it."""
 
     number: int
     address: str
     connection: Connection
-    asked: dict[tuple[Kind, int], _Asked]
-    knows_awaited: str = ""  # which other one it was told that this rank waits for
+    asked: dict[tuple[Kind, int], _Request]
+    reported_awaited: str = ""  # the other server that this rank has reported to it as awaited
 
     def __str__(self) -> str:
         return f"parameter server {self.number} at {self.address}"
@@ -66,28 +66,28 @@ class _Server:
 
 @dataclass(frozen=True)
 class Identity:
-    """Who connects."""
+    """The identity of a rank that connects."""
 
-    rank: int  # this one
-    num_ranks: int  # how many
-    session: str  # words that all ranks of the model have in common, and nobody else
-    timeout_s: float  # how long others may take
-    token: str  # the job's
+    rank: int
+    num_ranks: int
+    session: str  # a name that all ranks of the model share, and no other model
+    timeout_s: float  # how long other ranks may take
+    token: str  # the token of the job
 
 
 class ServerLink:
     """Connections to servers.
 
     Args:
-        addresses: "host:port" of each, in the same order on every rank.
-        who: This rank.
+        addresses: "host:port" of each server, in the same order on every rank.
+        who: The identity of this rank.
 
     Contract:
         Local; blocks until every server has answered.
 
     Raises:
-        ServerLostError: One cannot be reached.
-        ConfigurationError: One is none, has another token, or another version.
+        ServerLostError: A server cannot be reached.
+        ConfigurationError: An address is no server's, or a server has another token or version.
     """
 
     def __init__(self, addresses: Sequence[str], who: Identity) -> None:
@@ -95,7 +95,7 @@ class ServerLink:
         self._selector = selectors.DefaultSelector()
         self._servers: list[_Server] = []
         self._todo: deque[tuple[_Server, Frame]] = deque()
-        # re-entrant: the garbage collector may call `close()` while we hold it
+        # re-entrant, because the garbage collector may call `close()` while this thread holds it
         self._lock = threading.RLock()
         self._error: Exception | None = None
         self._given_up: ServerLostError | None = None
@@ -106,7 +106,7 @@ class ServerLink:
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         try:
             for number, address in enumerate(addresses):
-                asked: dict[tuple[Kind, int], _Asked] = {}
+                asked: dict[tuple[Kind, int], _Request] = {}
                 connected = _connect(number, address, who)
                 server = _Server(number, address, Connection(connected, self._place_for(asked)), asked)
                 self._selector.register(connected, selectors.EVENT_READ, server)
@@ -138,12 +138,12 @@ class ServerLink:
 
     @property
     def bytes_sent(self) -> tuple[int, ...]:
-        """To each server, so far."""
+        """Bytes sent to each server so far."""
         return tuple(server.connection.bytes_sent for server in self._servers)
 
     @property
     def bytes_received(self) -> tuple[int, ...]:
-        """From each server, so far."""
+        """Bytes received from each server so far."""
         return tuple(server.connection.bytes_received for server in self._servers)
 
     def ask(
@@ -157,11 +157,11 @@ class ServerLink:
         """Send a frame. Does not wait.
 
         Args:
-            server: Its number.
-            frame: Its body stays as it is until the answer has arrived, or for good without one.
-            answers: Whom to tell of the answer; None: there is none.
-            place: Where the answer's body goes; None: into `answers.bodies`.
-            patience_s: The server may take so long, if that is longer than the rank's timeout.
+            server: The number of the server.
+            frame: The frame. Its body must not change until the answer has arrived, or ever if there is none.
+            answers: The future that gets the answer. None: there is no answer.
+            place: The memory for the answer's body. None: it is added to `answers.bodies`.
+            patience_s: How long the server may take, if that is longer than the rank's timeout.
         """
         with self._lock:
             if self._error is None:
@@ -169,7 +169,7 @@ class ServerLink:
                 if answers is not None:
                     now_s = time.monotonic()
                     until_s = now_s + max(self._who.timeout_s + GRACE_S, patience_s)
-                    to.asked[frame.kind, frame.number] = _Asked(answers, place, now_s, until_s)
+                    to.asked[frame.kind, frame.number] = _Request(answers, place, now_s, until_s)
                 self._todo.append((to, frame))
                 error = None
             else:
@@ -181,29 +181,31 @@ class ServerLink:
         self._wake_up()
 
     def close(self, timeout_s: float) -> None:
-        """Leave: servers are told."""
+        """Leave, and tell the servers."""
         for number in range(self.num_servers):
             self.ask(number, Frame(Kind.BYE))
         with self._lock:
             self._is_closing = True
         self._wake_up()
-        if threading.current_thread() is not self._thread:  # which may have collected the last reference
+        if (
+            threading.current_thread() is not self._thread
+        ):  # that thread may have collected the last reference
             self._thread.join(timeout_s)
 
     def give_up(self, error: ServerLostError) -> None:
-        """End the link: a server is lost that this connection may still reach. Does not wait."""
+        """End the link, because a server is lost that this connection may still reach. Does not wait."""
         with self._lock:
             self._given_up = self._given_up or error
         self._wake_up()
 
     def address_of(self, server: int) -> str:
-        """Address of this host, as it reaches a server."""
+        """Return the address of this host on the connection to a server."""
         return str(self._servers[server].connection.socket.getsockname()[0])
 
     def _wake_up(self) -> None:
         try:
             self._wake.send(b"x")
-        except OSError:  # it is full: the thread wakes up anyway; or closed
+        except OSError:  # full, so the thread wakes up anyway; or closed
             return
 
     # ---- on the thread
@@ -223,7 +225,7 @@ class ServerLink:
             self._end(error)
             if isinstance(error, PeerLostError):
                 self._tell(error)
-        except Exception as error:  # noqa: BLE001  whatever it is, nobody may wait for ever
+        except Exception as error:  # noqa: BLE001  no caller may wait forever
             self._end(ProtocolError(f"the connections to the parameter servers broke: {error!r}"))
         finally:
             self._close_sockets()
@@ -264,7 +266,7 @@ class ServerLink:
         wanted = selectors.EVENT_WRITE if server.connection.wants_to_send else 0
         self._selector.modify(server.connection.socket, selectors.EVENT_READ | wanted, server)
 
-    def _place_for(self, asked: Mapping[tuple[Kind, int], _Asked]) -> Place:
+    def _place_for(self, asked: Mapping[tuple[Kind, int], _Request]) -> Place:
         def place(frame: Frame, num_bytes: int) -> Sequence[Any]:
             with self._lock:
                 found = asked.get((frame.kind, frame.number))
@@ -284,7 +286,7 @@ class ServerLink:
         asked.answers.note()
 
     def _judge(self, now_s: float) -> None:
-        """See which server is late, once all that had come by then is read."""
+        """Raise if a server is late. Called after the answers that had come by `now_s` are read."""
         if self._given_up is not None:
             raise self._given_up
         awaited = []
@@ -297,12 +299,12 @@ class ServerLink:
             if first is not None and now_s - first.since_s > self._who.timeout_s / 2:
                 awaited.append(server)
         for server in self._servers:
-            self._say_awaited(server, next((str(other) for other in awaited if other is not server), ""))
+            self._report_awaited(server, next((str(other) for other in awaited if other is not server), ""))
 
-    def _say_awaited(self, server: _Server, awaited: str) -> None:
-        """Rule 4, if a server does not know it yet."""
-        if server.knows_awaited != awaited:
-            server.knows_awaited = awaited
+    def _report_awaited(self, server: _Server, awaited: str) -> None:
+        """Report the awaited server to another one (rule 4), if that one does not know it yet."""
+        if server.reported_awaited != awaited:
+            server.reported_awaited = awaited
             server.connection.queue(Frame(Kind.WAITS, body=(pack({"server": awaited}),)))
             self._want(server)
 
@@ -320,7 +322,7 @@ class ServerLink:
             each.answers.note(error)
 
     def _tell(self, error: PeerLostError) -> None:
-        """Rule 3, as far as the other servers listen."""
+        """Report the error to the other servers (rule 3), as far as they can be reached soon."""
         kind = "server" if isinstance(error, ServerLostError) else "lost"
         words = {"kind": kind, "rank": error.peer, "words": str(error)}
         until_s = time.monotonic() + _FAREWELL_S
@@ -342,7 +344,7 @@ class ServerLink:
 
 
 def _connect(number: int, address: str, who: Identity) -> socket.socket:
-    """Connect, and show that this is a rank; again, if a server that has to shed strangers closed the connection."""
+    """Connect and perform the handshake. Retry if a server that sheds strangers closed the connection."""
     where = f"parameter server {number} at {address}"
     host, _, port = address.rpartition(":")
     until_s, pause_s = time.monotonic() + PATIENCE_S, _FIRST_PAUSE_S

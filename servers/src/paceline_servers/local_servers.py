@@ -1,4 +1,4 @@
-"""The parameter servers that a launcher starts beside its ranks, and what `--servers` may say."""
+"""The parameter servers that a launcher starts next to its ranks, and the values of `--servers`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ServersOption:
     why_not_elastic = "a step on servers cannot be computed again"
 
     def parse(self, text: str) -> AskedServers:
-        """Return the servers that the option's value asks for. Raises ConfigurationError as `parse_servers`."""
+        """Return the servers that the option's value asks for. Raises the ConfigurationError of `parse_servers`."""
         return AskedServers(*parse_servers(text))
 
 
@@ -55,16 +55,16 @@ class ServersOption:
 class AskedServers:
     """The servers that a launch was asked for."""
 
-    number: int  # to start on this machine
-    addresses: tuple[str, ...]  # of running ones
+    number: int  # how many to start on this machine
+    addresses: tuple[str, ...]  # of servers that run already
 
     def running(self, address: str | None, note: Callable[[str], None]) -> LocalServers:
-        """Return a context within which they run, on this address of the machine."""
+        """Return a context manager that runs them, on this address of the machine."""
         return LocalServers(self.number, self.addresses, address, note)
 
 
 class LocalServers:
-    """Servers of this launch, besides those that run already; a context manager. They end with the launcher."""
+    """The servers of this launch, started here or running already. A context manager; it ends those that it started."""
 
     def __init__(
         self, number: int, addresses: tuple[str, ...], address: str | None, note: Callable[[str], None]
@@ -78,7 +78,7 @@ class LocalServers:
     def __enter__(self) -> Self:
         if self._number and not is_loopback(self._address) and not os.environ.get(TOKEN):
             self._note(
-                f"the parameter servers on {self._address} take whoever connects for a rank; give all launchers the "
+                f"the parameter servers on {self._address} take any client for a rank; give all launchers the "
                 f"same {TOKEN}, a secret such as `openssl rand -hex 16` makes."
             )
         command = [sys.executable, "-m", "paceline_servers", "--until-closed", "--address", self._address]
@@ -90,7 +90,7 @@ class LocalServers:
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         text=True,
-                        start_new_session=True,  # Ctrl-C in the terminal must not reach it before the ranks
+                        start_new_session=True,  # so Ctrl-C in the terminal does not reach it before the ranks
                     )
                 )
             for process in self._processes:
@@ -106,7 +106,7 @@ class LocalServers:
         self._end()
 
     def who_died(self) -> str | None:
-        """Servers that have ended before their launcher, in words; None if none has."""
+        """Return a description of the servers that ended before their launcher, or None."""
         first = len(self._addresses) - len(self._processes)
         dead = [
             f"parameter server {first + i} (process {process.pid}) "

@@ -1,4 +1,4 @@
-"""Sums what ranks push in the order of the ranks, in whatever order it arrives: the same bits in every run."""
+"""Sums what ranks push in the order of the ranks, in any order of arrival, so every run has the same bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NATIVE: dict[DType, Any] = {DType.FLOAT32: np.float32, DType.FLOAT64: np.float6
 
 
 class OrderedSum:
-    """((g0 + g1) + g2) + ..., as one process would add them up; `arrived` says of which ranks.
+    """The sum ((g0 + g1) + g2) + ..., as one process would compute it. `arrived` holds the ranks that have pushed.
 
     Types of 16 bits are added up in float32 and rounded once, to the nearest even.
     """
@@ -22,13 +22,13 @@ class OrderedSum:
     def __init__(self, num_ranks: int, dtype: DType) -> None:
         self._num_ranks = num_ranks
         self._dtype = dtype
-        self._early: dict[int, Bytes] = {}  # of ranks whose turn has not come
+        self._early: dict[int, Bytes] = {}  # by rank: pushes that wait for those of lower ranks
         self._next = 0
         self._sum: NDArray[Any] | None = None
         self.arrived: set[int] = set()
 
     def add(self, rank: int, pushed: Bytes) -> None:
-        """Take what a rank has pushed; `pushed` is this object's from now on."""
+        """Add the push of a rank. `pushed` belongs to this object from now on."""
         self.arrived.add(rank)
         self._early[rank] = pushed
         while self._next in self._early:
@@ -41,7 +41,7 @@ class OrderedSum:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of what has been pushed."""
+        """Bytes of memory that the pushes take."""
         return sum(early.nbytes for early in self._early.values()) + (
             0 if self._sum is None else self._sum.nbytes
         )
@@ -51,8 +51,8 @@ class OrderedSum:
         return self._next == self._num_ranks
 
     def result(self) -> Bytes:
-        """The sum, in the dtype of what was pushed."""
-        assert self._sum is not None, "somebody has pushed"
+        """Return the sum, in the dtype of the pushes."""
+        assert self._sum is not None, "a rank has pushed"
         return _narrowed(self._sum, self._dtype)
 
 

@@ -1,7 +1,7 @@
-"""A parameter server as a process, which `paceline run --servers` and `paceline serve` are.
+"""The process of a parameter server, for `paceline run --servers` and `paceline serve`.
 
-It writes one line, the address that it listens on, and serves until it is stopped: by a signal, or, with
-`--until-closed`, by the end of its standard input, which the kernel closes however its launcher ends.
+It writes one line, the address that it listens on, and serves until a signal stops it. With `--until-closed` the end
+of its standard input stops it, too, which the kernel closes however its launcher ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BACKLOG = 1024
 
 
 def main() -> None:
-    """Parse what the launcher says, and serve."""
+    """Parse the launcher's arguments, and serve."""
     parser = argparse.ArgumentParser(prog="python -m paceline_servers")
     parser.add_argument("--address", default=LOOPBACK)
     parser.add_argument("--port", type=int, default=0)
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def serve(listener: socket.socket, *, until_closed: bool = False) -> None:
-    """Write where it listens to standard output, serve. Blocks until it is stopped."""
+    """Write the address of the listener to standard output, and serve. Blocks until it is stopped."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
     sys.stdout.write(f"{_shown(listener)}\n")
@@ -48,7 +48,10 @@ def serve(listener: socket.socket, *, until_closed: bool = False) -> None:
 
 
 def serve_on(place: str) -> None:
-    """As `serve`, for an address as typed, `10.0.0.5:7000`, or ConfigurationError; makes a token if there is none."""
+    """Serve on an address as typed, such as `10.0.0.5:7000`. Make a token if there is none. Blocks.
+
+    Raises ConfigurationError if it is no address of this machine.
+    """
     host, colon, port = place.rpartition(":")
     host = host.strip("[]")
     if not colon or not host or not port.isdigit() or int(port) > 65535:
@@ -71,9 +74,9 @@ def _shown(listener: socket.socket) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A listening socket on one address. Raises ConfigurationError if it cannot be."""
+    """Return a listening socket on one address. Raises ConfigurationError if that is not possible."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    # where the address is every one, `::`
+    # for the address `::`, which means every address
     takes_both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
         return socket.create_server(

@@ -1,4 +1,4 @@
-"""`ResponseFuture`: the handle of what was asked of servers together."""
+"""`ResponseFuture`: the future of requests to several servers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from paceline.comm import Completion
 
 
 class ResponseFuture(Completion):
-    """What has been asked together: a `Work`, which ends on the link's thread."""
+    """The future of several requests: a `Work` that completes on the link's thread."""
 
     def __init__(self, num_expected: int) -> None:
         super().__init__()
         self._left = num_expected
         self._counting = threading.Lock()
         self.bodies: list[Any] = []
-        """Of answers that were given no place."""
+        """The bodies of answers that were given no memory."""
         if not num_expected:
             self.complete()
 
     def note(self, error: Exception | None = None) -> None:
-        """One more is there, or none will come. By the link alone."""
+        """Count one answer, or fail with an error. Called by the link only."""
         with self._counting:
             self._left -= 1
             is_over = self._left <= 0 or error is not None

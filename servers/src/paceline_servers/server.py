@@ -1,17 +1,16 @@
 """A parameter server's loop: connections in one thread, and a session for every model.
 
 Rules
-1. Nobody who has not shown that they know the job's token is listened to (`handshake`). Whoever connects is accepted at
-   once; of those that have shown nothing yet `_MOST_STRANGERS` are kept, and the oldest goes first. So strangers cost a
-   rank the time of accepting them, however many come.
-2. Sessions know nothing of each other. One ends when its last connection does; a rank that is started again opens a new
-   one.
-3. What a session holds is limited: ranks that are far ahead are not read from until the others have come (`Session`).
-   Numbers that ranks say are checked before anything is allocated by them.
-4. Read before judging: who is late is judged by the time of before the last read, on a clock that counts a turn as
-   `_LONGEST_TURN_S` at most. So nobody is late because this process stood still while their words lay unread.
-5. Nothing that takes seconds is done in the loop. What has to be imported is imported by a thread, and who needs it is
-   not read from meanwhile (`late_modules`).
+1. A client is served only after it has shown that it knows the job's token (`handshake`). Every client is accepted at
+   once. Of clients that have shown nothing yet `_MOST_STRANGERS` are kept, and the oldest is dropped first. So
+   strangers cost a rank only the time to accept them, however many come.
+2. Sessions are independent. A session ends with its last connection. A rank that is started again opens a new one.
+3. The memory of a session is limited: ranks that are far ahead are not read until the others have come (`Session`).
+   Numbers that ranks send are checked before memory is allocated by them.
+4. Arrived frames are read before a rank is judged late, and the clock is read before them. The clock counts a turn as
+   at most `_LONGEST_TURN_S`. So no rank is late because this process stood still while its frames were unread.
+5. The loop does nothing that takes seconds. A thread imports slow modules, and ranks that need one are not read
+   meanwhile (`late_modules`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _TICK_S = 0.25
 _LONGEST_TURN_S = 1.0
 _MOST_STRANGERS = 256
 _MOST_KNOCKED = 1024
-_AT_ONCE = 64  # who are accepted before anybody else has a turn
+_AT_ONCE = 64  # how many are accepted before other connections have a turn
 _MOST_RANKS = 1 << 16
 _LONGEST_TIMEOUT_S = 10.0 * 365 * 86400
 _HELLO_BYTES = 1 << 16
@@ -48,7 +47,7 @@ _HELLO_BYTES = 1 << 16
 
 @dataclass(eq=False)
 class _Client:
-    """Somebody who has connected; a rank, once `session` is set."""
+    """A connection: a stranger or a rank. It is a rank once `session` is set."""
 
     connected: socket.socket
     since_s: float
@@ -56,17 +55,17 @@ class _Client:
     connection: Connection | None = None
     session: Session | None = None
     rank: int = -1
-    waiting: deque[Frame] = field(default_factory=deque)  # for a module that is being imported
+    waiting: deque[Frame] = field(default_factory=deque)  # frames that wait for an import
 
     def place(self, frame: Frame, num_bytes: int) -> Sequence[Any]:
-        """Memory for a frame's body: little, until it has said who it is."""
+        """Return memory for a frame's body: little, until the client has identified itself."""
         if self.session is None and num_bytes > _HELLO_BYTES:
             raise ProtocolError(f"{num_bytes} bytes were announced before a rank has said who it is")
         return fresh_place(frame, num_bytes)
 
 
 @dataclass
-class _Open:
+class _OpenSession:
     """A session and its ranks' connections."""
 
     session: Session
@@ -74,14 +73,14 @@ class _Open:
 
 
 class Server:
-    """Serves those who know the token until `stop`; the listening socket becomes this object's."""
+    """The server loop. It serves clients that know the token until it is stopped, and owns the listening socket."""
 
     def __init__(self, listener: socket.socket, token: str) -> None:
         self._listener = listener
         self._token = token
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenSession] = {}
         self._clients: set[socket.socket] = set()
-        # In the order of their arrival: who has shown nothing; and who has knocked, and is in no session.
+        # In the order of arrival: clients that have shown nothing, and clients that have knocked and are in no session.
         self._strangers: dict[_Client, None] = {}
         self._knocked: dict[_Client, None] = {}
         self._selector = selectors.DefaultSelector()
@@ -95,18 +94,18 @@ class Server:
         self._is_stopped = False
 
     def watch(self, descriptor: Any) -> None:
-        """Stop when this can be read: the other end of a pipe was closed."""
+        """Stop when this can be read, because the other end of a pipe was closed."""
         self._selector.register(descriptor, selectors.EVENT_READ, "stop")
 
     def run(self) -> None:
-        """Serve. Blocks until somebody stops it."""
+        """Serve. Blocks until it is stopped."""
         while not self._is_stopped:
-            self._look_at_the_clock()
+            self._update_clock()
             for key, events in self._selector.select(_TICK_S):
                 if key.data == "stop":
                     self._is_stopped = True
                 elif key.data == "loaded":
-                    self._hear_who_waited()
+                    self._resume_waiting()
                 elif key.fileobj is self._listener:
                     self._accept()
                 else:
@@ -120,8 +119,8 @@ class Server:
             opened.session.close()
         self._listener.close()
 
-    def _look_at_the_clock(self) -> None:
-        """Rule 4, before what has come is read."""
+    def _update_clock(self) -> None:
+        """Read the clock before the arrived frames (rule 4)."""
         looked_s = time.monotonic()
         self._now_s += min(looked_s - self._looked_s, _LONGEST_TURN_S)
         self._looked_s = looked_s
@@ -133,7 +132,7 @@ class Server:
             except BlockingIOError:
                 return
             except ConnectionError:
-                continue  # whoever it was has gone
+                continue  # the client has gone
             except OSError:  # no descriptor or memory is left; the listener would be ready again at once
                 if self._shed(self._strangers):
                     continue
@@ -150,7 +149,7 @@ class Server:
                 self._shed(self._strangers)
 
     def _shed(self, clients: dict[_Client, None]) -> bool:
-        """Drop who came first; whether there was anybody."""
+        """Drop the client that came first. Return whether there was one."""
         oldest = next(iter(clients), None)
         if oldest is not None:
             self._drop(oldest, "")
@@ -161,20 +160,20 @@ class Server:
             return  # dropped since
         try:
             if client.connection is None:
-                self._meet(client)
+                self._handshake(client)
                 return
             if events & selectors.EVENT_WRITE:
                 client.connection.send()
             if events & selectors.EVENT_READ:
                 client.waiting += client.connection.receive()
-            self._hear(client)
+            self._take_waiting(client)
         except (OSError, ProtocolError, MemoryError) as error:
             self._drop(client, f"is gone: its connection broke ({error})")
             return
         self._want(client)
 
-    def _meet(self, client: _Client) -> None:
-        """The handshake."""
+    def _handshake(self, client: _Client) -> None:
+        """Continue the handshake."""
         try:
             part = client.connected.recv(client.side.num_missing)
         except BlockingIOError:
@@ -199,13 +198,13 @@ class Server:
             if len(self._knocked) > _MOST_KNOCKED:
                 self._shed(self._knocked)
 
-    def _hear(self, client: _Client) -> None:
-        """Take what a rank has said, as far as what that needs is there."""
-        while client.waiting and self._late.is_there_for(client.waiting[0].kind):
+    def _take_waiting(self, client: _Client) -> None:
+        """Take the frames of a rank, up to one that waits for an import."""
+        while client.waiting and self._late.is_ready_for(client.waiting[0].kind):
             self._take(client, client.waiting.popleft())
 
-    def _hear_who_waited(self) -> None:
-        self._late.note_woken()
+    def _resume_waiting(self) -> None:
+        self._late.clear_wakeup()
         waiting = [client for opened in self._open.values() for client in opened.clients.values()]
         for client in waiting:
             if client.waiting:
@@ -249,7 +248,7 @@ class Server:
         def sums() -> DatagramSums:
             return make_sums(num_ranks, timeout_s, address)
 
-        opened = self._open.get(session) or _Open(Session(num_ranks, timeout_s, make_steps, sums))
+        opened = self._open.get(session) or _OpenSession(Session(num_ranks, timeout_s, make_steps, sums))
         if opened.session.num_ranks != num_ranks or rank in opened.clients or not 0 <= rank < num_ranks:
             raise ConfigurationError(
                 f"rank {rank} of {num_ranks} cannot join a session of {opened.session.num_ranks} ranks. "
@@ -274,7 +273,7 @@ class Server:
                 self._want(client)
 
     def _want(self, client: _Client) -> None:
-        """Watch for what is wanted of a connection. Backpressure changes with what the session receives and answers."""
+        """Watch a connection for reading or writing. Backpressure changes with each frame of the session."""
         if client.connected not in self._clients or client.connection is None:
             return
         is_accepted = client.session is None or client.session.accepts_from(client.rank)
@@ -306,7 +305,7 @@ class Server:
                     del self._open[name]
 
     def _judge(self, now_s: float) -> None:
-        """See who is late, once all that had come by then is read."""
+        """Find late ranks and clients. Called after the frames that had come by `now_s` are read."""
         for opened in list(self._open.values()):
             self._send(opened.session, opened.session.check(now_s))
         for clients in (self._strangers, self._knocked):

@@ -1,4 +1,4 @@
-"""`ServerOptimizer`: parameter servers step the optimizer, and ranks install what they made of the parameters."""
+"""`ServerOptimizer`: parameter servers step the optimizer, and ranks install the stepped parameters."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from torch.optim import Optimizer
 
 from paceline.errors import ConfigurationError
 from paceline_servers.ranks.servers_mean import ParameterServers
-from paceline_servers.ranks.stepped import Stepped
+from paceline_servers.ranks.stepped import SteppedModel
 from paceline_servers.stepping import ELEMENTWISE
 
 
 class ServerOptimizer(Optimizer):
-    """Has `optimizer` stepped by the servers of a model, each its share of the parameters; ranks hold no state.
+    """An optimizer that runs on the servers of a model: each steps its share of the parameters. Ranks hold no state.
 
-    Parameters after any number of steps are bitwise those that `optimizer` makes of the same gradients on a rank.
+    After any number of steps the parameters are bitwise those of `optimizer` with the same gradients on a rank.
 
-    Limits first: only optimizers that treat every element by itself (SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad,
-    Adadelta, RMSprop, Rprop, ASGD). After backward `.grad` is None on every rank, so nothing can be clipped, scaled
-    (GradScaler) or logged there. With `ParameterServers()` and the optimizer on the ranks it can. Settings count as
-    they are when backward begins. Servers keep the parameters and the state twice, so that a step can be taken back.
+    Limits first: only optimizers that treat every element by itself are possible: SGD, Adam, AdamW, Adamax, NAdam,
+    RAdam, Adagrad, Adadelta, RMSprop, Rprop, ASGD. After backward `.grad` is None on every rank, so gradients cannot
+    be clipped, scaled (GradScaler) or logged there. They can with `ParameterServers()` and the optimizer on the ranks.
+    Settings are read when backward begins. Servers keep parameters and state twice, so that a step can be taken back.
 
     Args:
-        optimizer: Over all parameters of the model that are trained; its class and settings are what the servers take.
-            Schedulers may be given either it or this.
-        model: What `DistributedDataParallel(module, reduction=ParameterServers())` returned.
+        optimizer: An optimizer over all trained parameters of the model. The servers use its class and settings.
+            Schedulers may be given either it or this object.
+        model: The model, made by `DistributedDataParallel(module, reduction=ParameterServers())`.
 
     Attributes:
-        optimizer: The one that was given; it is never stepped.
+        optimizer: The given optimizer; it is never stepped.
 
     Contract:
         The constructor: local, on every rank, before the first backward.
@@ -52,8 +52,8 @@ class ServerOptimizer(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
         parameters = list(reduction.named_parameters.values())
-        self._stepped = Stepped(optimizer, parameters, is_first=model.process_group.rank() == 0)
-        self._stepped.settings()  # raises for what cannot be sent
+        self._stepped = SteppedModel(optimizer, parameters, is_first=model.process_group.rank() == 0)
+        self._stepped.settings()  # raises for settings that cannot be sent
         reduction.step_by(self._stepped)
 
     def __repr__(self) -> str:
@@ -67,21 +67,21 @@ class ServerOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Install what the servers made of the parameters in the last backward; nothing if there was none. Local.
+        """Install the parameters that the servers have stepped in the last backward, if there was one. Local.
 
         Args:
-            closure: Called first, with gradients enabled; its backward is then the last one.
+            closure: Called first, with gradients enabled. Its backward is then the last one.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._stepped.install()
-        vars(self.optimizer)["_opt_called"] = True  # for a scheduler that was given it
+        vars(self.optimizer)["_opt_called"] = True  # for a scheduler of the given optimizer
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, as torch's; a step that was not installed is dropped, on the servers too. Local."""
+        """Drop the gradients as torch does, and a step that was not installed, on the servers too. Local."""
         self._stepped.drop()
         super().zero_grad(set_to_none)
 
@@ -94,7 +94,7 @@ class ServerOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of whole parameters, which the plain optimizer may load, and any number of servers.
+        """Return the state of whole parameters. The plain optimizer can load it, and any number of servers.
 
         Contract:
             Local: any rank may call it alone.  Blocks: until every server has answered.
@@ -103,7 +103,7 @@ class ServerOptimizer(Optimizer):
         return {"state": self._stepped.fetch(), "param_groups": settings}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned, or the plain optimizer's. On every rank the same; does not block.
+        """Load a result of `state_dict`, or the plain optimizer's state. The same on every rank; does not block.
 
         Raises:
             ConfigurationError: It is the state of other parameters; nothing was changed.

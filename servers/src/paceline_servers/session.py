@@ -1,17 +1,18 @@
-"""What a server does for the ranks of one model: frames in, frames out. Opens no socket and reads no clock.
+"""The protocol of a server with the ranks of one model: frames in, frames out. Opens no socket and reads no clock.
 
 Rules
-1. Ranks push the same pieces in the same order, and number them. A piece is answered, to all, when all have pushed it.
-2. If a rank is gone, late, or pushes something else than another one did, all ranks are told whose fault it is, and the
-   session is over: nothing is answered but that.
-3. With an optimizer, a step is provisional until the next one begins, or state is fetched: then ranks say whether they
+1. Ranks push the same pieces in the same order, and number them. When all ranks have pushed a piece, all get the
+   answer.
+2. If a rank is gone or late, or pushes something else than another rank, the session is over. All ranks are told whose
+   fault it is, and get no other answer.
+3. With an optimizer, a step is provisional until the next one begins, or state is fetched. Then ranks say whether they
    have used it. So ranks may abandon a step whose backward failed on one of them (`SteppedKeys`).
 4. Backpressure: once `most_held_bytes` of unanswered pieces are held, frames are read only from ranks that owe the
    oldest piece. So that piece is answered, and memory is bounded by the limit and one turn of each connection. The
    death of a rank that is not read from is noticed when it is read from again.
 5. A rank that is late because it waits for another server is not blamed. The silent server is, `DOUBT_S` later than a
    rank would be: it may be waiting for a rank, and then reports that first.
-6. Of sums by datagrams (`DatagramSums`) ranks announce what they are, in the same order; the rest is not for here.
+6. Ranks announce their sums by datagrams (`DatagramSums`), in the same order. The session does nothing else for them.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from paceline.errors import ConfigurationError, PacelineError, PeerLostError, Pr
 from paceline_servers.ordered_sum import Bytes, OrderedSum
 from paceline_servers.wire import KEY, WIDTHS, Frame, Kind, pack, pack_state, unpack, unpack_state
 
-if TYPE_CHECKING:  # torch, and numba: seconds, of which the loop has none
+if TYPE_CHECKING:  # these import torch and numba, which takes seconds
     from paceline_servers.datagram_sums import DatagramSums
     from paceline_servers.stepping import SteppedKeys
 
 MOST_HELD_BYTES = 1 << 30
-_MOST_NAMED = 16  # ranks, of those that are late
-DOUBT_S = 1.0  # shorter than what ranks give servers beyond their timeout (`link.GRACE_S`)
+_MOST_NAMED = 16  # late ranks in one message
+DOUBT_S = 1.0  # shorter than the ranks' extra patience with servers (`link.GRACE_S`)
 
 _BEGINS = {"account of the last step": ("used", "unused"), "settings of the optimizer": ("groups",)}
-"""What ranks agree on when a step begins, and by which words."""
+"""The subjects that ranks must agree on when a step begins, and their fields."""
 
 Outgoing = list[tuple[int, Frame]]
-"""To which rank, what."""
+"""Frames to send, each with its rank."""
 
 
 @dataclass
@@ -65,9 +66,9 @@ class _Push:
 class Session:
     """The ranks of one model on one server.
 
-    `timeout_s` is from the first push of a piece to the last; at most `most_held_bytes` are held of pieces that not all
-    have pushed. What steps and what sums by datagrams is made when first asked for. `names` say where ranks' processes
-    are; `failure` is what all ranks are told, once it is over.
+    `timeout_s` is the longest time from the first push of a piece to the last. At most `most_held_bytes` of incomplete
+    pieces are held. `make_steps` and `make_sums` are called when ranks first need an optimizer, or sums by datagrams.
+    `names` describe the ranks' processes. `failure` is the frame that all ranks get once the session is over.
     """
 
     def __init__(
@@ -90,14 +91,16 @@ class Session:
         self._held_bytes = 0
         self._steps: SteppedKeys | None = None
         self._pushes: dict[int, _Push] = {}
-        self._said: dict[str, tuple[int, bytes, set[int]]] = {}  # by subject: who first, what, and who since
+        self._said: dict[
+            str, tuple[int, bytes, set[int]]
+        ] = {}  # by subject: first rank, its value, all ranks so far
         self._left: dict[int, str] = {}
         self._awaited: dict[int, str] = {}  # by rank: the other server that it waits for
-        self._missed: dict[int, str] = {}  # by datagrams: which rank, and what is said of it
-        self._in_doubt_s: float | None = None  # since when every late rank reports a silent server
+        self._missed: dict[int, str] = {}  # by rank: why its datagrams are missing
+        self._in_doubt_s: float | None = None  # the time since which every late rank reports a silent server
 
     def receive(self, rank: int, frame: Frame, now_s: float) -> Outgoing:
-        """Take a frame of a rank; what is to be sent."""
+        """Take a frame of a rank. Return the frames to send."""
         if self.failure is not None:
             return [(rank, self.failure)]
         try:
@@ -142,7 +145,7 @@ class Session:
         return []
 
     def _begin(self, rank: int, words: dict[str, Any]) -> None:
-        """A rank begins a step; the last one does so here."""
+        """Note that a rank begins a step. The step begins here with the last rank."""
         num_ranks = 0
         for subject, names in _BEGINS.items():
             num_ranks = self._agree(subject, rank, pack({name: words[name] for name in names}))
@@ -158,7 +161,7 @@ class Session:
         if frame.number not in self._pushes:
             if self._left:
                 gone, words = next(iter(self._left.items()))
-                return self._fail("lost", gone, self._story(gone, words))
+                return self._fail("lost", gone, self._describe(gone, words))
             total = OrderedSum(self.num_ranks, frame.dtype)
             self._pushes[frame.number] = _Push(rank, bytes(keys), values.nbytes, total, now_s)
         push = self._pushes[frame.number]
@@ -187,17 +190,17 @@ class Session:
             if self._make_sums is None:
                 raise ProtocolError("this session sums nothing by datagrams")
             self._sums = self._make_sums()
-        card = self._sums.join(rank, unpack(frame.body[0]))
-        if card is None:
+        announcement = self._sums.join(rank, unpack(frame.body[0]))
+        if announcement is None:
             return []
-        return [(each, Frame(Kind.JOIN, body=(pack(card),))) for each in range(self.num_ranks)]
+        return [(each, Frame(Kind.JOIN, body=(pack(announcement),))) for each in range(self.num_ranks)]
 
     def _announce(self, rank: int, frame: Frame, now_s: float) -> Outgoing:
         if self._sums is None:
             raise ProtocolError(f"rank {rank} announced a sum by datagrams, and has not joined")
         if self._left and frame.number not in self._announced:
             gone, words = next(iter(self._left.items()))
-            return self._fail("lost", gone, self._story(gone, words))
+            return self._fail("lost", gone, self._describe(gone, words))
         said = bytes(frame.body[0])
         if self._agree(f"sum by datagrams, number {frame.number},", rank, said) == 1:
             self._announced[frame.number] = _Announced(set(), rank, now_s)
@@ -206,7 +209,7 @@ class Session:
         return []
 
     def _answer_sums(self) -> Outgoing:
-        """Answer those that are done."""
+        """Answer the sums that are done."""
         assert self._sums is not None, "ranks have joined"
         outgoing: Outgoing = []
         try:
@@ -218,28 +221,28 @@ class Session:
         except PacelineError as error:
             return self._fail("protocol", -1, str(error))
         for number, announced in list(self._announced.items()):
-            if announced.is_done and len(announced.ranks) == self.num_ranks:  # datagrams may be there first
+            if announced.is_done and len(announced.ranks) == self.num_ranks:  # datagrams may come first
                 del self._announced[number], self._said[f"sum by datagrams, number {number},"]
                 outgoing += [(rank, Frame(Kind.SUM, number)) for rank in range(self.num_ranks)]
         return outgoing
 
     def close(self) -> None:
-        """The last rank has gone."""
+        """Close the datagram link, after the last rank has gone."""
         if self._sums is not None:
             self._sums.close()
 
     @property
     def is_full(self) -> bool:
-        """Return whether as much is held as may be."""
+        """Whether the limit of held bytes is reached."""
         return self._held_bytes >= self._most_held_bytes
 
     def accepts_from(self, rank: int) -> bool:
-        """Backpressure (rule 4): whether to read what a rank sends, or to leave it in the network for now."""
+        """Return whether to read the frames of a rank, or to leave them in the network for now (rule 4)."""
         oldest = next(iter(self._pushes.values()), None)
         return oldest is None or not self.is_full or rank not in oldest.total.arrived
 
     def _agree(self, subject: str, rank: int, said: bytes) -> int:
-        """All ranks say the same about a subject; how many have."""
+        """Check that a rank says the same about a subject as the others. Return how many ranks have said it."""
         first, words, ranks = self._said.setdefault(subject, (rank, said, set()))
         if words != said:
             raise ConfigurationError(
@@ -255,28 +258,28 @@ class Session:
             raise ProtocolError("this session has no optimizer")
         return self._steps
 
-    # ---- who is gone
+    # ---- lost and late ranks
 
     def leave(self, rank: int, words: str) -> Outgoing:
-        """A rank has gone; that is a failure if others wait for it, now or later."""
+        """Note that a rank has gone. That is a failure if others wait for it, now or later."""
         if self.failure is not None or rank in self._left:
             return []
         self._left[rank] = words
         awaited = [push.total.arrived for push in self._pushes.values()]
         awaited += [announced.ranks for announced in self._announced.values()]
         if any(rank not in arrived for arrived in awaited):
-            return self._fail("lost", rank, self._story(rank, words))
+            return self._fail("lost", rank, self._describe(rank, words))
         return []
 
     def lose(self, rank: int, words: str) -> Outgoing:
-        """A rank's connection broke without a word; all others are told at once."""
+        """Note that a connection broke without a BYE, and tell all other ranks at once."""
         if self.failure is not None or rank in self._left:
             return []
         self._left[rank] = words
-        return self._fail("lost", rank, self._story(rank, words))
+        return self._fail("lost", rank, self._describe(rank, words))
 
     def check(self, now_s: float) -> Outgoing:
-        """Answer what is done; see whether a rank is late; to be called now and then."""
+        """Return answers that are ready, and a failure if a rank is late. Called regularly."""
         if self.failure is not None:
             return []
         outgoing = [] if self._sums is None else self._answer_sums()
@@ -295,25 +298,25 @@ class Session:
         return outgoing + self._fail("server", rank, words)
 
     def _late(self, now_s: float) -> dict[int, str]:
-        """The ranks that others have waited for longer than the timeout, and what is said of each."""
+        """Return the ranks that others have waited for longer than the timeout, with a description."""
         found = dict(self._missed)
         for number, announced in self._announced.items():
             if now_s - announced.since_s > self._timeout_s:
                 words = f"has not announced sum {number} {self._timeout_s:g} s after rank {announced.first_rank} did"
-                found = found or self._stories(announced.ranks, words)
+                found = found or self._describe_missing(announced.ranks, words)
         for number, push in self._pushes.items():
             if now_s - push.since_s > self._timeout_s:
                 words = (
                     f"has not pushed piece {number} {self._timeout_s:g} s after rank {push.first_rank} did"
                 )
-                found = found or self._stories(push.total.arrived, words)
+                found = found or self._describe_missing(push.total.arrived, words)
         return found
 
-    def _stories(self, arrived: Container[int], words: str) -> dict[int, str]:
-        """What is said of all other ranks."""
-        return {rank: self._story(rank, words) for rank in range(self.num_ranks) if rank not in arrived}
+    def _describe_missing(self, arrived: Container[int], words: str) -> dict[int, str]:
+        """Return a description of every rank that has not arrived."""
+        return {rank: self._describe(rank, words) for rank in range(self.num_ranks) if rank not in arrived}
 
-    def _story(self, rank: int, words: str) -> str:
+    def _describe(self, rank: int, words: str) -> str:
         if rank not in self.names:
             return f"rank {rank} has never connected"
         return f"rank {rank} {self.names[rank]} {words}"

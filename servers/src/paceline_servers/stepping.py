@@ -1,10 +1,11 @@
 """A torch optimizer on the keys that live on one server; steps that can be taken back.
 
 Rules
-1. Only optimizers that treat every element by itself: then a parameter that is cut into keys is stepped as a whole one
-   is, and a state may be cut anew for another number of servers.
-2. A step is made as soon as a piece's gradients are there, before anybody knows whether backward ended well on every
-   rank. So what was before is kept until ranks say that they have used the step; it costs the memory of a second copy.
+1. Only optimizers that treat every element by itself are possible. Then a parameter that is cut into keys is stepped
+   like a whole one. A state may be cut differently for another number of servers.
+2. A step is made as soon as a piece's gradients have come, before any rank knows whether backward ended well
+   everywhere. So the values before it are kept until ranks report that they have used the step. That takes the memory
+   of a second copy.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class SteppedKeys:
     """Parameters and optimizer state of one server's keys.
 
     Args:
-        words: "optimizer", a name of `ELEMENTWISE`; "groups", the settings of its groups; "keys": for each key its
-            number, its group, its elements, its dtype.
+        words: "optimizer": a name of `ELEMENTWISE`. "groups": the settings of its groups. "keys": for each key its
+            number, its group, its number of elements, its dtype.
 
     Raises:
-        ConfigurationError: There is no such optimizer, or it steps no such tensors.
+        ConfigurationError: There is no such optimizer, or it cannot step such tensors.
     """
 
     def __init__(self, words: dict[str, Any]) -> None:
@@ -63,14 +64,17 @@ class SteppedKeys:
         self._before: dict[int, tuple[Tensor, dict[str, Any]]] = {}
 
     def set_parameters(self, keys: list[int], values: Bytes) -> None:
-        """The values of some keys, which follow each other; a step that is taken back leaves them."""
+        """Set the values of some keys, concatenated in `values`. A step that is taken back keeps them."""
         for key, part in self._parts(keys, values):
             self._values[key].copy_(part)
             if key in self._before:
                 self._before[key] = part, self._before[key][1]
 
     def begin(self, words: dict[str, Any]) -> None:
-        """A step begins: "groups", its settings; "used", whether ranks used the last one; "unused", without these."""
+        """Begin a step. `words` holds "groups", "used" and "unused".
+
+        "groups" are the settings. "used" says whether ranks used the last step, except the keys in "unused".
+        """
         self._take_back(words["unused"] if words["used"] else list(self._before))
         self._before.clear()
         for group, settings in zip(self._groups, words["groups"], strict=True):
@@ -84,7 +88,7 @@ class SteppedKeys:
                 self._optimizer.state[self._values[key]] = state
 
     def step(self, keys: list[int], gradients: Bytes) -> Bytes:
-        """Step these keys, whose gradients follow each other; their new values, likewise."""
+        """Step these keys, whose gradients are concatenated. Return their new values in the same order."""
         members: list[list[Tensor]] = [[] for _ in self._groups]
         for key, part in self._parts(keys, gradients):
             value = self._values[key]
@@ -114,7 +118,7 @@ class SteppedKeys:
         return found
 
     def fetch(self, words: dict[str, Any]) -> tuple[dict[str, Any], list[Bytes]]:
-        """The state of all keys, as of the last step that was used; `words` as of `begin`. Changes nothing."""
+        """Return the state of all keys after the last step that was used. `words` is as for `begin`."""
         taken_back = set(words["unused"]) if words["used"] else set(self._before)
         heads: list[list[Any]] = []
         chunks: list[Bytes] = []
@@ -128,17 +132,17 @@ class SteppedKeys:
         return {"keys": heads}, chunks
 
     def load(self, words: dict[str, Any], state: memoryview) -> None:
-        """Replace the state of all keys by what `fetch` described, for these keys."""
+        """Replace the state of these keys by a state that `fetch` described."""
         for key, loaded in read_state(words, state).items():
             if key not in self._values:
                 raise ProtocolError(f"key {key} does not live on this server")
             self._optimizer.state[self._values[key]] = loaded
-            if key in self._before:  # a step that is taken back leaves what was loaded
+            if key in self._before:  # a step that is taken back keeps the loaded state
                 self._before[key] = self._before[key][0], _copy(loaded)
 
 
 def described_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[Bytes]]:
-    """A key's state as metadata, in which a tensor is its dtype and shape, and the tensors' bytes."""
+    """Return a key's state as metadata, where a tensor is its dtype and shape, and the tensors' bytes."""
     described, parts = dict(state), []
     for name, item in state.items():
         if isinstance(item, Tensor):
@@ -148,7 +152,7 @@ def described_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[Byte
 
 
 def read_state(words: Mapping[str, Any], state: memoryview) -> dict[int, dict[str, Any]]:
-    """By key, what `described_state` was given: of "keys", each with its metadata, and all bytes."""
+    """Return the states by key, from the metadata of `described_state` in "keys" and all bytes."""
     found: dict[int, dict[str, Any]] = {}
     place = 0
     for key, described in words["keys"]:
@@ -171,7 +175,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _settings(words: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no tuples, which `betas` is one of."""
+    """Return settings with lists as tuples, which JSON does not have (`betas` is one)."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in words.items()}
 
 

@@ -1,6 +1,6 @@
 """Frames between ranks and servers: a header of fixed length, then bytes that are gradients, or metadata in JSON.
 
-Nothing that arrives is ever executed or unpickled: a frame is numbers, or JSON of which known fields are read.
+No received bytes are ever executed or unpickled. A frame is numbers, or JSON of which known fields are read.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ KEY = struct.Struct("<I")
 
 
 class Kind(IntEnum):
-    """What a frame is. The first four, JOIN and SUM go to a server and back, by their number; others have no answer."""
+    """The kind of a frame. The first four, JOIN and SUM are answered, by their number. The others have no answer."""
 
-    HELLO = 1  # metadata: who a rank is, in which session; the answer: metadata
+    HELLO = 1  # metadata: the rank's identity and session; the answer: nothing
     PUSH = 2  # keys, then gradients; the answer: sums, or stepped parameters
-    SET_UP = 3  # metadata: an optimizer and its keys; the answer: nothing, once it is there
+    SET_UP = 3  # metadata: an optimizer and its keys; the answer, once it is made: nothing
     FETCH = 4  # metadata; the answer: metadata, then state
-    BEGIN = 5  # metadata: a step begins, and whether the one before was used
+    BEGIN = 5  # metadata: the settings of a step that begins, and whether the last one was used
     PARAMETERS = 6  # keys, then their values
     LOAD = 7  # metadata, then state
-    FAILED = 8  # metadata: from a server, the session is over; from a rank, it lost a server, or was told of a rank
+    FAILED = 8  # metadata: from a server, the session is over; from a rank, it lost a server or heard of a lost rank
     BYE = 9  # from a rank that ends well
-    JOIN = 10  # metadata: where a rank's datagrams come from; the answer, once all have joined: where the server's do
+    JOIN = 10  # metadata: the address of a rank's datagrams; the answer, once all have joined: the server's address
     SUM = 11  # metadata: a sum by datagrams; the answer, once it is done: nothing
-    # From a rank, metadata: which other server it has waited for, for half of its timeout; or that none.
-    WAITS = 12
+    WAITS = 12  # metadata: the other server that a rank has waited for, for half of its timeout; or none
 
 
 class DType(IntEnum):
-    """Of a push."""
+    """The element type of a push."""
 
     FLOAT32 = 0
     FLOAT64 = 1
@@ -53,11 +52,11 @@ WIDTHS = {DType.FLOAT32: 4, DType.FLOAT64: 8, DType.FLOAT16: 2, DType.BFLOAT16: 
 class Frame:
     """One message."""
 
-    kind: Kind  # what it is
-    number: int = 0  # by which an answer is matched; of a push, how many its rank had sent before
-    num_keys: int = 0  # so many numbers of keys come first in the body
+    kind: Kind
+    number: int = 0  # matches an answer to its request; of a push, how many its rank had sent before
+    num_keys: int = 0  # how many key numbers come first in the body
     dtype: DType = DType.FLOAT32  # of the elements
-    body: tuple[Any, ...] = ()  # parts that follow each other on the wire
+    body: tuple[Any, ...] = ()  # concatenated on the wire
 
     @property
     def num_bytes(self) -> int:
@@ -69,7 +68,7 @@ class Frame:
 
 
 def header_of(received: bytes) -> tuple[Frame, int]:
-    """Return a frame without its body, and the body's number of bytes. ProtocolError: another protocol."""
+    """Return a frame without its body, and the body's length. Raises ProtocolError for another protocol."""
     kind, dtype, zero, number, num_keys, num_bytes = HEADER.unpack(received)
     try:
         frame = Frame(Kind(kind), number, num_keys, DType(dtype))
@@ -83,12 +82,12 @@ def header_of(received: bytes) -> tuple[Frame, int]:
 
 
 def pack(metadata: Mapping[str, Any]) -> bytes:
-    """Metadata for a frame's body."""
+    """Return metadata as bytes for a frame's body."""
     return json.dumps(metadata, separators=(",", ":")).encode()
 
 
 def unpack(body: Any) -> dict[str, Any]:
-    """What `pack` was given. Raises ProtocolError if it is something else."""
+    """Return the metadata that `pack` was given. Raises ProtocolError for other bytes."""
     try:
         metadata = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
@@ -99,13 +98,13 @@ def unpack(body: Any) -> dict[str, Any]:
 
 
 def pack_state(metadata: Mapping[str, Any]) -> bytes:
-    """Metadata that bytes follow: with their length in front."""
+    """Return metadata as bytes behind their length, so that other bytes can follow."""
     packed = pack(metadata)
     return KEY.pack(len(packed)) + packed
 
 
 def unpack_state(body: Any) -> tuple[dict[str, Any], memoryview]:
-    """Metadata of `pack_state`, and the bytes behind them."""
+    """Return the metadata of `pack_state`, and the bytes behind it."""
     view = memoryview(body).cast("B")
     if len(view) < KEY.size or (length := KEY.unpack(view[: KEY.size])[0]) > len(view) - KEY.size:
         raise ProtocolError("a state was expected, and something else was received")

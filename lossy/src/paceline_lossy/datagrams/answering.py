@@ -1,11 +1,10 @@
-"""How an endpoint answers its peers: acknowledgements, requests for what is missing, ends, keep-alives; compiled.
+"""Writes an endpoint's answers to its peers: acknowledgements, requests for chunks, keep-alives. Compiled.
 
 Rules
-1. What is said by way of one port concerns the peer's port of that number; it leaves by the same port, unless that is
-   silent.
-2. What a peer waits for takes the ports in turn: one of them may lead nowhere, and the peer will ask again.
-3. A peer that says that it hears nothing is answered by the next port, and from then on by that one: the ports by which
-   its datagrams come may be open in one direction only.
+1. FEEDBACK on the datagrams of a peer's port leaves by the port of the same number here, unless that one is silent.
+2. Replies that a peer waits for rotate over the ports. One port may be blocked, and the peer will ask again.
+3. A peer that says that it hears nothing is answered by the next port, and from then on by that one. The ports that
+   its datagrams use may be open in one direction only.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from paceline_lossy.datagrams import datagram as d
 from paceline_lossy.datagrams import endpoint_state as e
 from paceline_lossy.datagrams.machine_code import inner
 
-_FEEDBACK_DELAY_US = 2000  # twice that, and pushes of many into one port take a seventh longer
+_FEEDBACK_DELAY_US = 2000  # with 4000, pushes of many ranks into one port took a seventh longer
 _ASK_EVERY_US = 200_000
 
 
 @inner
 def heard_ports(t: Any, peer: int) -> int:
-    """The ports whose ways to a peer are not silent, a bit each; if all are, those with the fewest timeouts."""
+    """Return the ports whose ways to a peer are not silent, one bit each; if all are, those with fewest timeouts."""
     ports = t.numbers[e.PORTS]
     found = 0
     fewest = t.ways[peer * ports, e.W_BACKOFF]
@@ -38,14 +37,14 @@ def heard_ports(t: Any, peer: int) -> int:
 
 @inner
 def _next_number(p: Any) -> int:
-    """The number of what is said to a peer next, by which a replay is recognised."""
+    """Return the number of the next reply to a peer, by which the peer recognizes a replay."""
     p[e.P_SAID] += 1
     return int(p[e.P_SAID])
 
 
 @inner
 def _way_to(t: Any, peer: int, port: int) -> int:
-    """The way by this port, or the next one that is not silent."""
+    """Return the way by this port, or by the next port that is not silent."""
     ports, heard = t.numbers[e.PORTS], heard_ports(t, peer)
     while not heard >> port & 1:
         port = (port + 1) % ports
@@ -54,7 +53,7 @@ def _way_to(t: Any, peer: int, port: int) -> int:
 
 @inner
 def reply(t: Any, peer: int, words: Any, sizes: Any, ways: Any, count: int, now_us: int) -> int:
-    """Write what answers a peer: FEEDBACK, DONE, NACK, STATUS. Returns the new count."""
+    """Write the replies to a peer: FEEDBACK, DONE, NACK, STATUS. Return the new count."""
     n, p = t.numbers, t.peers[peer]
     rank, begun = n[e.RANK], p[e.P_RECEIVING]
     for port in range(n[e.PORTS]):
@@ -160,14 +159,14 @@ def _write_feedback(
 def _write_nacks(
     t: Any, slot: int, phase: int, way: int, words: Any, sizes: Any, ways: Any, count: int, now_us: int
 ) -> int:
-    """Say which chunks are missing, in as many datagrams as that takes; those that miss nothing go, too."""
+    """List the missing chunks, in as many datagrams as needed. Datagrams of chunks that all arrived are sent, too."""
     n, peer = t.numbers, way // t.numbers[e.PORTS]
     incoming = t.incoming[slot, phase, peer]
     chunks = incoming[e.I_CHUNKS]
     bits = (n[e.PAYLOAD] // 4) * 32
     for first in range(0, chunks, bits):
         if count >= sizes.shape[0]:
-            break  # its sender will say END again
+            break  # its sender will send END again
         here = min(bits, chunks - first)
         word = words[count]
         begin = d.HEADER_BYTES // 4

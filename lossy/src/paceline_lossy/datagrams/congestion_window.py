@@ -1,27 +1,29 @@
-"""How many datagrams may take one way at a time: a window adapted once a round trip, by marks, losses and delay.
+"""The congestion window of a way: adapted once per round trip by congestion marks, losses and delay.
 
 Rules
-1. Congestion marks shrink the window in proportion to their share, as DCTCP does.
-2. The window follows the queue on the way there, which receivers measure: it grows while datagrams wait for less than
-   a target, and shrinks in proportion while they wait for longer. So transfers that share a queue come to share it
-   evenly, and find the path's rate without losses of their own making. The way back does not count: what a receiver
-   says waits behind its own data there.
-3. Where the queue stays long though this rank yields, others fill it that do not look at delay, as TCP does. Then the
-   window comes back to what it was, and grows and shrinks as TCP cubic's; in a queue that is but half as long again
-   as the target it only stays, for ranks differ in what they take for an empty queue. Ranks that compete would keep
-   each other at it after the others have gone: all that send to one rank yield at once, every 10 s by its clock. What
-   the window was is forgotten slowly: while others' grow the queue is short at moments, and this one shrinks.
-4. A loss while the queue is long means that it overflowed, and so do many at a time, of a queue that is never long:
-   the window shrinks, never below what the path carries without a queue. Others are the link's, and say nothing about
-   the rate. Beside others (rule 3) every loss counts, once a round trip, but not soon after the last one that did:
-   datagrams leave in bursts, which a full queue hits more often than TCP's segments, and links lose some, too.
-5. Silence for a few round trips halves it; datagrams are paced, so that a window never leaves as one burst.
+1. Congestion marks shrink the window in proportion to their share, as in DCTCP.
+2. The window follows the queue on the way to the receiver, which the receiver measures. It grows while datagrams wait
+   for less than a target, and shrinks in proportion while they wait for longer. So transfers that share a queue come
+   to share it evenly, and find the path's rate without causing losses. The way back does not count, because
+   acknowledgements wait there behind the receiver's own data.
+3. If the queue stays long although this rank yields, other flows fill it that ignore delay, such as TCP. Then the
+   window returns to its earlier size, and grows and shrinks as in TCP CUBIC. If the queue is less than half as long
+   again as the target, the window stays. Ranks differ in their estimate of an empty queue. Competing ranks would keep
+   the queue long after the other flows have ended. So all ranks that send to one receiver yield at once, every 10 s by
+   its clock. The window's earlier size is forgotten slowly, because the queue is short at moments while other flows
+   grow.
+4. A loss while the queue is long means that the queue overflowed, and so do many losses at a time in a short queue.
+   Then the window shrinks, but never below what the path carries without a queue. Other losses are the link's, and say
+   nothing about the rate. When competing (rule 3) every loss counts, once per round trip, but not soon after the last
+   one that did. Datagrams leave in bursts, which a full queue hits more often than TCP's segments, and links lose
+   some, too.
+5. Silence for a few round trips halves the window. Datagrams are paced, so a window never leaves as one burst.
 
 Source:
-    Alizadeh et al. 2010, "Data center TCP", section 3.3, for rule 1. Kumar et al. 2020, "Swift", section 3.2, for
-    rule 2, once a round trip and with the delay of one way only. Arun & Balakrishnan 2018, "Copa", section 4.2, for
-    when rule 3 holds, and RFC 9438 (CUBIC), sections 4.1 to 4.7, for its window. The least delay is not forgotten as
-    there: beside others no later one would be without their queue.
+    Alizadeh et al. 2010, "Data center TCP", section 3.3, for rule 1. Kumar et al. 2020, "Swift", section 3.2, for rule
+    2, once per round trip and with the delay of one way only. Arun & Balakrishnan 2018, "Copa", section 4.2, for when
+    rule 3 holds, and RFC 9438 (CUBIC), sections 4.1 to 4.7, for its window. Unlike Copa, the least delay is not
+    forgotten while competing, because every later sample would include the other flows' queue.
 """
 
 from __future__ import annotations
@@ -37,16 +39,16 @@ FIRST_WINDOW = 16.0
 SMALLEST_WINDOW = 2.0
 LARGEST_WINDOW = 4096.0
 TARGET_US = 5000.0
-_DRIFT = 1e-4  # by how much two clocks may differ in rate: so fast the least delay known ages
+_DRIFT = 1e-4  # how much two clocks may differ in rate; the least known delay ages as fast
 _FEW, _OVERLOAD = 3, 0.1
 _GROWTH = 2.0
 _YIELD = 0.4
 _MOST_YIELD = 0.3
-_FADES_US = 3e6  # until a third is left of what the window was
-_LONG_US = 7500.0  # beyond the target, and beyond what ranks differ by in what they take for an empty queue
+_FADES_US = 3e6  # until a third of the window's earlier size is remembered
+_LONG_US = 7500.0  # more than the target and the difference between ranks' estimates of an empty queue
 _PATIENCE_US, _PATIENCE_ROUNDS, _PERIOD_US = 300_000, 8.0, 10_000_000
-_SHRINK, _CUBE, _GENTLE = 0.7, 0.4, 0.53  # cubic's: the last one is how Reno would grow with such a shrinking
-_REST = 0.1  # of the time that cubic takes to come back: no loss counts again before
+_SHRINK, _CUBE, _GENTLE = 0.7, 0.4, 0.53  # CUBIC's; the last is Reno's growth with this shrink factor
+_REST = 0.1  # of the time that CUBIC takes to come back; no loss counts again before it
 
 
 @compiled
@@ -78,7 +80,7 @@ def note_round_trip(way: Any, rate: Any, rtt_us: float, way_us: int, now_us: int
 
 @inner
 def end_round(way: Any, rate: Any, now_us: int) -> None:
-    """Adapt the window to what became of the datagrams of a round trip, and begin the next round."""
+    """Adapt the window to the outcome of the datagrams of a round trip, and begin the next round."""
     good, lost, marked = way[e.W_ROUND_GOOD], way[e.W_ROUND_LOST], way[e.W_ROUND_MARKED]
     window = rate[e.R_WINDOW]
     wait = rate[e.R_ROUND_WAIT] - rate[e.R_MIN_WAIT]
@@ -110,11 +112,11 @@ def end_round(way: Any, rate: Any, now_us: int) -> None:
         window = min(window, max(0.7 * window, carried))
         way[e.W_IS_STARTING] = 0
     elif wait > TARGET_US and is_crowded:
-        pass  # what this rank takes for no queue may be less than what others do
+        pass  # this rank's estimate of an empty queue may be lower than the others'
     elif wait > TARGET_US:
         window *= 1.0 - min(_MOST_YIELD, _YIELD * (wait - TARGET_US) / wait)
         way[e.W_IS_STARTING] = 0
-    elif good >= window / 2 and not (all_yield and rate[e.R_MOST]):  # else nobody asked for more
+    elif good >= window / 2 and not (all_yield and rate[e.R_MOST]):  # otherwise the window was not used up
         faster = window / 8 if wait < TARGET_US / 2 else 0.0  # far from the path's rate
         window += good if way[e.W_IS_STARTING] else max(_GROWTH, faster)
     rate[e.R_WINDOW] = min(max(window, SMALLEST_WINDOW), LARGEST_WINDOW)
@@ -125,13 +127,13 @@ def end_round(way: Any, rate: Any, now_us: int) -> None:
 
 @inner
 def _receivers_us(way: Any, rate: Any, now_us: int) -> int:
-    """The receiver's clock when what is sent now arrives, if there is no queue."""
+    """Return the receiver's clock when a datagram sent now arrives, if there is no queue."""
     return int(now_us + way[e.W_DELAY] + np.int64(rate[e.R_MIN_WAIT])) & 0xFFFFFFFF
 
 
 @inner
 def _compete(rate: Any, has_lost: bool, is_used: bool, took_us: float) -> float:
-    """The window after a round trip in a crowded queue; all times are of this competition, pauses left out."""
+    """Return the window after a round trip in a crowded queue. All times are of this competition, without pauses."""
     window = max(rate[e.R_WINDOW], rate[e.R_KEPT])
     is_new = rate[e.R_MOST] == 0.0
     most = window if is_new else rate[e.R_MOST]
@@ -151,7 +153,7 @@ def _compete(rate: Any, has_lost: bool, is_used: bool, took_us: float) -> float:
 
 @inner
 def note_silence(way: Any, rate: Any) -> None:
-    """Shrink the window: nothing was heard for a few round trips."""
+    """Shrink the window after a few round trips without an answer."""
     rate[e.R_WINDOW] = max(SMALLEST_WINDOW, rate[e.R_WINDOW] / 2)
     rate[e.R_KEPT] /= 2
     way[e.W_IS_STARTING] = 0
@@ -159,6 +161,6 @@ def note_silence(way: Any, rate: Any) -> None:
 
 @inner
 def pause_us(way: Any, rate: Any) -> float:
-    """Microseconds between two datagrams that take this way."""
+    """Return the microseconds between two datagrams that take this way."""
     gain = 2.0 if way[e.W_IS_STARTING] else 1.25
     return float(rate[e.R_RTT] / (gain * rate[e.R_WINDOW]))

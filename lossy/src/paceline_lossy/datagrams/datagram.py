@@ -1,7 +1,7 @@
 """The wire format: a header of 40 bytes, little endian, and up to one chunk of a gradient.
 
 ```text
- 0  8  code: SipHash-2-4 of the rest of the header and of the payload's NH (`universal_hash`), by the keys of this
+ 0  8  code: SipHash-2-4 of the rest of the header and of the payload's NH (`nh`), by the keys of this
        direction between these two ranks
  8  4  collective: its number on this connection, or of a message its number among those of this direction; in
        FEEDBACK its own number
@@ -33,23 +33,22 @@ from typing import Any
 
 import numpy as np
 
+from paceline_lossy.datagrams import authentication as auth
 from paceline_lossy.datagrams import endpoint_state as e
-from paceline_lossy.datagrams import siphash as sip
 from paceline_lossy.datagrams.machine_code import compiled, inner
-from paceline_lossy.datagrams.universal_hash import nh
 
 HEADER_BYTES = 40
 MOST_PAYLOAD_BYTES = 8928
 
 DATA, END, FEEDBACK, NACK, DONE, STATUS = 1, 2, 3, 4, 5, 6
-"""A chunk; every chunk was sent; what arrived; what is missing; enough arrived; a sign of life."""
+"""A chunk; every chunk was sent; which arrived; which are missing; enough arrived; a sign of life."""
 
 GATHER, PROTECTED, ASK, DROPPABLE, UNHEARD = 1, 2, 4, 64, 128
-"""Flags: phase 1; the chunk must not be lost; answer this; switches may drop this first; no answer
-by any port has come for long."""
+"""Flags: phase 1; the chunk must not be lost; answer this; switches may drop this first; no answer has come by any port
+for a long time."""
 
 CLASS_SHIFT = 3
-"""From here on three bits of the flags are the class selector, which goes into the IP header, too."""
+"""Three bits of the flags, from this one on, are the class selector, which the IP header carries, too."""
 
 MOST_PORTS = 16
 
@@ -64,13 +63,13 @@ COLLECTIVE, NUMBER, TIME, BEGUN, CHUNK, CHUNKS, SENDER_KIND, AUX = 2, 3, 4, 5, 6
 
 
 def payload_room(mtu: int) -> int:
-    """Bytes of a gradient in one datagram that fits into an IP packet of `mtu` bytes; a multiple of 8."""
+    """Return the gradient bytes in one datagram that fits an IP packet of `mtu` bytes; a multiple of 8."""
     return min((mtu - 28 - HEADER_BYTES) // 8 * 8, MOST_PAYLOAD_BYTES)
 
 
 @inner
 def most_bits(payload: int) -> int:
-    """The length of a FEEDBACK's longest bitmap."""
+    """Return the length of a FEEDBACK's longest bitmap."""
     return min(e.FEEDBACK_BITS, payload // 4 * 32)
 
 
@@ -89,7 +88,7 @@ def write_header(
     chunks: int,
     aux: int,
 ) -> None:
-    """Write all of a header but its code into `words`, shape (N,), uint32."""
+    """Write a header without its code into `words`, shape (N,), uint32."""
     words[COLLECTIVE] = collective & 0xFFFFFFFF
     words[NUMBER] = number & 0xFFFFFFFF
     words[TIME] = now_us & 0xFFFFFFFF
@@ -102,7 +101,7 @@ def write_header(
 
 @inner
 def seal(row: Any, word: Any, size: int, keys: Any, hash_key: Any) -> None:
-    """Write the code of a datagram of `size` bytes; its memory as uint64 and as uint32."""
+    """Write the code of a datagram of `size` bytes. `row` and `word` are its memory as uint64 and as uint32."""
     row[0] = _code(row, word, size, keys, hash_key)
 
 
@@ -114,19 +113,19 @@ def is_sealed(row: Any, word: Any, size: int, keys: Any, hash_key: Any) -> bool:
 
 @inner
 def _code(row: Any, word: Any, size: int, keys: Any, hash_key: Any) -> Any:
-    """The header differs in every datagram, so the hash is never told twice the same way."""
-    one, two = nh(word, HEADER_BYTES // 4, size - HEADER_BYTES, hash_key)
-    v0, v1, v2, v3 = sip.begun(keys[0], keys[1])
+    """Return the code of a datagram. Headers never repeat, so one hash never gives the same code twice."""
+    one, two = auth.nh(word, HEADER_BYTES // 4, size - HEADER_BYTES, hash_key)
+    v0, v1, v2, v3 = auth.start(keys[0], keys[1])
     for i in range(1, HEADER_BYTES // 8):
-        v0, v1, v2, v3 = sip.taken(v0, v1, v2, v3, row[i])
-    v0, v1, v2, v3 = sip.taken(v0, v1, v2, v3, one)
-    v0, v1, v2, v3 = sip.taken(v0, v1, v2, v3, two)
-    return sip.ended(v0, v1, v2, v3, np.uint64(size))
+        v0, v1, v2, v3 = auth.absorb(v0, v1, v2, v3, row[i])
+    v0, v1, v2, v3 = auth.absorb(v0, v1, v2, v3, one)
+    v0, v1, v2, v3 = auth.absorb(v0, v1, v2, v3, two)
+    return auth.finish(v0, v1, v2, v3, np.uint64(size))
 
 
 @compiled
 def widened(low: int, near: int) -> int:
-    """Return the number whose lowest 32 bits are `low` that is nearest to `near`."""
+    """Return the number nearest to `near` whose lowest 32 bits are `low`."""
     difference = (low - near) & 0xFFFFFFFF
     if difference >= 0x80000000:
         difference -= 0x100000000
@@ -135,7 +134,7 @@ def widened(low: int, near: int) -> int:
 
 @compiled
 def tos_of(words: Any) -> int:
-    """The IP header's type of service of a datagram: its class selector; and ECN-capable, unless it may be dropped.
+    """Return a datagram's type of service: its class selector, and the ECN-capable bit unless it may be dropped.
 
     Source:
         Wang et al. 2020 (DLCP), section 4: switches that mark one kind above a threshold drop the other there.
@@ -145,5 +144,5 @@ def tos_of(words: Any) -> int:
 
 
 def words_of(rows: Any) -> tuple[Any, Any]:
-    """Views of datagrams' memory, shape (N, bytes), as 32-bit and as 64-bit words."""
+    """Return views of datagrams' memory, shape (N, bytes), as 32-bit and as 64-bit words."""
     return rows.view(np.uint32), rows.view(np.uint64)

@@ -1,9 +1,9 @@
 """`DatagramEnd`: one rank's end of the datagram protocol; bytes and times in, bytes and events out.
 
 Rules
-1. It opens no socket and reads no clock: whoever has it moves its datagrams, and tells it the time in microseconds.
+1. It opens no socket and reads no clock. Its owner moves the datagrams, and passes the time in microseconds.
 2. Every method is quick, and none may be called while another thread is in one.
-3. Interpreted code works per batch of datagrams; what is done for each is compiled (`receiving`, `sending`).
+3. Interpreted code works on batches of datagrams. The work on each datagram is compiled (`receiving`, `sending`).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class DatagramEnd(ABC):
     """One rank's state of the protocol.
 
     Args:
-        rank: This one.
-        num_ranks: How many there are.
+        rank: This rank.
+        num_ranks: Number of ranks.
         keys: For every peer 16 secret bytes, which both of the two ranks hold.
-        payload_bytes: Carried by one datagram, a multiple of 8; the same on all ranks.
-        silence_us: A peer that is needed and says nothing for so long is lost.
-        num_ports: By how many ports this rank sends; the same on all ranks. Networks that choose a path by ports then
-            spread what one rank sends another over several, and each is used as fast as it is.
+        payload_bytes: Bytes that one datagram carries, a multiple of 8; the same on all ranks.
+        silence_us: After this time a needed peer that sends nothing is lost.
+        num_ports: Number of ports that this rank sends from; the same on all ranks. Networks that choose a path by
+            ports then spread one rank's datagrams over several paths, and each carries what it can.
 
     Attributes:
-        tables: Its memory, for compiled code.
-        room_left: Of the chunks that might leave by each port, how many did not in the last `transmit`; shape (ports,).
+        tables: The memory, for compiled code.
+        room_left: How many more chunks each port would have taken in the last `transmit`; shape (ports,).
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class DatagramEnd(ABC):
 
     @abstractmethod
     def go_on(self, now_us: int) -> None:
-        """Do what compiled code leaves to Python."""
+        """Perform the work that compiled code leaves to Python."""
 
     def receive(
         self, rows: NDArray[np.uint8], sizes: NDArray[Any], marks: NDArray[Any], count: int, now_us: int
     ) -> None:
-        """Take datagrams: the first `count` rows, of so many bytes, and whether each carried a congestion mark."""
+        """Take the datagrams in the first `count` rows, with their sizes and congestion marks."""
         words, longs = d.words_of(rows)
         take_datagrams(self.tables, rows, words, longs, sizes, marks, count, now_us)
         self.go_on(now_us)
@@ -93,10 +93,10 @@ class DatagramEnd(ABC):
         now_us: int,
         most: int | Sequence[int] = _ANY_NUMBER,
     ) -> int:
-        """Write the datagrams that should leave now, one a row, with their sizes and ways; return how many.
+        """Write the datagrams that should leave now, one per row, with their sizes and ways; return how many.
 
-        A way is the receiver's number times the number of ports, plus the port: with one port, the receiver. At most
-        `most` of them are chunks, by each port, or by the one and the other.
+        A way is the receiver's number times the number of ports, plus the port. With one port it is the receiver. Each
+        port sends at most `most` chunks; a sequence gives one limit per port.
         """
         words, longs = d.words_of(rows)
         self.room_left[:] = most
@@ -111,17 +111,17 @@ class DatagramEnd(ABC):
 
     @property
     def stuck_peer(self) -> int | None:
-        """A peer that is heard, and to which no chunk gets through: larger datagrams are lost on the way."""
+        """A peer that is heard but receives no chunk, because larger datagrams are lost on the way."""
         return self._peer_in(e.STUCK_PEER)
 
     def silent_peers(self, now_us: int) -> list[int]:
-        """Peers that are needed, and have been silent for longer than who computes usually is."""
+        """Return the needed peers that have been silent for longer than a computing rank usually is."""
         p = self.tables.peers
         silent = (p[:, e.P_IS_NEEDED] != 0) & (now_us - p[:, e.P_HEARD_AT] > _SILENT_US)
         return [int(peer) for peer in np.flatnonzero(silent) if peer != self.rank]
 
     def never_reached(self, now_us: int, for_us: int) -> int | None:
-        """A peer that is heard, and to which no chunk has ever got through, tried for so long."""
+        """Return a peer that is heard but has never received a chunk, though some were sent for `for_us`."""
         for peer in range(self.num_ranks):
             never = (self._ways_to(peer)[:, e.W_HAS_DELAY] == 0).all()
             if peer != self.rank and never and self.is_unreached(peer, now_us, for_us):
@@ -129,7 +129,7 @@ class DatagramEnd(ABC):
         return None
 
     def is_unreached(self, peer: int, now_us: int, for_us: int) -> bool:
-        """Return whether a peer is heard, and no chunk has got through to it for so long, though some were tried."""
+        """Return whether a peer is heard but has received no chunk for `for_us`, though some were sent."""
         ways = self._ways_to(peer)
         is_tried = (ways[:, e.W_BACKOFF] > 0) & (now_us - ways[:, e.W_STUCK_SINCE] > for_us)
         is_heard = now_us - self.tables.peers[peer, e.P_HEARD_AT] < for_us // 2
@@ -141,7 +141,7 @@ class DatagramEnd(ABC):
 
     @property
     def misfit_peer(self) -> int | None:
-        """A peer whose transfers do not have the size that they should."""
+        """A peer whose transfers have an unexpected size."""
         return self._peer_in(e.MISFIT_PEER)
 
     def has_heard_chunks(self, peer: int) -> bool:
@@ -150,7 +150,7 @@ class DatagramEnd(ABC):
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing is under way, also not for a peer."""
+        """Return whether nothing is under way, for this rank or for a peer."""
         return bool((self.tables.slots[:, e.S_STAGE] == e.FREE).all())
 
     def _peer_in(self, number: int) -> int | None:
@@ -158,7 +158,7 @@ class DatagramEnd(ABC):
         return peer if peer >= 0 else None
 
     def _take_stashed(self, peer: int, number: int, now_us: int) -> None:
-        """Put where it belongs what came before this transfer from `peer` began."""
+        """Place the datagrams from `peer` that came before this rank began their transfer."""
         t = self.tables
         count = int(t.peers[peer, e.P_STASHED])
         t.peers[peer, e.P_STASHED] = 0
@@ -175,6 +175,6 @@ class DatagramEnd(ABC):
 
 
 def _direction_keys(secret: bytes, source: int, target: int, hash_bytes: int) -> tuple[bytes, bytes]:
-    """The key of the datagrams' code, and that of the hash of their payload."""
+    """Return the key of the datagrams' code, and the key of their payload's hash."""
     both = hmac.new(secret, f"{source} to {target}".encode(), hashlib.sha512).digest()
     return both[:16], hashlib.shake_256(both[16:]).digest(hash_bytes)

@@ -1,13 +1,13 @@
 """The compiled loop that moves an endpoint's datagrams: receive, take, transmit, send, rest; without the interpreter.
 
 Rules
-1. It returns when something happened that Python must know: a collective finished, a peer was lost, somebody called.
-2. It sends no faster than the kernel takes datagrams: what it did not take is sent before anything new is made.
-3. Of the chunks in the kernel's queue there are only as many as keep the link busy until the next turn (`queue_room`):
-   which peer is served, and how fast, is decided as late as possible, and peers are served evenly. The time that they
-   wait there is no queue of the network's, so it is left out of what is measured (`note_drain`).
+1. It returns on events that Python must handle: a collective finished, a peer was lost, another thread woke the loop.
+2. It sends no faster than the kernel takes datagrams. Refused datagrams are sent before new ones are written.
+3. The kernel's queue holds only as many chunks as keep the link busy until the next turn (`queue_room`). So the choice
+   of the peer and the pace is made as late as possible, and peers are served evenly. The wait in this queue is not the
+   network's, so it is left out of the measured delay (`note_drain`).
 4. While transfers are under way it rests for a while rather than until the next datagram, so that one turn handles
-   several: waking up for each would cost more than handling it. It rests longer while the kernel's queue lasts.
+   several. A wake-up per datagram would cost more than handling it. It rests longer while the kernel's queue lasts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline_lossy.datagrams.receiving import take_datagrams
 from paceline_lossy.datagrams.sending import BURST, LONGEST_REST_US, advance, transmit
 
 HAPPENED, CALLED, TIME_IS_UP, FAILED = range(4)
-"""Why the loop returned; after FAILED, `status[0]` is the kernel's error number."""
+"""The loop's reasons to return. After FAILED, `status[3]` is the kernel's error number."""
 
 _REST_US = 300
 _BATCHES = 4
@@ -42,28 +42,26 @@ _LONGEST_LOCAL_US = 2500
 
 
 class Io(NamedTuple):
-    """The loop's own memory."""
+    """The memory of the loop."""
 
     incoming: system.Batch
     outgoing: system.Batch
-    descriptors: NDArray[np.int64]  # the socket that is waited for, and what wakes the loop
+    descriptors: NDArray[np.int64]  # the socket to wait for, and the event that wakes the loop
     events: NDArray[np.int64]
     scratch: NDArray[np.int64]
-    ports: NDArray[np.int64]  # the sockets by which it sends; the first is that by which it receives
-    local: NDArray[
-        np.int64
-    ]  # a port's queue in the kernel: limit, lowest length seen, turns, whether it was full
+    ports: NDArray[np.int64]  # the sockets that send; the first also receives
+    # A port's queue in the kernel: limit, lowest length seen, turns, whether it was full.
+    local: NDArray[np.int64]
     most: NDArray[np.int64]  # chunks that may leave by each port in this turn
-    drain: NDArray[
-        np.float64
-    ]  # of a port's queue: bytes a microsecond, length when it was last filled, and when
+    # A port's queue: bytes per microsecond, length when it was last filled, time of that.
+    drain: NDArray[np.float64]
     status: NDArray[np.int64]  # messages pending, of these sent, segments of a message, error
 
 
 def new_io(
     ports: Sequence[int], wake: int, rows: int, row_bytes: int, addresses: NDArray[np.int64], segments: int
 ) -> Io:
-    """Memory for batches of `rows` datagrams over sockets, of which the first one receives."""
+    """Return memory for batches of `rows` datagrams over sockets. The first socket receives."""
     return Io(
         incoming=system.new_batch(rows, row_bytes, addresses),
         outgoing=system.new_batch(rows, row_bytes, addresses),
@@ -79,20 +77,19 @@ def new_io(
 
 
 def compile_all() -> None:
-    """Compile everything, or load it from disk, before anyone waits for this rank. Local; takes seconds only once."""
+    """Compile everything, or load it from disk, so that no rank waits for it later. Local; takes seconds only once."""
     endpoint = Endpoint(0, 2, {1: bytes(32)}, 8, 1)
     drive(endpoint.tables, new_io([-1], -1, 2, endpoint.row_bytes, np.zeros((2, 2), np.int64), 1), 0)
 
 
 @compiled
 def drive(t: Any, io: Any, slice_us: int) -> int:
-    """Move datagrams until something happens, or for `slice_us`; returns why it came back."""
+    """Move datagrams until an event, at most for `slice_us`. Return the reason."""
     until = system.now_us(io.scratch) + slice_us
     while True:
         got = system.receive_batch(io.ports[0], io.incoming)
-        now = system.now_us(
-            io.scratch
-        )  # not before: then what came while this thread waited for a core came too early
+        # Read after receiving. Read before, datagrams that came while this thread waited for a core came too early.
+        now = system.now_us(io.scratch)
         if got > 0:
             batch = io.incoming
             take_datagrams(t, batch.rows, batch.words, batch.longs, batch.sizes, batch.marks, got, now)
@@ -126,9 +123,9 @@ def drive(t: Any, io: Any, slice_us: int) -> int:
 
 @inner
 def _send(t: Any, io: Any, now: int) -> int:
-    """Send what is pending, and then what should leave now.
+    """Send the pending datagrams, and then those that should leave now.
 
-    Returns 1 if there may be more that should leave, 0 if not, -1 if the kernel refuses.
+    Return 1 if more may be due, 0 if not, -1 if the kernel refuses.
     """
     batch, status = io.outgoing, io.status
     is_cut_short = True
@@ -139,15 +136,14 @@ def _send(t: Any, io: Any, now: int) -> int:
                 queued = system.queued_bytes(io.ports[port], io.scratch)
                 t.local_us[port] = note_drain(io.drain[port], queued, now)
                 row_bytes = batch.rows.shape[1]
-                smallest = max(
-                    SMALLEST_LIMIT // ports, 2 * row_bytes
-                )  # or ports would wait for each other's turns
+                # A smaller limit makes ports wait for each other's turns.
+                smallest = max(SMALLEST_LIMIT // ports, 2 * row_bytes)
                 io.most[port] = queue_room(io.local[port], queued, row_bytes, smallest)
             count = transmit(t, batch.words, batch.longs, batch.sizes, batch.ways, now, io.most)
             for port in range(ports):
                 if io.most[port] == 0:
                     io.local[port, WAS_FULL] = 1
-            is_cut_short = count >= 2 * BURST  # else every peer was given all that it may be sent now
+            is_cut_short = count >= 2 * BURST  # otherwise every peer was sent all that it may be sent now
             status[_SENT_UPTO] = 0
             status[_PENDING] = system.prepare_messages(batch, count, status[_SEGMENTS], ports)
             if count == 0:
@@ -159,11 +155,11 @@ def _send(t: Any, io: Any, now: int) -> int:
             elif taken in (-system.AGAIN, -system.NO_BUFFER):
                 return 0
             elif taken in (-system.INVALID, -system.IO_ERROR) and status[_SEGMENTS] > 1:
-                status[_SEGMENTS] = 1  # no segmentation offload here: once more, one by one
+                status[_SEGMENTS] = 1  # no segmentation offload here: send them again, one by one
                 status[_PENDING] = _restart(batch, status, io.ports.shape[0])
             else:
                 status[_ERROR] = -taken
-                status[_SENT_UPTO] += 1  # as if it had been lost
+                status[_SENT_UPTO] += 1  # it counts as lost
                 if -taken == system.TOO_LONG:
                     return -1
         if not is_cut_short:
@@ -176,7 +172,7 @@ def _send(t: Any, io: Any, now: int) -> int:
 
 @compiled
 def _rest_us(drain: Any) -> int:
-    """Return how long to rest while transfers are under way: until half of what the shortest queue holds has left."""
+    """Return how long to rest while transfers are under way: until half of the shortest queue has left."""
     lasts_us = 2.0 * LONGEST_REST_US
     for port in range(drain.shape[0]):
         queued, rate = drain[port, _FILLED], drain[port, _RATE]
@@ -186,18 +182,17 @@ def _rest_us(drain: Any) -> int:
 
 @compiled
 def note_drain(drain: Any, queued: int, now: int) -> int:
-    """Learn how fast the kernel's queue of a port gets shorter; return how long `queued` bytes take, in microseconds.
+    """Measure how fast a port's queue in the kernel drains; return how many microseconds `queued` bytes take.
 
-    Between two turns nothing is added; a queue that has run empty meanwhile says nothing about its rate. It is never
-    more than half the target of the congestion window: between namespaces the kernel counts what a socket has sent
-    until the receiver's side has it, so the network's queue would be left out as well.
+    Between two turns nothing is added. A queue that ran empty between them says nothing about its rate. The result is
+    at most half the target of the congestion window. Between network namespaces the kernel counts sent bytes until the
+    receiver's side has them, so a larger result would include the network's queue.
     """
     passed_us = now - drain[_FILLED_AT]
     if 0 < queued < drain[_FILLED] and passed_us > 0:
         rate = (drain[_FILLED] - queued) / passed_us
-        weight = (
-            1.0 if drain[_RATE] == 0 else 0.25 if rate > drain[_RATE] else 0.0625
-        )  # too fast does no harm
+        # A rate that is too high does no harm, so it is followed faster.
+        weight = 1.0 if drain[_RATE] == 0 else 0.25 if rate > drain[_RATE] else 0.0625
         drain[_RATE] += weight * (rate - drain[_RATE])
     drain[_FILLED], drain[_FILLED_AT] = queued, now
     return int(min(queued / drain[_RATE], _LONGEST_LOCAL_US)) if drain[_RATE] else 0
@@ -205,11 +200,10 @@ def note_drain(drain: Any, queued: int, now: int) -> int:
 
 @compiled
 def queue_room(local: Any, queued: int, row_bytes: int, smallest: int = SMALLEST_LIMIT) -> int:
-    """Return how many chunks may be added to the kernel's queue of `queued` bytes; finds the limit for it.
+    """Return how many chunks may be added to the kernel's queue of `queued` bytes. Adapt the queue's limit.
 
-    A queue that was full, or took all that there was room for, and is empty now was too short for the time between
-    turns: its limit doubles. One that was never short had more than was needed: the limit shrinks by what was always
-    left over.
+    If the queue was full and is empty now, it was too short for the time between turns, so its limit doubles. If it
+    never got short, the limit shrinks by the bytes that were always left over.
 
     Source:
         Herbert 2011, "Byte queue limits" (Linux, lib/dynamic_queue_limits.c), the idea.
@@ -231,14 +225,12 @@ def queue_room(local: Any, queued: int, row_bytes: int, smallest: int = SMALLEST
 
 @inner
 def _restart(batch: Any, status: Any, ports: int) -> int:
-    """Describe the datagrams that were not sent once more, each as a message of its own."""
+    """Describe the datagrams that were not sent again, each as its own message."""
     first = 0
     for message in range(status[_SENT_UPTO]):
         first += batch.covered[message]
-    count, one = (
-        np.int64(0),
-        np.int64(1),
-    )  # literals have types of their own, for which it would be compiled again
+    # Literals have types of their own, for which numba would compile the callee again.
+    count, one = np.int64(0), np.int64(1)
     for message in range(status[_PENDING]):
         count += batch.covered[message]
     made = system.prepare_messages(batch, int(count), int(one), ports)

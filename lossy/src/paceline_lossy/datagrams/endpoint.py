@@ -24,15 +24,15 @@ from paceline_lossy.lossy_sums import add_survivors, lost_ranges
 from paceline_lossy.lossy_transport import Bound, Losses
 
 _PPM = 1_000_000
-_REPLIES = 6  # the class selector of what answers
+_REPLIES = 6  # the class selector of replies
 
 
 class Endpoint(DatagramEnd):
     """One rank's state of sums of vectors.
 
     Args:
-        num_servers: How many ranks, the first ones, are servers, the same on all: they sum what the others push and
-            pull, give nothing themselves, and meet only those. 0: all ranks sum, and give.
+        num_servers: How many of the first ranks are servers; the same on all ranks. Servers sum what the other ranks
+            push, contribute nothing, and talk to those ranks only. 0: all ranks sum and contribute.
 
     The other arguments are `DatagramEnd`'s.
     """
@@ -50,8 +50,10 @@ class Endpoint(DatagramEnd):
         super().__init__(rank, num_ranks, keys, payload_bytes, silence_us, num_ports)
         self._num_servers = num_servers
         others = [peer for peer in range(num_ranks) if peer != rank]
-        self._met = [peer for peer in others if not num_servers or (peer < num_servers) != self._is_server]
-        self._held: dict[int, NDArray[Any]] = {}  # the vectors that `slots` has addresses of
+        self._partners = [
+            peer for peer in others if not num_servers or (peer < num_servers) != self._is_server
+        ]
+        self._held: dict[int, NDArray[Any]] = {}  # the vectors whose addresses are in `slots`
         self._buffers: list[list[NDArray[np.uint8]]] = [[np.empty(0, np.uint8)] * 3 for _ in range(e.SLOTS)]
 
     @property
@@ -60,7 +62,7 @@ class Endpoint(DatagramEnd):
 
     @property
     def can_begin(self) -> bool:
-        """Return whether there is room for one more collective."""
+        """Whether there is room for one more collective."""
         return bool(self.tables.slots[int(self.tables.numbers[e.BEGUN_HERE]) % e.SLOTS, e.S_STAGE] == e.FREE)
 
     def begin(self, vector: NDArray[Any], bound: Bound, now_us: int) -> int:
@@ -68,7 +70,7 @@ class Endpoint(DatagramEnd):
 
         Args:
             vector: Shape (N,), N > 0, float32 or float64, contiguous; mutated until it is finished.
-            bound: The same on every rank.
+            bound: The part that may be lost; the same on every rank.
             now_us: The time.
 
         Contract:
@@ -106,14 +108,14 @@ class Endpoint(DatagramEnd):
         t.numbers[e.BEGUN_HERE] += 1
         self._order()
         t.peers[:, e.P_SENDING] = t.peers[:, e.P_RECEIVING] = t.numbers[e.BEGUN_HERE]
-        for peer in self._met:
-            t.peers[peer, e.P_ANSWER] = 1  # it may be waiting for this
+        for peer in self._partners:
+            t.peers[peer, e.P_ANSWER] = 1  # the peer may wait for this collective
             self._take_stashed(peer, collective, now_us)
         self.go_on(now_us)
         return collective
 
     def go_on(self, now_us: int) -> None:
-        """Sum the shards that are complete, and let them be sent; after compiled code has set ARRIVED_ALL."""
+        """Sum the shards that are complete, and start to send them. Called after compiled code has set ARRIVED_ALL."""
         t = self.tables
         advance(t, now_us)
         while len(slots := np.flatnonzero(t.slots[:, e.S_STAGE] == e.ARRIVED_ALL)):
@@ -124,7 +126,7 @@ class Endpoint(DatagramEnd):
             advance(t, now_us)
 
     def take_finished(self) -> list[Losses]:
-        """Return the collectives that have finished since the last call; their vectors are the caller's again."""
+        """Return the collectives that have finished since the last call. Their vectors are the caller's again."""
         t, found = self.tables, []
         for slot in np.flatnonzero(t.slots[:, e.S_STAGE] == e.FINISHED):
             row = t.slots[slot]
@@ -136,7 +138,7 @@ class Endpoint(DatagramEnd):
         return sorted(found, key=lambda finished: finished.collective)
 
     def _order(self) -> None:
-        """Serve higher priorities first, of equals what is to be summed, of these the older collective."""
+        """Sort the transfers: higher priorities first, then contributions before sums, then older collectives."""
         t = self.tables
         newest = int(t.numbers[e.BEGUN_HERE])
         age, phase = np.divmod(np.arange(2 * e.SLOTS), 2)
@@ -146,11 +148,11 @@ class Endpoint(DatagramEnd):
             t.numbers[e.REPLY_FLAGS] = _REPLIES << d.CLASS_SHIFT
 
     def _expect(self, slot: int, phase: int, peer: int, address: int, mask_address: int) -> None:
-        """Set up what comes from a peer in a phase, and where it goes."""
+        """Set up a transfer from a peer in a phase, and its target address."""
         t, payload = self.tables, int(self.tables.numbers[e.PAYLOAD])
         row, incoming = t.slots[slot], t.incoming[slot, phase, peer]
         owner = self.rank if phase == 0 else peer
-        chunks = transfer_chunks(row, phase, owner, self.num_ranks, payload) if peer in self._met else 0
+        chunks = transfer_chunks(row, phase, owner, self.num_ranks, payload) if peer in self._partners else 0
         incoming[:] = 0
         incoming[e.I_NUMBER] = row[e.S_COLLECTIVE]
         incoming[e.I_CHUNKS] = chunks
@@ -162,9 +164,9 @@ class Endpoint(DatagramEnd):
         t.have[slot, phase, peer, :chunks] = 0
 
     def _losses(self, slot: int) -> Losses:
-        """What was lost of a collective that has finished, on all ranks, from the masks behind the reduced shards.
+        """Return the losses of a finished collective on all ranks, from the masks behind the reduced shards.
 
-        A server knows of its own shard only.
+        A server knows only the losses of its own shard.
         """
         row, payload = self.tables.slots[slot], int(self.tables.numbers[e.PAYLOAD])
         item, ranks = int(row[e.S_ITEM]), self.num_ranks
@@ -189,7 +191,7 @@ class Endpoint(DatagramEnd):
         )
 
     def _start_phase(self, slot: int, phase: int) -> None:
-        """Let a phase's chunks be sent to every peer."""
+        """Start to send a phase's chunks to every peer."""
         t, payload = self.tables, int(self.tables.numbers[e.PAYLOAD])
         row = t.slots[slot]
         collective = int(row[e.S_COLLECTIVE])
@@ -198,7 +200,9 @@ class Endpoint(DatagramEnd):
             outgoing = t.outgoing[slot, phase, peer]
             outgoing[:] = 0
             outgoing[e.O_NUMBER] = collective
-            chunks = transfer_chunks(row, phase, owner, self.num_ranks, payload) if peer in self._met else 0
+            chunks = (
+                transfer_chunks(row, phase, owner, self.num_ranks, payload) if peer in self._partners else 0
+            )
             outgoing[e.O_CHUNKS] = chunks
             outgoing[e.O_BYTES] = shard_bytes(row, owner)
             outgoing[e.O_FLAGS] = int(row[e.S_PRIORITY]) << d.CLASS_SHIFT
@@ -220,7 +224,7 @@ class Endpoint(DatagramEnd):
                 outgoing[e.O_ALLOWED] = allowed_losses(chunks - protected, int(row[e.S_BOUND_PPM]))
 
     def _protect(self, slot: int, peer: int, chunks: int) -> int:
-        """Choose the chunks that must arrive: those of the largest mean magnitude. Returns how many."""
+        """Choose the chunks that must arrive, those of the largest mean magnitude. Return how many."""
         t = self.tables
         row = t.slots[slot]
         protected = -(-chunks * int(row[e.S_PROTECT_PPM]) // _PPM)
@@ -235,7 +239,7 @@ class Endpoint(DatagramEnd):
         return protected
 
     def _reduce_shard(self, slot: int) -> None:
-        """Sum this rank's shard over those whose chunks arrived, into a buffer to send from, and into the vector."""
+        """Sum the contributions to this rank's shard that arrived, into a buffer to send from and into the vector."""
         t = self.tables
         row = t.slots[slot]
         vector, item, shard = self._held[int(row[e.S_COLLECTIVE])], int(row[e.S_ITEM]), int(row[e.S_SHARD])
@@ -264,7 +268,7 @@ class Endpoint(DatagramEnd):
             )
 
     def _memory(self, slot: int, shard: int, whole_chunks: int) -> list[NDArray[np.uint8]]:
-        """Buffers for what the others send of this rank's shard, its sum with a mask, and all masks; they only grow."""
+        """Return buffers for the contributions to this rank's shard, its sum with a mask, and all masks."""
         room = int(self.tables.slots[slot, e.S_MASK_ROOM])
         sizes = (self.num_ranks * shard, whole_chunks + room, self.num_ranks * room)
         for number, size in enumerate(sizes):

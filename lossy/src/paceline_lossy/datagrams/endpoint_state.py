@@ -1,8 +1,8 @@
 """The memory of an endpoint: tables of numbers that compiled code works on, and the names of their columns.
 
-A collective reduces one vector: phase 0 sends every rank its shard of all ranks' vectors, phase 1 sends the reduced
-shards to all, and behind each, if anything may be lost, a mask of whose chunks are missing in it. A transfer is
-what one rank sends another in one phase: chunks of a datagram each.
+A collective reduces one vector. In phase 0 every rank sends each other rank that rank's shard of its vector. In phase
+1 every rank sends its reduced shard to all. If anything may be lost, a mask follows each reduced shard that names the
+missing chunks. A transfer is what one rank sends another in one phase, in chunks of one datagram each.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline_lossy.datagrams.universal_hash import num_pairs
+from paceline_lossy.datagrams.authentication import num_pairs
 
 SLOTS = 16  # collectives under way at once
 RING = 8192  # datagrams to a peer that may be unresolved; a power of 2
 WINDOW = 2048  # numbers below the largest that a receiver still takes; a power of 2
-FEEDBACK_BITS = 512  # of these, so many a FEEDBACK tells about
+FEEDBACK_BITS = 512  # how many of these one FEEDBACK reports
 STASH = 32  # datagrams from a peer that is ahead, kept until this rank begins the same collective
 LATE_REPLIES = 16
-TOLD = 1024  # of a peer's latest FEEDBACK, NACK, DONE and STATUS, whose numbers are remembered; a power of 2
+TOLD = (
+    1024  # how many numbers of a peer's latest FEEDBACK, NACK, DONE and STATUS are remembered; a power of 2
+)
 
 # self: this endpoint
 RANK, RANKS, PAYLOAD, BEGUN_HERE, OLDEST, TURN, STRANGERS, STALE, DUPLICATES, LOST_PEER, MISFIT_PEER = range(
@@ -45,10 +47,10 @@ NUM_NUMBERS = 20
     NUM_S,
 ) = range(12)
 FREE, REDUCING, ARRIVED_ALL, GATHERING, FINISHED, RETIRED = range(6)
-"""Stages of a slot: ARRIVED_ALL is to be summed; it stays RETIRED while a peer may still need a repetition."""
+"""Stages of a slot. ARRIVED_ALL is ready to be summed. RETIRED lasts while a peer may still need a repetition."""
 
-# outgoing: a transfer to a peer; its number is a collective's; ENDED are the ports, a bit each, by which the latest END
-# has left, TRIES how many went before it unanswered since something was last repeated, HAS_LOST whether anything was
+# outgoing: a transfer to a peer. NUMBER is the collective's. ENDED has one bit for each port by which the latest END
+# left. TRIES counts the ENDs without an answer since a chunk was last repeated. HAS_LOST: whether a chunk was lost.
 (
     O_NUMBER,
     O_ACTIVE,
@@ -73,7 +75,8 @@ FREE, REDUCING, ARRIVED_ALL, GATHERING, FINISHED, RETIRED = range(6)
 UNSENT, FLYING, DELIVERED, QUEUED, FORGIVEN = range(5)
 """States of a chunk at its sender."""
 
-# incoming: a transfer from a peer; ENDED are the peer's ports by which an END has come since the last answer
+# incoming: a transfer from a peer. ENDED has one bit for each port of the peer by which an END came since the last
+# answer.
 (
     I_NUMBER,
     I_CHUNKS,
@@ -93,11 +96,12 @@ UNSENT, FLYING, DELIVERED, QUEUED, FORGIVEN = range(5)
 ) = range(15)
 NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
 
-# peers: counts, times in microseconds; SENDING and RECEIVING are the transfers that have begun here, ORDER numbers all
-# DATA and END to this peer, whichever way they take, PAUSE is the time after which it repeats an END; IS_UNHEARD says
-# that nothing by any port was answered for long, ANSWERS_BY is 1 more than the port that answers take since the peer
-# said so, and 0 if it never did; TURNED_AT is when it took the next port; SAID is the number of the latest FEEDBACK,
-# NACK, DONE or STATUS to this peer, TOLD the largest of the peer's; LEFT are the chunks that are still to be sent
+# peers: counts, and times in microseconds. SENDING and RECEIVING count the transfers that have begun here. ORDER
+# numbers all DATA and END to this peer, on all ways. PAUSE is the time after which the peer repeats an END.
+# IS_UNHEARD: nothing sent by any port was answered for a long time. ANSWERS_BY is the port of the answers plus 1 since
+# the peer said that it is unheard, and 0 if it never did. TURNED_AT is the time of the last change of that port. SAID
+# is the number of the latest FEEDBACK, NACK, DONE or STATUS to this peer, TOLD the largest number from this peer. LEFT
+# counts the chunks still to send.
 (
     P_BEGUN,
     P_EARLY,
@@ -121,8 +125,8 @@ NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
     NUM_P,
 ) = range(20)
 
-# ways: from this rank to a peer by one of this rank's ports, and the same of the peer's; counts, times in microseconds;
-# RX_GAP is the largest number that was skipped when it should have come
+# ways: from this rank to a peer by one of this rank's ports; RX: from the peer by its port of that number. Counts, and
+# times in microseconds. RX_GAP is the largest number that had not come when a later one came.
 (
     W_NEXT,
     W_UNRESOLVED,
@@ -151,8 +155,8 @@ NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
     NUM_W,
 ) = range(25)
 
-# rates: a way's, floating; times in microseconds; KEPT is the window when the queue was short, or while this way
-# competed; MOST that at which it lost something then, 0 while it does not; GROWN_US how long it has grown since
+# rates: floating numbers of a way; times in microseconds. KEPT is the window when the queue was short, or while this
+# way competed. MOST is the window at the last loss of the competition, 0 without one. GROWN_US: how long it grew since.
 (
     R_WINDOW,
     R_RTT,
@@ -172,14 +176,14 @@ NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
 # ring: a datagram that was sent
 G_COLLECTIVE, G_CHUNK, G_NUMBER, G_ORDER, NUM_G = range(5)
 GONE, IN_FLIGHT, ARRIVED, MISSING = range(4)
-"""What became of it (`fates`)."""
+"""The fate of a datagram (`fates`)."""
 
 Numbers = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
 
 class Tables(NamedTuple):
-    """All of an endpoint's memory but what it sends and receives, of which it has the addresses."""
+    """All of an endpoint's memory except vectors and buffers, which it knows by their addresses."""
 
     numbers: Numbers
     slots: Numbers
@@ -191,9 +195,7 @@ class Tables(NamedTuple):
     ring: Numbers  # way, number % RING, column
     fates: Bytes  # way, number % RING
     keys: NDArray[np.uint64]  # peer; sending and receiving; two halves
-    hash_keys: NDArray[
-        np.uint32
-    ]  # peer; sending and receiving; of words of the first half, and of the second; pair
+    hash_keys: NDArray[np.uint32]  # peer; sending and receiving; first and second half of the words; pair
     chunk_state: Bytes  # slot, phase, peer, chunk
     chunk_order: Numbers  # of its latest datagram
     chunk_class: Bytes  # slot, peer, chunk: 1 is protected
@@ -203,15 +205,15 @@ class Tables(NamedTuple):
     late: Numbers  # peer, entry, (collective, phase)
     stash: Bytes  # peer, entry, bytes
     stash_sizes: Numbers
-    local_us: Numbers  # by port: how long what is sent now waits in this host's own queue, if that is known
-    turns: Numbers  # the peers, who is served first: whom most is left to be sent to
-    order: Numbers  # of transfers to a peer, first served first: 2 * collective + phase, the oldest possible being 0
+    local_us: Numbers  # by port: how long a datagram sent now waits in this host's own queue; 0 if unknown
+    turns: Numbers  # the peers in the order of service: most chunks left first
+    order: Numbers  # transfers to a peer in the order of service: 2 * collective + phase; the oldest possible is 0
 
 
 def new_tables(
     rank: int, num_ranks: int, payload_bytes: int, header_bytes: int, chunks: int, num_ports: int
 ) -> Tables:
-    """Memory for transfers of up to `chunks` chunks."""
+    """Return memory for transfers of up to `chunks` chunks."""
 
     def zeros(*shape: int) -> Numbers:
         return np.zeros(shape, np.int64)
@@ -249,7 +251,7 @@ def new_tables(
 
 
 def with_room(tables: Tables, chunks: int) -> Tables:
-    """The same memory, with room for transfers of `chunks` chunks."""
+    """Return the same memory with room for transfers of `chunks` chunks."""
     room = tables.have.shape[3]
     if chunks <= room:
         return tables

@@ -3,10 +3,9 @@
 Rules
 1. The socket listens on one address of this host, and takes datagrams of this job's ranks only.
 2. Only this thread touches the endpoint. It answers peers also while the callers compute.
-3. After an error the link cannot be used any more: all that is under way, and whatever comes later, raises it.
-4. There is one timeout, the user's: a network that is cut for less is ridden out. What is known earlier is said
-   earlier: a peer's kernel answers that nobody has its port any more (`ClosedPorts`), or nothing long has ever reached
-   a peer.
+3. After an error the link cannot be used any more. All sums under way, and all later ones, raise it.
+4. The user's timeout is the only one, so a network that fails for less is ridden out. Two errors are raised earlier: a
+   peer's kernel answers that its port is closed (`ClosedPorts`), or no full-size datagram has ever reached a peer.
 """
 
 from __future__ import annotations
@@ -24,21 +23,23 @@ from paceline_lossy.datagrams import datagram_loop as loop
 from paceline_lossy.datagrams import endpoint_state as e
 from paceline_lossy.datagrams import system_calls as system
 from paceline_lossy.datagrams.datagram_end import DatagramEnd
-from paceline_lossy.datagrams.udp_socket import Met, dropped_by_kernel, socket_addresses
+from paceline_lossy.datagrams.udp_socket import Members, dropped_by_kernel, socket_addresses
 
 _ROWS = 64
 _SLICE_US = 100_000
-_NEVER_S = 20.0  # that nothing long reached a peer which is heard, and nothing ever had
+_NEVER_S = (
+    20.0  # after this time without any full-size datagram reaching a peer that is heard, it counts as stuck
+)
 LINGER_S = 2.0
 _EVERY_US = 250_000
-_REFUSALS = 3  # a single one may be an accident
+_REFUSALS = 3  # a single refusal may be an accident
 
 
 class ClosedPorts:
-    """The question whether a silent peer's port is closed, which its host's kernel answers by ICMP.
+    """Finds silent peers whose port is closed: the kernel of the peer's host answers by ICMP.
 
-    It asks by empty datagrams from ports of their own, which peers drop as a stranger's. Limits first: a host that is
-    down, cut off, or says nothing (a firewall) tells nothing.
+    Limits first: a host that is down, cut off or behind a firewall answers nothing. The question is an empty datagram
+    from a separate port, which a living peer drops as a stranger's.
 
     Args:
         places: Address and port of each peer.
@@ -51,7 +52,7 @@ class ClosedPorts:
         self._asked_us = 0
 
     def find(self, silent: Collection[int], now_us: int) -> int | None:
-        """Ask the silent peers, unless it was done just now. Return one whose port is known to be closed."""
+        """Ask the silent peers, unless they were asked just now. Return one whose port is known to be closed."""
         for peer in set(self._asking) - set(silent):
             self._asking.pop(peer).close()
             self._refused.pop(peer, None)
@@ -68,7 +69,7 @@ class ClosedPorts:
         return None
 
     def _ask(self, peer: int) -> None:
-        """Ask a peer's host again. Raises what it has answered to the last question."""
+        """Ask a peer's host again. Raises its answer to the last question."""
         if peer not in self._asking:
             asking = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
             asking.connect(self._places[peer])
@@ -84,62 +85,62 @@ class ClosedPorts:
 
 
 class LinkThread(ABC):
-    """What the thread works on.
+    """The work of the thread. Subclasses say what is begun, and what happens when it ends.
 
     Args:
-        endpoint: Of this rank.
-        met: Its sockets, and the others' places.
-        timeout_s: How long something may be under way.
-        name: Of the thread.
+        endpoint: The endpoint of this rank.
+        members: This rank's sockets, and the addresses and keys of the others.
+        timeout_s: How long a sum or a message may be under way.
+        name: The name of the thread.
     """
 
-    def __init__(self, endpoint: DatagramEnd, met: Met, timeout_s: float, name: str) -> None:
+    def __init__(self, endpoint: DatagramEnd, members: Members, timeout_s: float, name: str) -> None:
         self.end = endpoint
-        self.place: tuple[str, int] = met.sockets[0].getsockname()
+        self.place: tuple[str, int] = members.sockets[0].getsockname()
         self._rank = endpoint.rank
         self._timeout_s = timeout_s
-        self._met = met
-        self._sockets = met.sockets
-        self._socket = met.sockets[0]
+        self._members = members
+        self._sockets = members.sockets
+        self._socket = members.sockets[0]
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._io = loop.new_io(
-            [each.fileno() for each in met.sockets],
+            [each.fileno() for each in members.sockets],
             self._wake,
             _ROWS,
             endpoint.row_bytes,
-            socket_addresses(met.places),
+            socket_addresses(members.places),
             system.MOST_SEGMENTS,
         )
         self._lock = threading.RLock()
         self._is_closing = self._are_closed = False
         self._came_to_senders = 0
         self._failure: Exception | None = None
-        self._closed_ports = ClosedPorts(met.places)
+        self._closed_ports = ClosedPorts(members.places)
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @abstractmethod
     def _begin(self) -> None:
-        """Let the endpoint begin what was handed in, as far as there is room. On the thread."""
+        """Let the endpoint begin what was submitted, as far as there is room. Runs on the thread."""
 
     @abstractmethod
     def _end(self) -> None:
-        """Tell those who wait what the endpoint has finished. On the thread."""
+        """Complete what the endpoint has finished. Runs on the thread."""
 
     @abstractmethod
     def _is_under_way(self) -> bool:
-        """Return whether anything was handed in that has not ended. On the thread."""
+        """Return whether anything submitted has not ended. Runs on the thread."""
 
     @abstractmethod
     def _check(self) -> None:
-        """Raise what only this kind of link can go wrong with. On the thread."""
+        """Raise the errors that only this kind of link has. Runs on the thread."""
 
     @abstractmethod
     def _give_up(self, error: Exception) -> None:
-        """End all that was handed in with this error."""
+        """End everything submitted with this error."""
 
     @property
     def counters(self) -> dict[str, int]:
-        """Datagrams: sent, repeated, of strangers, duplicates, replayed, of what has ended, with congestion marks."""
+        """Datagrams: sent, repeated, of strangers, duplicates, replayed, of ended sums, with congestion marks."""
         n = self.end.tables.numbers
         names = {
             "sent": e.SENT,
@@ -156,13 +157,13 @@ class LinkThread(ABC):
         return found
 
     def _num_at_senders(self) -> int:
-        """Datagrams that came to the ports which only send; with the lock."""
+        """Return how many datagrams came to the ports that only send. The caller holds the lock."""
         if not self._are_closed:
             self._came_to_senders = sum(map(dropped_by_kernel, self._sockets[1:]))
         return self._came_to_senders
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread, after peers have what they need of this rank; returns whether it has ended."""
+        """End the thread, after peers have what they need from this rank. Return whether it has ended."""
         with self._lock:
             if not self._is_closing:
                 self._is_closing = True
@@ -173,19 +174,19 @@ class LinkThread(ABC):
 
     @property
     def _name(self) -> str:
-        return self._met.name_of(self._rank)
+        return self._members.name_of(self._rank)
 
     def _usable(self) -> bool:
-        """Return whether something may be handed in; with the lock."""
+        """Return whether the link takes new work. The caller holds the lock."""
         if self._failure is None and self._is_closing:
             self._failure = self._closed()
         return self._failure is None
 
     def _run(self) -> None:
-        """The thread: drive the datagrams, begin what was handed in, end what is finished."""
+        """Drive the datagrams, begin what was submitted, end what is finished. The body of the thread."""
         try:
             self._drive()
-        except Exception as error:  # noqa: BLE001  whatever it is, it is raised for those who wait
+        except Exception as error:  # noqa: BLE001  raised in the threads that wait
             self._fail(error)
         with self._lock:
             self._is_closing = True
@@ -222,9 +223,10 @@ class LinkThread(ABC):
         now_us = time.monotonic_ns() // 1000
         gone = self._closed_ports.find(self.end.silent_peers(now_us), now_us)
         if gone is not None:
+            address, port = self._members.places[gone]
             raise PeerLostError(
-                f"{self._met.name_of(gone)} has gone: its host ({self._met.places[gone][0]}) answers {self._name} that "
-                f"nobody has its UDP port {self._met.places[gone][1]} any more. Its process has ended, or a firewall "
+                f"{self._members.name_of(gone)} has gone: its host ({address}) answers {self._name} that "
+                f"nobody has its UDP port {port} any more. Its process has ended, or a firewall "
                 "rejects UDP.",
                 gone,
             )
@@ -237,8 +239,9 @@ class LinkThread(ABC):
             raise self._unheard(self.end.lost_peer, self._timeout_s)
 
     def _unreached(self, peer: int, waited_s: float) -> PeerLostError:
+        address, _ = self._members.places[peer]
         return PeerLostError(
-            f"{self._name} hears {self._met.name_of(peer)} ({self._met.places[peer][0]}), but none of its datagrams "
+            f"{self._name} hears {self._members.name_of(peer)} ({address}), but none of its datagrams "
             f"of {self.end.row_bytes + 28} bytes got there for {waited_s:g} s. A router between them silently drops "
             "packets that are longer than its MTU. Set the smallest MTU of the path on every host, for example: ip "
             "link set dev eth0 mtu 1400.",
@@ -246,14 +249,14 @@ class LinkThread(ABC):
         )
 
     def _unheard(self, peer: int, waited_s: float) -> PeerLostError:
-        address, port = self._met.places[peer]
+        address, port = self._members.places[peer]
         never = (
             ""
             if self.end.has_heard_chunks(peer)
             else " No datagram of its gradients ever came: if it is running, a firewall may keep UDP from passing."
         )
         return PeerLostError(
-            f"{self._name} heard nothing that it needs from {self._met.name_of(peer)} ({address} port {port}) for "
+            f"{self._name} heard nothing that it needs from {self._members.name_of(peer)} ({address} port {port}) for "
             f"{waited_s:g} s.{never}",
             peer,
         )

@@ -20,32 +20,32 @@ from paceline_lossy.datagrams import datagram_loop as loop
 from paceline_lossy.datagrams import endpoint_state as e
 from paceline_lossy.datagrams.endpoint import Endpoint
 from paceline_lossy.datagrams.link_thread import LINGER_S, LinkThread
-from paceline_lossy.datagrams.udp_socket import Met
+from paceline_lossy.datagrams.udp_socket import Members
 from paceline_lossy.lossy_transport import Bound, Losses, LossyTransport, Sum, joined
 
 PART_BYTES = 1 << 20
 MOST_PARTS = 8
-"""A longer vector is summed in parts: while the sums of one are sent out, the next one is collected. All are under way
-at once, and each costs the interpreter some hundred microseconds."""
+"""Longer vectors are summed in parts: while the sums of one part are sent out, the next part is collected. All parts
+are under way at once, and each costs the interpreter some hundred microseconds."""
 
 
 class LossyLink(LossyTransport):
     """This rank's end of a group of ranks that sum vectors by UDP.
 
-    Limits first: Linux, IPv4. What is lost of one vector is lost for good: see `Bound`.
+    Limits first: it needs Linux and IPv4. A lost part is not repeated: see `Bound`.
 
     Args:
         rank: The rank of this process.
-        met: What it knows of the others; its sockets are this object's.
+        members: The addresses and keys of the others. This object closes the sockets in it.
         timeout: How long a rank waits for a sum.
-        num_servers: As of `Endpoint`: 0, or how many ranks sum for the others.
+        num_servers: How many of the first ranks sum for the others; 0 if all ranks sum.
     """
 
-    def __init__(self, rank: int, met: Met, timeout: timedelta, num_servers: int = 0) -> None:
-        super().__init__(rank, len(met.places))
+    def __init__(self, rank: int, members: Members, timeout: timedelta, num_servers: int = 0) -> None:
+        super().__init__(rank, len(members.places))
         loop.compile_all()
-        self._driver = _Driver(rank, met, timeout.total_seconds(), num_servers)
-        self._let_go = weakref.finalize(self, self._driver.close, 0.0)
+        self._driver = _Driver(rank, members, timeout.total_seconds(), num_servers)
+        self._finalizer = weakref.finalize(self, self._driver.close, 0.0)
         end_before_exit(self, LossyLink.close)
         self._driver.thread.start()
 
@@ -78,13 +78,13 @@ class LossyLink(LossyTransport):
         return self._driver.place
 
     def close(self, timeout_s: float = LINGER_S) -> bool:
-        """End the thread, after peers have what they need of this rank; returns whether it has ended."""
+        """End the thread, after peers have what they need from this rank. Return whether it has ended."""
         return self._driver.close(timeout_s)
 
 
 @dataclass
 class _Launched:
-    """A sum that was launched, and those of its parts that have not finished."""
+    """A sum that was launched, and how many of its parts have not finished."""
 
     sum: Sum
     num_left: int
@@ -98,13 +98,15 @@ class _Launched:
 
 
 class _Driver(LinkThread):
-    """The sums that the thread works on; the link itself may be collected."""
+    """The sums that the thread works on. It holds no reference to the link, so an unused link can be collected."""
 
-    def __init__(self, rank: int, met: Met, timeout_s: float, num_servers: int) -> None:
+    def __init__(self, rank: int, members: Members, timeout_s: float, num_servers: int) -> None:
         silence_us = int(timeout_s * 1e6)
-        ranks, ports = len(met.places), len(met.sockets)
-        self.endpoint = Endpoint(rank, ranks, met.keys, met.payload_bytes, silence_us, num_servers, ports)
-        super().__init__(self.endpoint, met, timeout_s, f"paceline lossy link of rank {rank}")
+        ranks, ports = len(members.places), len(members.sockets)
+        self.endpoint = Endpoint(
+            rank, ranks, members.keys, members.payload_bytes, silence_us, num_servers, ports
+        )
+        super().__init__(self.endpoint, members, timeout_s, f"paceline lossy link of rank {rank}")
         self._queue: deque[tuple[_Launched, int, int]] = deque()  # parts: first element, and end
         self._launched: dict[int, tuple[_Launched, int]] = {}
 
@@ -139,13 +141,14 @@ class _Driver(LinkThread):
         misfit = self.endpoint.misfit_peer
         if misfit is not None:
             raise ProtocolError(
-                f"{self._name} and {self._met.name_of(misfit)} sum vectors of different lengths. Every rank launches "
-                "the same sums in the same order; another model, or another bucket size, on one of them causes this."
+                f"{self._name} and {self._members.name_of(misfit)} sum vectors of different lengths. Every rank "
+                "launches the same sums in the same order; another model, or another bucket size, on one of them "
+                "causes this."
             )
         oldest = min(self._launched, default=None)
         if oldest is not None and self._has_waited(self._launched[oldest][0].sum):
             peer, unreached_s = self._awaited(oldest), 0.75 * self._timeout_s
-            # On a slow machine or path the deadline comes before enough has been repeated for the endpoint's own word.
+            # On a slow machine or path this comes before the endpoint has repeated enough to call the peer stuck.
             if self.end.is_unreached(peer, time.monotonic_ns() // 1000, int(unreached_s * 1e6)):
                 raise self._unreached(peer, unreached_s)
             raise self._unheard(peer, self._timeout_s)
@@ -154,7 +157,7 @@ class _Driver(LinkThread):
         return time.monotonic() - launched.launched_s > self._timeout_s
 
     def _awaited(self, collective: int) -> int:
-        """The first peer whose part of a collective is not here."""
+        """Return the first peer whose part of a collective is missing."""
         incoming = self.endpoint.tables.incoming[collective % e.SLOTS]
         for phase in range(2):
             for peer in range(self.endpoint.num_ranks):
@@ -173,7 +176,7 @@ class _Driver(LinkThread):
 
 
 def _cuts(launched: Sum) -> list[int]:
-    """Where a vector is cut into parts; one with a priority is not, so that as much as possible can overtake it."""
+    """Return the bounds of a vector's parts. A vector with a priority is one part, so urgent ones can overtake it."""
     elements = len(launched.vector)
     if launched.bound.priority:
         return [0, elements]

@@ -19,20 +19,20 @@ _SOURCES = stamp_of([Path(linked_code.__file__), *Path(__file__).parent.glob("*.
 
 
 def compiled(function: _F) -> _F:
-    """Compile when first called, and keep the code on disk; it runs without the interpreter's lock.
+    """Return the function compiled at its first call, without the interpreter's lock, and keep the code on disk.
 
-    References to arrays are not counted, so nothing can be allocated: the counting would be most of the code.
+    References to arrays are not counted, because the counting would be most of the code. So it cannot allocate arrays.
     """
     made = linked_code.entry(function, _OPTIONS)
-    # numba looks at the function's own file only, but what it calls, and the columns of the tables, are compiled in.
+    # numba watches the function's own file only, but callees and the columns of the tables are compiled in.
     keep(made, _SOURCES)
     return cast("_F", made)
 
 
 def inner(function: _F) -> _F:
-    """As `compiled`, for what only compiled code calls: it becomes part of its callers' code (`linked_code.py`)."""
+    """Return the function compiled into the code of its callers, which are compiled, too (`linked_code.py`)."""
     return cast("_F", linked_code.inner(function, _OPTIONS))
 
 
 copy_memory: Any = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
-"""C's memcpy by addresses: to, from, bytes."""
+"""C's memcpy by addresses: target, source, number of bytes."""

@@ -1,13 +1,13 @@
-"""What an endpoint does with datagrams that arrive: check, place, acknowledge; compiled, many at a time.
+"""Handles the datagrams that arrive at an endpoint: check, place, acknowledge. Compiled; many at a time.
 
 Rules
-1. A datagram without the right code is a stranger's: it is counted, and changes nothing.
-2. A number that was received before is a duplicate, or was replayed: it is counted, and changes nothing else. So only
-   what a peer says now is a sign of life.
-3. A transfer ends when everything has arrived, or when its sender has said that everything was sent and at least the
-   promised part of each class is here; if it is early, as soon as that part is. What then arrives is answered, and
-   dropped.
-4. A datagram of a collective that this rank has not begun is kept; one that does not fit there counts as lost.
+1. A datagram without the right code comes from a stranger. It is counted, and changes nothing.
+2. A number that was received before is a duplicate or a replay. It is counted, and changes nothing else. So only new
+   datagrams are a sign of life.
+3. A transfer ends when everything has arrived. It also ends when its sender has sent everything, and at least the
+   promised part of each class is here. With `is_early` it ends as soon as that part is here. Later datagrams are
+   answered and dropped.
+4. A datagram of a collective that this rank has not begun is kept. It counts as lost if there is no room.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from paceline_lossy.datagrams.shards import chunk_bytes, num_chunks
 
 _GRACE_US = 2000
 _REMEMBER_US = 10_000_000
-_TURN_US = 100_000  # so long answers take a port before the next is tried: longer than a round trip
-_PROMPT, _LEAST_PROMPT = (
-    16,
-    4,
-)  # datagrams, of all ports, and of one, that are acknowledged before the delay of FEEDBACK
+_TURN_US = 100_000  # how long answers use a port before the next is tried; longer than a round trip
+# So many datagrams, of all ports and of one port, are acknowledged before the delay of FEEDBACK is over.
+_PROMPT, _LEAST_PROMPT = 16, 4
 
 
 @compiled
 def allowed_losses(droppable: int, bound_ppm: int) -> int:
-    """Return how many of a transfer's droppable chunks may be missing. The last may be short, so it is not counted."""
+    """Return how many of a transfer's droppable chunks may be missing. The last may be short, so it does not count."""
     return max(0, (droppable - 1) * bound_ppm // 1_000_000)
 
 
@@ -45,12 +43,12 @@ def take_datagrams(
 
     Args:
         t: The endpoint's `Tables`.
-        rows: Their bytes, one a row; and the same memory in
-        words: 32-bit words, and in
-        longs: 64-bit words.
-        sizes: Bytes of each.
+        rows: The bytes of the datagrams, one per row.
+        words: The same memory as 32-bit words.
+        longs: The same memory as 64-bit words.
+        sizes: The length of each datagram in bytes.
         marks: Whether each carried a congestion mark.
-        count: How many.
+        count: Number of datagrams.
         now_us: The time.
     """
     for i in range(count):
@@ -106,14 +104,14 @@ def _take(t: Any, row: Any, word: Any, long: Any, size: int, mark: int, now_us: 
         if is_here:
             t.outgoing[slot, phase, peer, e.O_ACTIVE] = 0
             n[e.IS_CHANGED] = 1
-            p[e.P_IS_NEEDED] = 0  # until it is looked for again
+            p[e.P_IS_NEEDED] = 0  # until `_watch` looks for it again
     elif kind == d.NACK and is_here:
         take_nack(t, slot, phase, peer, row, word, size)
 
 
 @inner
 def _was_told(t: Any, peer: int, number: int) -> bool:
-    """Return whether this number of a peer's has come before, or is too old to say; remember it."""
+    """Return whether this number of a peer's has come before, or is too old to tell. Remember it."""
     p, told = t.peers[peer], t.told[peer]
     if number <= p[e.P_TOLD] - e.TOLD or told[number % e.TOLD] == number:
         return True
@@ -141,7 +139,7 @@ def _take_numbered(
     largest = w[e.W_RX_LARGEST]
     if number < 0 or number <= largest - e.WINDOW or (number <= largest and t.seen[way, number % e.WINDOW]):
         n[e.REPLAYED] += 1
-        w[e.W_TELL_NOW] = 1  # what I said about it may have been lost
+        w[e.W_TELL_NOW] = 1  # the FEEDBACK on it may have been lost
         return
     p[e.P_HEARD_AT] = now_us
     is_unheard = np.int64(word[d.SENDER_KIND]) >> 24 & d.UNHEARD
@@ -186,7 +184,7 @@ def _note_number(t: Any, peer: int, way: int, number: int, sent_at: int, mark: i
 
 @inner
 def _reply_late(t: Any, peer: int, collective: int, phase: int) -> None:
-    """Say DONE about a collective that this rank has finished and forgotten."""
+    """Answer DONE for a collective that this rank has finished and forgotten."""
     p = t.peers[peer]
     t.numbers[e.STALE] += 1
     for entry in range(p[e.P_LATE]):
@@ -200,7 +198,7 @@ def _reply_late(t: Any, peer: int, collective: int, phase: int) -> None:
 
 @compiled
 def place(t: Any, peer: int, row: Any, word: Any, size: int, now_us: int) -> None:
-    """Put a DATA or an END of a collective that is under way where it belongs."""
+    """Place a DATA or an END of a collective that is under way."""
     n = t.numbers
     who = np.int64(word[d.SENDER_KIND])
     flags, kind = who >> 24, (who >> 16) & 0xF
@@ -212,7 +210,7 @@ def place(t: Any, peer: int, row: Any, word: Any, size: int, now_us: int) -> Non
         n[e.MISFIT_PEER] = peer
         return
     if phase == 1:
-        t.outgoing[slot, 0, peer, e.O_ACTIVE] = 0  # whoever sends the reduced shard has what it wanted
+        t.outgoing[slot, 0, peer, e.O_ACTIVE] = 0  # a peer that sends its reduced shard has all contributions
     if incoming[e.I_DONE]:
         incoming[e.I_REPLY] = e.REPLY_DONE
         n[e.DUPLICATES] += 1
@@ -245,7 +243,10 @@ def place(t: Any, peer: int, row: Any, word: Any, size: int, now_us: int) -> Non
 
 @inner
 def _note_end(incoming: Any, word: Any, now_us: int) -> None:
-    """Everything was sent; everything that was not lost is here when all the ports that were used have said so."""
+    """Note that a port of the sender has sent everything.
+
+    Once all its ports have, every chunk that was not lost is here.
+    """
     order = np.int64(word[d.END_ORDER])
     earlier = incoming[e.I_END_ORDER]
     is_first = incoming[e.I_ENDED] == 0
@@ -257,7 +258,7 @@ def _note_end(incoming: Any, word: Any, now_us: int) -> None:
 
 @inner
 def judge(t: Any, slot: int, phase: int, peer: int, now_us: int) -> None:
-    """End a transfer if it may end; ask for the rest if its sender thinks that it has sent everything."""
+    """End a transfer if it may end. Ask for the rest if its sender has sent everything."""
     incoming = t.incoming[slot, phase, peer]
     chunks, got = incoming[e.I_CHUNKS], incoming[e.I_GOT]
     if incoming[e.I_DONE]:

@@ -1,9 +1,10 @@
-"""What became of the datagrams that an endpoint sent, and what follows for their chunks; compiled.
+"""Decides the fate of the datagrams that an endpoint sent, and whether their chunks are sent again. Compiled.
 
 Rules
-1. A peer's FEEDBACK says which have arrived, its NACK which chunks are missing; else a timeout takes them for lost.
-2. A lost chunk is let go while the bound allows one more, and is sent again else.
-3. What a FEEDBACK took for lost may be late only: then the path reorders more than was thought.
+1. A peer's FEEDBACK names the datagrams that arrived, its NACK the missing chunks. Without either, a timeout counts
+   them as lost.
+2. A lost chunk is let go while the bound allows one more. Otherwise it is sent again.
+3. A datagram that FEEDBACK counted as lost may only be late. If it arrives, the path reorders more than assumed.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _MOST_REORDER = 512
 
 @inner
 def take_feedback(t: Any, peer: int, way: int, row: Any, word: Any, size: int, now_us: int) -> None:
-    """Learn what has arrived; decide what to repeat."""
+    """Note which datagrams have arrived, and queue the lost ones."""
     w, rate = t.ways[way], t.rates[way]
     largest = d.widened(np.int64(word[d.CHUNK]), w[e.W_NEXT])
     if largest >= w[e.W_NEXT] or largest < w[e.W_UNRESOLVED] - 1:
-        return  # of an earlier moment
+        return  # it is older than the last one
     bits, most = (size - d.HEADER_BYTES) * 8, d.most_bits(t.numbers[e.PAYLOAD])
     progress, fates = 0, t.fates[way]
     for number in range(w[e.W_UNRESOLVED], largest + 1):
@@ -46,9 +47,8 @@ def take_feedback(t: Any, peer: int, way: int, row: Any, word: Any, size: int, n
         elif back >= w[e.W_REORDER]:
             give_up(t, peer, way, number)
             w[e.W_ROUND_LOST] += 1
-    for back in range(
-        1, min(bits, largest) + 1
-    ):  # given up too early? Then the path reorders more than we thought
+    # A datagram that was given up too early shows that the path reorders more than assumed.
+    for back in range(1, min(bits, largest) + 1):
         place = (largest - back) % e.RING
         if fates[place] != e.MISSING or t.ring[way, place, e.G_NUMBER] != largest - back:
             continue
@@ -75,7 +75,7 @@ def take_feedback(t: Any, peer: int, way: int, row: Any, word: Any, size: int, n
 
 @inner
 def _confirm(t: Any, peer: int, sent: Any) -> None:
-    """A chunk has arrived, whichever of its repetitions it was."""
+    """Note that a chunk has arrived, in any of its repetitions."""
     if sent[e.G_CHUNK] < 0:
         return
     slot = sent[e.G_COLLECTIVE] % e.SLOTS
@@ -93,7 +93,7 @@ def _confirm(t: Any, peer: int, sent: Any) -> None:
 
 @inner
 def give_up(t: Any, peer: int, way: int, number: int) -> None:
-    """A datagram was lost: repeat its chunk, or let it go within the bound."""
+    """Count a datagram as lost: repeat its chunk, or let it go within the bound."""
     sent = t.ring[way, number % e.RING]
     t.fates[way, number % e.RING] = e.MISSING
     t.ways[way, e.W_FLYING] -= 1
@@ -115,7 +115,7 @@ def give_up(t: Any, peer: int, way: int, number: int) -> None:
 
 @inner
 def let_go_or_queue(t: Any, slot: int, phase: int, peer: int, chunk: int) -> None:
-    """Forgive the loss of a chunk if the bound allows one more; else queue it to be sent again."""
+    """Forgive the loss of a chunk if the bound allows one more. Otherwise queue it to be sent again."""
     outgoing = t.outgoing[slot, phase, peer]
     outgoing[e.O_HAS_LOST], outgoing[e.O_TRIES] = 1, 0
     is_protected = phase == 0 and t.chunk_class[slot, peer, chunk] == 1
@@ -128,7 +128,7 @@ def let_go_or_queue(t: Any, slot: int, phase: int, peer: int, chunk: int) -> Non
 
 @inner
 def queue(t: Any, slot: int, phase: int, peer: int, chunk: int) -> None:
-    """Let a chunk be sent again."""
+    """Queue a chunk to be sent again."""
     outgoing = t.outgoing[slot, phase, peer]
     t.chunk_state[slot, phase, peer, chunk] = e.QUEUED
     outgoing[e.O_QUEUED] += 1
@@ -137,13 +137,13 @@ def queue(t: Any, slot: int, phase: int, peer: int, chunk: int) -> None:
 
 @inner
 def end_again(outgoing: Any) -> None:
-    """Say END once more, after what is queued, if anything."""
+    """Send END once more, after the queued chunks."""
     outgoing[e.O_END_AT] = outgoing[e.O_ENDED] = 0
 
 
 @inner
 def take_nack(t: Any, slot: int, phase: int, peer: int, row: Any, word: Any, size: int) -> None:
-    """Learn, chunk by chunk, what the receiver misses; only about what was sent before the END that it answers."""
+    """Note which chunks the receiver misses. A NACK concerns only chunks sent before the END that it answers."""
     outgoing = t.outgoing[slot, phase, peer]
     first, chunks = np.int64(word[d.CHUNK]), outgoing[e.O_CHUNKS]
     if not outgoing[e.O_ACTIVE] or np.int64(word[d.CHUNKS]) != outgoing[e.O_CHUNKS]:

@@ -1,23 +1,24 @@
-"""What an endpoint sends, and when; compiled, many datagrams at a time.
+"""Chooses the datagrams that an endpoint sends, and when. Compiled; many datagrams at a time.
 
 Rules
-1. Collectives go in their order, those of a higher priority first, and of equal ones what is to be summed before sums:
-   others wait for it, and at the end of several collectives nobody then waits for the last one's sums. Of one,
-   repetitions go first, then chunks that were never sent, then an END, and soon another: nothing follows whose arrival
-   would tell that the first was lost, and the answer may be lost as well. Where something was lost before, more
-   follow, with doubling pauses. The few that are repeated last are sent twice: if one of them is lost again, the
-   transfer takes a round trip longer.
-2. The first chunk of a transfer differs from collective to collective, so that no part of a vector is always the last
-   one, which losses hit more often.
-3. Ranks are served by bursts of a few datagrams, so that a small switch buffer holds a burst from everybody; first
-   whom most is left to be sent to: a sum waits for its slowest pair, and the others have nothing to send then.
-4. A peer that has not begun a collective yet is sent no more of it than it keeps for later.
-5. Whatever expects an answer is repeated, with growing pauses, until the answer comes or the peer is given up.
-6. Each port of this rank is a way of its own to a peer, with its own numbers, window and pace; a chunk takes whichever
-   has room, so each way carries what it can. What a silent way carries is sent by another one, too, until it is heard
-   of again; every way that is not silent says END behind its own chunks.
-7. If all of several ways stay silent, each may still lead there, and answers be lost on their way back: then what is
-   sent says so, and answers come by other ports (`answering`, rule 3).
+1. Collectives are served in their order, those of a higher priority first. Among equal priorities, contributions go
+   before sums, because other ranks wait for contributions. Otherwise all would wait for the last collective's sums.
+   Within a collective, repetitions go first, then chunks that were never sent, then an END, and soon another END. No
+   later datagram would show that the first END was lost, and its answer may be lost as well. Where chunks were lost
+   before, more ENDs follow, with doubling pauses. The few chunks that are repeated last are sent twice, because
+   another loss would cost a round trip.
+2. The first chunk of a transfer differs from collective to collective. Losses hit the last chunks more often, and so
+   they do not always hit the same part of a vector.
+3. Peers are served by bursts of a few datagrams, so that a small switch buffer holds a burst from every rank. The peer
+   with the most chunks left goes first. A sum waits for its slowest pair, and the other pairs have nothing to send
+   then.
+4. A peer that has not begun a collective is sent no more of it than it keeps for later.
+5. A datagram that expects an answer is repeated, with growing pauses, until the answer comes or the peer is given up.
+6. Each port of this rank is a separate way to a peer, with its own numbers, window and pace. A chunk takes any way
+   that has room, so each way carries what it can. The chunks of a silent way are also sent by another one, until the
+   silent one is heard again. Every way that is not silent sends END behind its own chunks.
+7. If all of several ways are silent, each may still reach the peer, and only the answers may be lost. Then datagrams
+   say so, and the peer answers by other ports (`answering`, rule 3).
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from paceline_lossy.datagrams.resolving import end_again, give_up, queue
 from paceline_lossy.datagrams.shards import chunk_bytes
 
 BURST = 8
-LONGEST_REST_US = 900  # between two turns of whoever moves the datagrams (`datagram_loop`)
+LONGEST_REST_US = 900  # between two turns of the loop that moves the datagrams (`datagram_loop`)
 _LEAST_TIMEOUT_US = 10_000
 _FIRST_TIMEOUT_US = 40_000
 _MOST_BACKOFF = 5
 _MOST_TIMEOUTS = 12
-_UNHEARD_US = 200_000  # several timeouts: a path that leads there and back is not silent for so long
+_UNHEARD_US = 200_000  # several timeouts; a path that works in both directions is not silent for so long
 _AGAIN_US = 1000
 _ENDED = -1
 _NOTHING = -2
@@ -49,7 +50,7 @@ _NOTHING = -2
 
 @compiled
 def advance(t: Any, now_us: int) -> None:
-    """Move every collective on: note which shards are complete and what is finished, free what nobody needs."""
+    """Advance every collective: find complete shards and finished collectives, and free slots that no peer needs."""
     n = t.numbers
     rank, ranks = n[e.RANK], n[e.RANKS]
     n[e.IS_CHANGED] = 0
@@ -87,18 +88,20 @@ def transmit(t: Any, words: Any, longs: Any, sizes: Any, ways: Any, now_us: int,
 
     Args:
         t: The endpoint's `Tables`.
-        words: Rows of memory, as 32-bit words, and the same as
-        longs: 64-bit words.
-        sizes: Out: bytes of each datagram.
-        ways: Out: which way each takes, a peer's number times the number of ports, plus a port; those of one way
-            follow each other.
+        words: Rows of memory, as 32-bit words.
+        longs: The same memory as 64-bit words.
+        sizes: Out: the length of each datagram in bytes.
+        ways: Out: the way of each datagram, a peer's number times the number of ports, plus a port. Datagrams of one
+            way follow each other.
         now_us: The time.
-        most: Of chunks by each port, shape (ports,); what answers peers goes in any case. Counted down.
+        most: How many chunks each port may send, shape (ports,). Counted down. Replies are sent in any case.
     """
     n = t.numbers
     ranks, rank, ports = n[e.RANKS], n[e.RANK], n[e.PORTS]
     room = sizes.shape[0]
-    count: Any = np.int64(0)  # a literal has a type of its own: what it is passed to would be compiled twice
+    count: Any = np.int64(
+        0
+    )  # a literal has a type of its own, for which numba would compile the callee again
     for peer in range(ranks):
         if peer != rank and room - count > 8 + e.LATE_REPLIES + ports:
             _watch(t, peer, now_us)
@@ -119,7 +122,7 @@ def transmit(t: Any, words: Any, longs: Any, sizes: Any, ways: Any, now_us: int,
 
 @inner
 def _order_peers(t: Any) -> None:
-    """Rule 3: sort `turns`, which is nearly sorted; equals stay as they are, and who was served has less left then."""
+    """Sort `turns` by chunks left (rule 3). It is nearly sorted, and equals keep their order."""
     p, turns = t.peers, t.turns
     for place in range(turns.shape[0]):
         peer = turns[place]
@@ -140,7 +143,7 @@ def _order_peers(t: Any) -> None:
 
 @inner
 def _watch(t: Any, peer: int, now_us: int) -> None:
-    """Do what is due by the clock: timeouts, grace, signs of life."""
+    """Handle the timers of a peer: timeouts, grace, signs of life."""
     n, p = t.numbers, t.peers[peer]
     stuck = silent = 0
     silent_since = np.int64(0)
@@ -153,7 +156,7 @@ def _watch(t: Any, peer: int, now_us: int) -> None:
     is_silent = silent == n[e.PORTS] and silent > 1
     p[e.P_IS_UNHEARD] = is_silent and now_us - silent_since > _UNHEARD_US
     if stuck == n[e.PORTS] and now_us - p[e.P_HEARD_AT] < n[e.SILENCE_US] // 2:
-        n[e.STUCK_PEER] = peer  # it speaks, and nothing that is longer than what it says reaches it
+        n[e.STUCK_PEER] = peer  # it sends, but no longer datagram reaches it
     is_needed = False
     for slot in range(e.SLOTS):
         if t.slots[slot, e.S_STAGE] == e.FREE:
@@ -170,17 +173,17 @@ def _watch(t: Any, peer: int, now_us: int) -> None:
                 if incoming[e.I_END_AT]:
                     judge(t, slot, phase, peer, now_us)
     if not (is_needed and p[e.P_IS_NEEDED]):
-        p[e.P_HEARD_AT] = now_us  # its silence counts from when this rank first looked for it
+        p[e.P_HEARD_AT] = now_us  # its silence counts from when this rank first needed it
     elif now_us - p[e.P_HEARD_AT] > n[e.SILENCE_US]:
         spoke_us = p[e.P_HEARD_AT] - silent_since if silent == n[e.PORTS] else 0
-        # It may have been the first to give up: before, it went on speaking while nothing longer reached it.
+        # The peer may have given up first: before, it kept sending while no longer datagram reached it.
         n[e.STUCK_PEER if spoke_us > n[e.SILENCE_US] // 4 else e.LOST_PEER] = peer
     p[e.P_IS_NEEDED] = 1 if is_needed else 0
 
 
 @inner
 def _watch_way(t: Any, peer: int, way: int, now_us: int) -> None:
-    """Give up what has been under way for too long."""
+    """Give up the datagrams that have been under way for too long."""
     w, rate = t.ways[way], t.rates[way]
     timeout_us = _timeout_us(t, way)
     if w[e.W_FLYING] > 0 and now_us - w[e.W_PROGRESS_AT] > timeout_us << min(w[e.W_BACKOFF], _MOST_BACKOFF):
@@ -197,7 +200,7 @@ def _watch_way(t: Any, peer: int, way: int, now_us: int) -> None:
 
 @inner
 def _timeout_us(t: Any, way: int) -> int:
-    """After so long without progress what is under way is lost."""
+    """Return the time without progress after which datagrams under way are lost."""
     if not t.ways[way, e.W_HAS_DELAY]:
         return _FIRST_TIMEOUT_US  # no round trip is known yet
     return int(_LEAST_TIMEOUT_US + 2 * np.int64(t.rates[way, e.R_RTT]))
@@ -205,13 +208,15 @@ def _timeout_us(t: Any, way: int) -> int:
 
 @inner
 def _end_pause_us(t: Any, peer: int, outgoing: Any) -> int:
-    """After so long without an answer END is said again: once soon, and on from there where packets are lost."""
+    """Return the time after which an END is repeated: once soon, then with growing pauses where packets are lost."""
     longest_us = 0
     for way in range(peer * t.numbers[e.PORTS], (peer + 1) * t.numbers[e.PORTS]):
         longest_us = max(longest_us, _timeout_us(t, way))
     tries = int(outgoing[e.O_TRIES])
     soon_us = _AGAIN_US << min(tries, 20)
-    is_kept = t.peers[peer, e.P_BEGUN] <= outgoing[e.O_NUMBER]  # by a peer that has little room for it
+    is_kept = (
+        t.peers[peer, e.P_BEGUN] <= outgoing[e.O_NUMBER]
+    )  # the peer has not begun it, and has little room for it
     if tries > 0 and (is_kept or not outgoing[e.O_HAS_LOST]):
         return longest_us << min(tries - 1, _MOST_BACKOFF)
     return min(soon_us, longest_us << _MOST_BACKOFF)
@@ -221,7 +226,7 @@ def _end_pause_us(t: Any, peer: int, outgoing: Any) -> int:
 def _send_burst(
     t: Any, peer: int, port: int, words: Any, sizes: Any, ways: Any, count: int, now_us: int, most: int
 ) -> int:
-    """Write a few chunks for a peer, as the window and pace of this way allow. Returns the new count."""
+    """Write a few chunks for a peer, as the window and pace of this way allow. Return the new count."""
     way = peer * t.numbers[e.PORTS] + port
     p, w, rate = t.peers[peer], t.ways[way], t.rates[way]
     if now_us < rate[e.R_NEXT_AT]:
@@ -265,7 +270,7 @@ def _send_burst(
 
 @inner
 def _next_chunk(t: Any, slot: int, phase: int, peer: int, port: int) -> int:
-    """Return which chunk of a transfer goes next by a port; -1 for an END, -2 for nothing."""
+    """Return the chunk of a transfer that a port sends next; -1 for an END, -2 for nothing."""
     outgoing = t.outgoing[slot, phase, peer]
     chunks = outgoing[e.O_CHUNKS]
     if outgoing[e.O_QUEUED] > 0:
@@ -318,7 +323,7 @@ def _write_chunk(
         if phase == 0 and t.chunk_class[slot, peer, chunk]:
             flags |= d.PROTECTED
         if flags & d.PROTECTED or t.chunk_state[slot, phase, peer, chunk] != e.UNSENT:
-            flags &= ~d.DROPPABLE  # also not what is repeated, for the bound is used up
+            flags &= ~d.DROPPABLE  # nor is a repetition, because the bound is used up
         t.chunk_state[slot, phase, peer, chunk] = e.FLYING
         t.chunk_order[slot, phase, peer, chunk] = order
     d.write_header(

@@ -1,4 +1,4 @@
-"""Which bytes of a vector are which rank's shard and which chunk."""
+"""The layout of a vector: the bytes of each shard and each chunk."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _MASK = 2**64 - 1
 
 @compiled
 def num_chunks(num_bytes: int, payload: int) -> int:
-    """Datagrams for so many bytes."""
+    """Return the number of datagrams for `num_bytes` bytes."""
     return (num_bytes + payload - 1) // payload
 
 
 @compiled
 def chunk_bytes(num_bytes: int, tail_bytes: int, payload: int, chunk: int) -> int:
-    """Length of a chunk of a transfer of so many bytes, and of a tail, which begins with a chunk of its own."""
+    """Return the length of a chunk of a transfer of `num_bytes` bytes and a tail. The tail begins a new chunk."""
     before = num_chunks(num_bytes, payload)
     if chunk < before:
         return int(min(payload, num_bytes - chunk * payload))
@@ -26,19 +26,19 @@ def chunk_bytes(num_bytes: int, tail_bytes: int, payload: int, chunk: int) -> in
 
 
 def shard_bytes(slot: Any, rank: int) -> int:
-    """Length of a rank's shard; the last ones may be shorter, or empty."""
+    """Return the length of a rank's shard. The last shards may be shorter, or empty."""
     return int(max(0, min(slot[e.S_SHARD], slot[e.S_BYTES] - rank * slot[e.S_SHARD])))
 
 
 def mask_bytes(slot: Any, owner: int, ranks: int, payload: int) -> int:
-    """Length of the mask behind a reduced shard: a bit for every rank and chunk, a whole number of bytes a rank."""
+    """Return the length of the mask behind a reduced shard: one bit per rank and chunk, whole bytes per rank."""
     if slot[e.S_BOUND_PPM] == 0:
         return 0
     return int(ranks * ((num_chunks(shard_bytes(slot, owner), payload) + 7) // 8))
 
 
 def transfer_chunks(slot: Any, phase: int, owner: int, ranks: int, payload: int) -> int:
-    """Datagrams of a transfer of `owner`'s shard; in phase 1 with the mask, which begins with a chunk of its own."""
+    """Return the number of datagrams of a transfer of `owner`'s shard. In phase 1 the mask follows in new chunks."""
     chunks = num_chunks(shard_bytes(slot, owner), payload)
     if phase == 1:
         chunks += num_chunks(mask_bytes(slot, owner, ranks, payload), payload)
@@ -46,9 +46,9 @@ def transfer_chunks(slot: Any, phase: int, owner: int, ranks: int, payload: int)
 
 
 def first_chunk(collective: int, sender: int, receiver: int, chunks: int) -> int:
-    """The chunk that a transfer begins with: as good as random, so that what is lost at its end is not always the same.
+    """Return the chunk that a transfer begins with. It is pseudorandom, so that losses at the end hit different parts.
 
-    Any arithmetic progression would do the same again in every step, for some number of collectives in a step.
+    An arithmetic progression would repeat in every step, for some number of collectives per step.
 
     Source:
         Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators", figure 16: the mixing of bits.

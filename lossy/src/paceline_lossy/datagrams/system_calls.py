@@ -30,15 +30,14 @@ POLL_IN, POLL_OUT = 1, 4
 _MSG_DONTWAIT = 0x40
 _SIOCOUTQ = 0x5411
 _CLOCK_MONOTONIC = 1
-_MSG_WORDS = (
-    8  # an mmsghdr, in 64 bits each: name, its length, iov, how many, control, its length, flags, length
-)
+# An mmsghdr in words of 64 bits: name, its length, iov, their number, control, its length, flags, length.
+_MSG_WORDS = 8
 _CONTROL_WORDS = 8
 _SOL_UDP, _UDP_SEGMENT = 17, 103
 _IPPROTO_IP, _IP_TOS = 0, 1
 _CONGESTED = 3
 _ADDRESS_WORDS = 2  # a sockaddr_in
-MOST_SEGMENTS = 40  # of one offloaded message; it is at most 64 KiB
+MOST_SEGMENTS = 40  # of one offloaded message, which is at most 64 KiB long
 
 
 class Batch(NamedTuple):
@@ -53,13 +52,13 @@ class Batch(NamedTuple):
     messages: NDArray[np.int64]
     vectors: NDArray[np.int64]
     control: NDArray[np.int64]
-    addresses: NDArray[np.int64]  # of the peers
+    addresses: NDArray[np.int64]  # one per peer
     covered: NDArray[np.int64]  # how many rows a message sends
-    ports: NDArray[np.int64]  # by which port a message leaves
+    ports: NDArray[np.int64]  # the port that a message leaves by
 
 
 def new_batch(rows: int, row_bytes: int, addresses: NDArray[np.int64]) -> Batch:
-    """Memory for `rows` datagrams; `addresses` holds a sockaddr_in a peer, shape (P, 2)."""
+    """Return memory for `rows` datagrams. `addresses` holds one sockaddr_in per peer, shape (P, 2)."""
     memory = np.zeros((rows, row_bytes), np.uint8)
     return Batch(
         rows=memory,
@@ -79,14 +78,14 @@ def new_batch(rows: int, row_bytes: int, addresses: NDArray[np.int64]) -> Batch:
 
 @compiled
 def now_us(scratch: Any) -> int:
-    """The monotonic clock; `scratch` has shape (2,), int64."""
+    """Return the monotonic clock. `scratch` has shape (2,), int64."""
     _clock_gettime(_CLOCK_MONOTONIC, scratch.ctypes.data)
     return int(scratch[0] * 1_000_000 + scratch[1] // 1000)
 
 
 @inner
 def last_error(scratch: Any) -> int:
-    """The number of the last failed call's error, on this thread; `scratch` has shape (N,), int64."""
+    """Return the error number of this thread's last failed call. `scratch` has shape (N,), int64."""
     scratch[0] = 0
     copy_memory(scratch.ctypes.data, _errno(), 4)
     return int(scratch[0])
@@ -94,7 +93,7 @@ def last_error(scratch: Any) -> int:
 
 @inner
 def queued_bytes(descriptor: int, scratch: Any) -> int:
-    """Bytes of memory of what the socket has sent and the link has not; `scratch` has shape (N,), int64."""
+    """Return the bytes of memory that the socket has sent and the link has not. `scratch` has shape (N,), int64."""
     scratch[0] = 0
     _ioctl(descriptor, _SIOCOUTQ, scratch.ctypes.data)
     return int(scratch[0] & 0xFFFFFFFF)
@@ -104,7 +103,7 @@ def queued_bytes(descriptor: int, scratch: Any) -> int:
 def wait_for(descriptors: Any, events: Any, scratch: Any, timeout_us: int) -> None:
     """Wait until one of two descriptors is ready, at most `timeout_us`.
 
-    Int64 arrays: descriptors and events (2,), scratch (4,).
+    All arrays are int64. `descriptors` and `events` have shape (2,), `scratch` (4,).
     """
     scratch[0], scratch[1] = timeout_us // 1_000_000, timeout_us % 1_000_000 * 1000
     scratch[2] = descriptors[0] | events[0] << 32
@@ -114,7 +113,7 @@ def wait_for(descriptors: Any, events: Any, scratch: Any, timeout_us: int) -> No
 
 @inner
 def receive_batch(descriptor: int, batch: Any) -> int:
-    """Fill rows, sizes and marks with datagrams that have arrived; return how many, or minus an error's number."""
+    """Fill rows, sizes and marks with arrived datagrams. Return their number, or minus an error number."""
     count = batch.sizes.shape[0]
     row_bytes = batch.rows.shape[1]
     for i in range(count):
@@ -130,7 +129,7 @@ def receive_batch(descriptor: int, batch: Any) -> int:
     for i in range(got):
         message = batch.messages[i]
         batch.sizes[i] = message[7] & 0xFFFFFFFF
-        if message[6] & 0x20:  # MSG_TRUNC: longer than any of ours
+        if message[6] & 0x20:  # MSG_TRUNC: longer than any datagram of this protocol
             batch.sizes[i] = 0
         control = batch.control[i]
         is_tos = message[5] > 16 and control[1] == (_IPPROTO_IP | _IP_TOS << 32)
@@ -142,7 +141,7 @@ def receive_batch(descriptor: int, batch: Any) -> int:
 def prepare_messages(batch: Any, count: int, segments: int, num_ports: int) -> int:
     """Describe `count` filled rows as messages of at most `segments` datagrams each; return how many messages.
 
-    Those of a message take one way, and have one type of service, which goes with it.
+    The datagrams of a message take one way, and have one type of service, which the message carries.
     """
     row_bytes = batch.rows.shape[1]
     made = 0
@@ -180,9 +179,9 @@ def prepare_messages(batch: Any, count: int, segments: int, num_ports: int) -> i
 
 @compiled
 def send_messages(descriptors: Any, batch: Any, first: int, made: int) -> int:
-    """Send the messages from number `first` on that leave by the same port; return how many the kernel took.
+    """Send the messages from number `first` on that leave by the same port. `descriptors` are the ports' sockets.
 
-    Or minus an error's number. `descriptors` are the ports' sockets.
+    Return how many the kernel took, or minus an error number.
     """
     port, end = batch.ports[first], first + 1
     while end < made and batch.ports[end] == port:

@@ -1,4 +1,4 @@
-"""The UDP sockets of a rank, one of which takes datagrams; how the ranks of a group learn each other's, and keys."""
+"""The UDP sockets of a rank, one of which receives; how the ranks of a group learn addresses and keys of each other."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class KeyAgreement:
     def secret_with(self, public: str) -> bytes:
         """Return the 32 bytes that only this rank and the one that published `public` can compute.
 
-        Raises ValueError if that is not what a rank publishes.
+        Raises ValueError if `public` is not a valid public value.
         """
         theirs = int(public, 16)
         if not 1 < theirs < _PRIME - 1:
@@ -77,35 +77,37 @@ class KeyAgreement:
 
 
 @dataclass(frozen=True)
-class Met:
-    """What a rank knows of its group when all have come."""
+class Members:
+    """The addresses and secret keys of a group's members, and the sockets of this one."""
 
-    # Its own, bound; by all of them it sends, on the first it takes datagrams.
+    # The bound sockets of this rank. It sends by all of them, and receives on the first.
     sockets: Sequence[socket.socket]
     places: Sequence[tuple[str, int]]  # address and port of each, in the order of the ranks
-    keys: dict[int, bytes]  # for every peer the secret that only the two know; for itself a random one
-    payload_bytes: int  # what a datagram carries: as much as fits into the smallest MTU of all
-    names: Sequence[str] = ()  # what each is called in messages; none: by its rank
+    keys: dict[
+        int, bytes
+    ]  # for every peer the secret that only the two ranks know; for this rank a random one
+    payload_bytes: int  # the bytes that a datagram carries: as many as fit the smallest MTU of all
+    names: Sequence[str] = ()  # the name of each member in messages; if empty, its rank
 
     def name_of(self, peer: int) -> str:
-        """Who that is, for messages."""
+        """Return the name of a member for messages."""
         return self.names[peer] if self.names else f"rank {peer}"
 
 
-def meet(rendezvous: Rendezvous, address: str, num_ports: int = 1) -> Met:
-    """Open sockets, and learn of the others'.
+def find_members(rendezvous: Rendezvous, address: str, num_ports: int = 1) -> Members:
+    """Open sockets, and exchange addresses and public keys with the other ranks.
 
     Args:
-        rendezvous: With whom; used for this alone.
-        address: Of this host, on which this rank listens.
-        num_ports: By how many ports it sends; the same on every rank. Networks that choose among paths by ports (ECMP)
-            then carry one rank's datagrams over several, and each as fast as it is.
+        rendezvous: The rendezvous of the ranks, used for this alone.
+        address: The address of this host on which this rank listens.
+        num_ports: Number of ports that it sends from; the same on every rank. Networks that choose among paths by ports
+            (ECMP) then carry one rank's datagrams over several paths, each at its own rate.
 
     Contract:
         Collective over the ranks.  Blocks: until every rank has come.
 
     Raises:
-        ConfigurationError: No socket can listen there, or another rank was told another number of ports.
+        ConfigurationError: No socket can listen there, or another rank has another number of ports.
         PeerLostError: A rank did not come.
     """
     if not 1 <= num_ports <= MOST_PORTS:
@@ -114,23 +116,23 @@ def meet(rendezvous: Rendezvous, address: str, num_ports: int = 1) -> Met:
         )
     rank = rendezvous.rank
     introduction = Introduction(address, num_ports)
-    rendezvous.publish("place", json.dumps(introduction.card))
-    cards = [json.loads(words) for words in rendezvous.collect("place")]
-    for other, said in enumerate(cards):
+    rendezvous.publish("place", json.dumps(introduction.announcement))
+    announced = [json.loads(words) for words in rendezvous.collect("place")]
+    for other, said in enumerate(announced):
         if said["ports"] != num_ports:
             introduction.close()
             raise ConfigurationError(
                 f"rank {rank} was told paths={num_ports} and rank {other} paths={said['ports']}. Pass the same on all."
             )
-    cards[rank] = None
-    return introduction.met(cards)
+    announced[rank] = None
+    return introduction.members(announced)
 
 
 class Introduction:
-    """What one end of a datagram exchange tells the others: its address, public key and MTU; and its sockets.
+    """The sockets of one end of a datagram exchange, and the address, public key and MTU that it announces.
 
     Attributes:
-        card: What is said; for JSON.
+        announcement: The announced values, for JSON.
 
     Raises:
         ConfigurationError: No socket can listen on `address`.
@@ -140,24 +142,29 @@ class Introduction:
         self._sockets = [_bind(address)]
         self._sockets += [_bind_sender(address) for _ in range(num_ports - 1)]
         self._agreement = KeyAgreement()
-        self.card: dict[str, Any] = {
+        self.announcement: dict[str, Any] = {
             "place": self._sockets[0].getsockname(),
             "public": self._agreement.public,
             "mtu": _mtu_of(address),
             "ports": num_ports,
         }
 
-    def met(self, cards: Sequence[Mapping[str, Any] | None], names: Sequence[str] = ()) -> Met:
-        """The group of these cards in order, None being this end or one that it meets not; takes this end's sockets."""
+    def members(self, announced: Sequence[Mapping[str, Any] | None], names: Sequence[str] = ()) -> Members:
+        """Return the group of these announcements, in order. It takes over the sockets of this end.
+
+        None stands for this end, and for ends that it exchanges no datagrams with.
+        """
         here = self._sockets[0].getsockname()
-        return Met(
+        return Members(
             self._sockets,
-            [here if card is None else (str(card["place"][0]), int(card["place"][1])) for card in cards],
+            [here if each is None else (str(each["place"][0]), int(each["place"][1])) for each in announced],
             {
-                peer: secrets.token_bytes(32) if card is None else self._agreement.secret_with(card["public"])
-                for peer, card in enumerate(cards)
+                peer: secrets.token_bytes(32) if each is None else self._agreement.secret_with(each["public"])
+                for peer, each in enumerate(announced)
             },
-            payload_room(min(int(card["mtu"]) for card in (self.card, *cards) if card is not None)),
+            payload_room(
+                min(int(each["mtu"]) for each in (self.announcement, *announced) if each is not None)
+            ),
             tuple(names),
         )
 
@@ -197,13 +204,13 @@ def _bind(address: str) -> socket.socket:
 
 
 def dropped_by_kernel(socket_: socket.socket) -> int:
-    """How many datagrams the kernel has dropped that came to a socket; on one that only sends, all of strangers."""
+    """Return how many datagrams at a socket the kernel has dropped. On a socket that only sends, all are strangers'."""
     words = socket_.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
     return int(_MEMINFO.unpack(words)[_DROPS])
 
 
 def _bind_sender(address: str) -> socket.socket:
-    """A socket that only sends: what comes there is a stranger's, and the kernel drops and counts it."""
+    """Return a socket that only sends. The kernel drops and counts the datagrams that come there."""
     made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     made.setblocking(False)
     made.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_DO)
@@ -216,7 +223,7 @@ def _bind_sender(address: str) -> socket.socket:
 
 
 def socket_addresses(places: Sequence[tuple[str, int]]) -> NDArray[np.int64]:
-    """A sockaddr_in a peer, shape (P, 2)."""
+    """Return one sockaddr_in per peer, shape (P, 2)."""
     raw = b"".join(
         struct.pack("=H", socket.AF_INET) + struct.pack(">H", port) + socket.inet_aton(address) + bytes(8)
         for address, port in places
@@ -226,9 +233,9 @@ def socket_addresses(places: Sequence[tuple[str, int]]) -> NDArray[np.int64]:
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of an interface; of several, with commas between them, of the first.
+    """Return the IPv4 address of an interface. Of a list with commas the first counts.
 
-    Raises ConfigurationError if there is none such, or it has no address.
+    Raises ConfigurationError if there is no such interface, or it has no address.
     """
     names = [name for _, name in socket.if_nameindex()]
     for name in interface.split(","):
@@ -246,7 +253,7 @@ def address_of(interface: str) -> str:
 
 
 def _mtu_of(address: str) -> int:
-    """The MTU of the interface that has this address; 1500 if none has."""
+    """Return the MTU of the interface that has this address, or 1500 if none has it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])

@@ -1,4 +1,4 @@
-"""A rank's way to the servers of its job: found through c10d's store, opened at the first launch, used on a lane."""
+"""A rank's connections to the servers of its job: found through c10d's store, opened at the first launch."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class ServerConnections:
     def __init__(
         self,
         process_group: ProcessGroup,  # the ranks; used once, for a broadcast
-        parameters: Sequence[Parameter],  # whose gradients are pushed, in registration order
+        parameters: Sequence[Parameter],  # those with gradients to push, in registration order
         device: torch.device,  # of the gradients
-        # Of the servers; None: every rank names those of its launcher, and all are used.
+        # The servers' addresses. None: every rank names the servers of its launcher, and all are used.
         addresses: Sequence[str] | None,
-        # Called once on the lane, when all servers have answered
+        # Called once on the lane, when all servers have answered.
         on_open: Callable[[ServerConnections], None],
     ) -> None:
         self._group = process_group
@@ -69,7 +69,7 @@ class ServerConnections:
         self._link: ServerLink | None = None
         self._cutting: Cutting | None = None
         self._lane = Lane(f"paceline servers lane of rank {process_group.rank()}")
-        self._let_go = weakref.finalize(self, self._lane.close, 0.0)
+        self._finalizer = weakref.finalize(self, self._lane.close, 0.0)
 
     @property
     def link(self) -> ServerLink:
@@ -86,7 +86,7 @@ class ServerConnections:
         return self._link is not None
 
     def run(self, perform: Callable[[], None]) -> C10dWork:
-        """Do something with `link` on the lane, behind all that was launched. Does not block."""
+        """Run a function on the lane, behind everything that was launched. Does not block."""
 
         def opened() -> None:
             self._open()
@@ -97,10 +97,10 @@ class ServerConnections:
         return C10dWork(work)
 
     def launch(self, message: Message, answer: Tensor, before: Callable[[], None] | None = None) -> HandedOn:
-        """Start pushing a bucket and pulling what comes of it. Collective; does not block.
+        """Start to push a bucket and to pull its answer. Collective; does not block.
 
-        The body stays as it is until `answer`, which may be the body, holds the servers' answers. `before` runs on the
-        lane first.
+        The body must not change until `answer`, which may be the body, holds the servers' answers. `before` runs first,
+        on the lane.
         """
         body = message.body
         on_host = answer
@@ -122,26 +122,26 @@ class ServerConnections:
         return HandedOn(self._lane, begin, [body], "parameter_servers", finish)
 
     def _push(self, message: Message, body: Tensor, answer: Tensor) -> ResponseFuture:
-        """Hand a bucket in the host's memory to the link. On the lane."""
+        """Hand a bucket in the host's memory to the link. Runs on the lane."""
         pieces = self.cutting.pieces_of(message)
         answers = ResponseFuture(len(pieces))
         dtype = _DTYPES[body.dtype]
         for piece in pieces:
             parts = (piece.keys, *spans_of(body, piece))
             frame = Frame(Kind.PUSH, self._num_pushed, piece.num_keys, dtype, parts)
-            self._num_pushed = (self._num_pushed + 1) % (1 << 32)  # as many as a frame can say
+            self._num_pushed = (self._num_pushed + 1) % (1 << 32)  # a frame's number has 32 bits
             self.link.ask(piece.server, frame, answers, spans_of(answer, piece))
         return answers
 
     def _open(self) -> None:
-        """Find the servers and connect. Collective; blocks; on the lane."""
+        """Find the servers and connect. Collective; blocks. Runs on the lane."""
         if self._link is not None:
             return
         session = self._session_name()
         rank, size = self._group.rank(), self._group.size()
         timeout_s = self._timeout.total_seconds()
         store = dist.PrefixStore(f"paceline/servers/{session}", self._store)
-        addresses = self._addresses or of_all_launchers(store, rank, size, self._timeout)
+        addresses = self._addresses or find_addresses(store, rank, size, self._timeout)
         cutting = Cutting(self._parameters, len(addresses))
         who = Identity(rank, size, session, timeout_s, os.environ.get(TOKEN, ""))
         self._link, self._cutting = ServerLink(addresses, who), cutting
@@ -149,8 +149,8 @@ class ServerConnections:
         self._on_open(self)
 
 
-def of_all_launchers(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Sequence[str]:
-    """Every server that a launcher has told its ranks of, in the order of the ranks."""
+def find_addresses(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Sequence[str]:
+    """Return the servers of all launchers, in the order of the ranks."""
     rendezvous = Rendezvous(store, rank, size, timeout, "finding the parameter servers")
     rendezvous.publish("servers", os.environ.get(SERVERS, ""))
     named = [address for words in rendezvous.collect("servers") for address in words.decode().split(",")]
@@ -165,7 +165,7 @@ def of_all_launchers(store: dist.Store, rank: int, size: int, timeout: timedelta
 
 
 def ask_all(link: ServerLink, frame_of: Callable[[int], Frame]) -> list[Any]:
-    """Ask every server; the answers' bodies by server. Blocks; on the lane."""
+    """Ask every server. Return the answers' bodies by server. Blocks; runs on the lane."""
     asked = [ResponseFuture(1) for _ in range(link.num_servers)]
     for number, answers in enumerate(asked):
         link.ask(number, frame_of(number), answers)

@@ -1,11 +1,11 @@
 """The mean of the ranks' gradients, summed by parameter servers: `reduction=ParameterServers()`.
 
 Rules
-1. Buckets leave during backward, as ever; each is cut into pieces, a server's keys at most 1 MiB at a time. A piece is
-   pulled as soon as all ranks have pushed it: so a link carries both directions at once.
+1. Buckets leave during backward. Each is cut into pieces of at most about 1 MiB, all keys of a piece on one server. A
+   piece is pulled as soon as all ranks have pushed it, so a link carries both directions at once.
 2. Servers add up in the order of the ranks, so every rank and every run has the same bits.
-3. Connections are this object's own, made at the first launch. Status words, buffers and sparse gradients go over the
-   process group.
+3. It has its own connections, made at the first launch. Statuses, buffers and sparse gradients go over the process
+   group.
 4. With `ServerOptimizer` the answer to a gradient is the stepped parameter (`stepped.py`).
 """
 
@@ -23,22 +23,22 @@ from paceline.comm import Work
 from paceline.errors import ConfigurationError
 from paceline.reductions import Message, Reduction, StepEnd
 from paceline_servers.ranks.server_connections import ServerConnections, supported
-from paceline_servers.ranks.stepped import Stepped
+from paceline_servers.ranks.stepped import SteppedModel
 
 if TYPE_CHECKING:
     from paceline_lossy import LossyTransport
 
 
 class ParameterServers(Reduction):
-    """The mean of the ranks' gradients, pushed to servers and pulled from them; any optimizer steps it on the ranks.
+    """The mean of the ranks' gradients, pushed to servers and pulled from them. Any optimizer on the ranks steps it.
 
-    Limits first: it needs processes and links besides the ranks'. Where every host has a rank and the same link, an
-    all-reduce sends as much and needs none. Gradients of an accelerator are staged through host memory (written for it,
-    tested on CPUs only).
+    Limits first: it needs processes and links in addition to the ranks'. If every host has a rank and the same link, an
+    all-reduce sends as much without them. Gradients of an accelerator are staged through host memory, which was tested
+    on CPUs only.
 
     Args:
-        addresses: Of servers, `host:port`; the same on every rank. None: those that `paceline run --servers` started or
-            was given.
+        addresses: The servers' addresses, `host:port`; the same on every rank. None: the servers that
+            `paceline run --servers` started or was given.
 
     Cost:
         Each rank sends and receives the gradients once, at the same time. The servers together receive and send them
@@ -61,19 +61,19 @@ class ParameterServers(Reduction):
         self._connection: ServerConnections | None = None
         self._prepared_for: ProcessGroup | None = None
         self._named: Mapping[str, Parameter] = {}
-        self.stepped: Stepped | None = None
-        """What the servers step; None: nothing."""
+        self.stepped: SteppedModel | None = None
+        """The optimizer that the servers step, or None."""
 
     @property
     def addresses(self) -> Sequence[str] | None:
-        """Addresses of the servers; None: those of all ranks' launchers."""
+        """The servers' addresses. None: the servers of all ranks' launchers."""
         return self._addresses
 
     def __repr__(self) -> str:
         return f"ParameterServers(addresses={None if self._addresses is None else list(self._addresses)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """The settings only: a copy makes connections of its own."""
+        """Return the settings only. A copy makes its own connections."""
         return {"addresses": self._addresses}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -81,7 +81,7 @@ class ParameterServers(Reduction):
 
     @property
     def is_linear(self) -> bool:  # type: ignore[override]
-        """Gradients may be added to a step afterwards; not if the servers have stepped with them."""
+        """Whether gradients may be added to a step afterwards. They may not once the servers have stepped with them."""
         return self.stepped is None
 
     def why_not_over(self, process_group: ProcessGroup | None) -> str:
@@ -119,11 +119,11 @@ class ParameterServers(Reduction):
 
     @property
     def named_parameters(self) -> Mapping[str, Parameter]:
-        """Whose gradients are pushed."""
+        """The parameters whose gradients are pushed."""
         return self._named
 
-    def step_by(self, stepped: Stepped) -> None:
-        """Let the servers step from now on; by `ServerOptimizer`, before the first step."""
+    def step_by(self, stepped: SteppedModel) -> None:
+        """Let the servers step from now on. Called by `ServerOptimizer` before the first step."""
         if self.stepped is not None or self._connection is not None:
             raise ConfigurationError(
                 "a ServerOptimizer is made once for a model, before its first backward: servers that have begun "
@@ -133,7 +133,7 @@ class ParameterServers(Reduction):
         self.stepped = stepped
 
     def connect(self) -> ServerConnections:
-        """The connection, opened at its first use. Collective the first time; does not block."""
+        """Return the connections, made at the first use. Collective the first time; does not block."""
         if self._connection is None:
             assert self._prepared_for is not None, "DistributedDataParallel has prepared it"
             parameters = list(self._named.values())
@@ -175,7 +175,7 @@ class ParameterServers(Reduction):
     def open_sums(
         self, process_group: ProcessGroup, device: torch.device, num_ports: int
     ) -> Callable[[ProcessGroup], LossyTransport]:
-        """Return what makes this rank's transport for sums over UDP: for `BoundedLoss(servers=)`. Collective."""
+        """Return the function that makes this rank's transport for `BoundedLoss(servers=)`. Collective."""
         from paceline_servers.ranks.server_sums import over_servers  # noqa: PLC0415  it needs paceline-lossy
 
         return over_servers(process_group, device, self._addresses, num_ports)

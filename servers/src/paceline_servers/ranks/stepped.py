@@ -1,14 +1,16 @@
-"""A rank's part of an optimizer that servers step: what they are told, what comes back, when it counts.
+"""A rank's part of an optimizer on the servers: its settings, the stepped parameters, and when they take effect.
 
 Rules
 1. Servers step a piece as soon as all ranks have pushed it, with the settings that the groups had when backward began.
-   What comes back waits beside the parameters until `install`, which is the optimizer's `step()`.
-2. When the next backward begins, ranks tell the servers whether they have installed the step before, and which
-   parameters nobody used. What was not installed is taken back there. So a failed backward changes nothing anywhere.
-3. Servers hold parameters of their own. Rank 0 sends those that have changed here since the servers last had them
-   (before the first step: all), as torch's version counters tell. What somebody changes between a backward that has
-   used it and `install` would be overwritten, so `install` refuses; what that has not used is sent with the next step.
-4. `.grad` is None after backward: no rank has the mean.
+   The stepped values wait in separate memory until `install`, which is the optimizer's `step()`.
+2. When the next backward begins, ranks tell the servers whether they have installed the last step, and which
+   parameters no rank used. Servers take back steps that were not installed. So a failed backward changes nothing
+   anywhere.
+3. Servers hold copies of the parameters. Rank 0 sends those that have changed here since the servers last had them, as
+   torch's version counters tell. Before the first step it sends all. `install` refuses if a parameter was changed
+   between its backward and `install`, because it would overwrite the change. Changed parameters that backward has not
+   used are sent with the next step.
+4. `.grad` is None after backward, because no rank has the mean.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from paceline_servers.wire import Frame, Kind, pack, pack_state, unpack_state
 
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})  # state of a parameter, not of its elements
 State = dict[int, dict[str, Any]]
-"""Of an optimizer: by a parameter's index, by name."""
+"""The state of an optimizer: by a parameter's index, by name."""
 
 
-class Stepped:
-    """What servers step for one model; rank 0, `is_first`, sends parameters and state.
+class SteppedModel:
+    """The optimizer of one model on its servers. Rank 0, with `is_first`, sends parameters and state.
 
     The optimizer is never stepped here.
     """
@@ -51,24 +53,24 @@ class Stepped:
         self._is_first = is_first
         self._group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._connection: ServerConnections | None = None
-        self._begin: bytes | None = None  # words of the step that begins, until they are sent
-        self._used, self._unused = False, list[Parameter]()  # of the last step, for the servers
-        self._awaits = False  # a step has come back and is not installed
+        self._begin: bytes | None = None  # the BEGIN of the next step, until it is sent
+        self._used, self._unused = False, list[Parameter]()  # of the last step; reported to the servers
+        self._awaits = False  # whether a step has come back and is not installed
         self._pulled: dict[int, Tensor] = {}  # by bucket
         self._arrived: list[tuple[Parameter, Tensor]] = []
-        self._versions: dict[int, int] = {}  # of parameters, as the servers have them
+        self._versions: dict[int, int] = {}  # versions of the parameters on the servers
         self._pushed_versions: dict[int, int] = {}  # when the step under way was launched
         self._to_load: State | None = None
 
     def settings(self) -> list[dict[str, Any]]:
-        """Of the groups, now."""
+        """Return the current settings of the groups."""
         return [
             {name: _plain(name, group[name]) for name in self._optimizer.defaults if name in group}
             for group in self._optimizer.param_groups
         ]
 
     def set_up(self, connection: ServerConnections) -> None:
-        """Tell the servers what they step. On the lane, when they have answered."""
+        """Send the servers the optimizer and its keys. Runs on the lane, after they have answered."""
         self._connection = connection
         groups = self.settings()
         answers = ResponseFuture(connection.link.num_servers)
@@ -86,16 +88,16 @@ class Stepped:
             words = {"optimizer": self._kind, "groups": groups, "keys": keys}
             frame = Frame(Kind.SET_UP, body=(pack(words),))
             connection.link.ask(server, frame, answers, patience_s=PATIENCE_S)
-        answers.wait()  # before anything is asked that has to be answered within the timeout
+        answers.wait()  # before requests that must be answered within the timeout
 
     # ---- a step
 
     def begin_step(self) -> None:
-        """A synchronized backward begins. Local."""
+        """Begin a synchronized backward. Local."""
         self._begin = pack({"groups": self.settings(), **self._used_words()})
         self._used, self._unused, self._arrived = False, [], []
         if self._awaits:
-            # what completes this backward steps on the servers again, and only the last goes back
+            # this backward would step on the servers again, and only the last step can be taken back
             self._awaits = False
             raise ConfigurationError(
                 "backward ran twice without optimizer.step() between, and the servers have stepped with the first "
@@ -112,7 +114,7 @@ class Stepped:
         return {"used": self._used, "unused": unused}
 
     def launch(self, connection: ServerConnections, message: Message) -> Work:
-        """Push a bucket of gradients; parameters come back. Collective; does not block."""
+        """Start to push a bucket of gradients and to pull the stepped parameters. Collective; does not block."""
         pulled = self._pulled.get(message.index)
         if pulled is None or pulled.shape != message.body.shape or pulled.dtype != message.body.dtype:
             pulled = self._pulled[message.index] = torch.empty_like(message.body)
@@ -134,7 +136,7 @@ class Stepped:
         return connection.launch(message, pulled, before)
 
     def _send_changed(self, connection: ServerConnections, message: Message) -> None:
-        """Rule 3, for the parameters of a bucket that is about to be pushed."""
+        """Send the changed parameters of a bucket that is about to be pushed (rule 3)."""
         if not self._is_first:
             return
         parts: dict[int, tuple[list[int], list[Tensor]]] = {}
@@ -152,9 +154,9 @@ class Stepped:
             connection.link.ask(server, Frame(Kind.PARAMETERS, num_keys=len(numbers), body=body))
 
     def end_step(self, parameters: Iterable[Parameter], unused: Sequence[Parameter]) -> None:
-        """End a backward without error on all ranks: all pieces are here (rule 4).
+        """End a backward that succeeded on all ranks, with all pieces here (rule 4).
 
-        The `unused` stay as they are, as a parameter without a gradient does.
+        The `unused` parameters do not change, like a parameter without a gradient.
         """
         self._unused = list(unused)
         self._awaits = True
@@ -163,7 +165,10 @@ class Stepped:
 
     @torch.no_grad()
     def install(self) -> bool:
-        """Take what the servers made, if there was a step; ConfigurationError if parameters have changed. Local."""
+        """Install the stepped parameters. Return whether there was a step. Local.
+
+        Raises ConfigurationError if parameters have changed since backward.
+        """
         if not self._awaits:
             return False
         unused = set(map(id, self._unused))
@@ -187,13 +192,13 @@ class Stepped:
             )
 
     def drop(self) -> None:
-        """A step that has come back and is not installed is not wanted. Local."""
+        """Drop a step that has come back and is not installed. Local."""
         self._awaits = False
 
     # ---- checkpoints
 
     def fetch(self) -> State:
-        """The state on the servers, as of the last step that was installed; of whole parameters. Local; blocks."""
+        """Return the state on the servers after the last installed step, of whole parameters. Local; blocks."""
         if self._to_load is not None:
             return self._to_load
         connection = self._connection
@@ -225,7 +230,7 @@ class Stepped:
         }
 
     def _load(self, connection: ServerConnections) -> None:
-        """On the lane, before a step begins."""
+        """Send the state to load. Runs on the lane, before a step begins."""
         state, self._to_load = self._to_load, None
         if state is None or not self._is_first:
             return
@@ -245,19 +250,19 @@ class Stepped:
             connection.link.ask(server, Frame(Kind.LOAD, body=(body,)))
 
     def _indices(self) -> dict[int, int]:
-        """Torch's numbers of parameters in a checkpoint: in the order of the groups."""
+        """Return torch's numbers of the parameters in a checkpoint, in the order of the groups."""
         members = [p for group in self._optimizer.param_groups for p in group["params"]]
         return {id(parameter): index for index, parameter in enumerate(members)}
 
 
 @torch.no_grad()
 def flat_of(tensor: Tensor) -> Tensor:
-    """A copy of a tensor's elements in the order in which its gradient lies in a bucket; shape (N,)."""
+    """Return a copy of a tensor's elements in the order in which a bucket holds its gradient, shape (N,)."""
     return torch.empty_like(tensor).copy_(tensor).as_strided((tensor.numel(),), (1,))
 
 
 def _joined(parts: Sequence[Mapping[str, Any]], parameter: Tensor) -> dict[str, Any]:
-    """The state of a parameter from that of its keys."""
+    """Return the state of a parameter from the states of its keys."""
     joined: dict[str, Any] = {}
     for name, first in parts[0].items() if parts else ():  # a parameter without elements has no keys
         if name in SCALARS or not isinstance(first, Tensor):
@@ -275,7 +280,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A setting as JSON takes it."""
+    """Return a setting as JSON takes it."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if value is None or isinstance(value, bool | int | float | str):

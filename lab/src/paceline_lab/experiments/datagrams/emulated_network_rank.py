@@ -15,7 +15,7 @@ from paceline.comm.rendezvous import Rendezvous
 from paceline_lossy import Bound
 from paceline_lossy.connecting import datagram_address
 from paceline_lossy.datagrams.lossy_link import LossyLink
-from paceline_lossy.datagrams.udp_socket import meet
+from paceline_lossy.datagrams.udp_socket import find_members
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     store = dist.PrefixStore("benchmark", dist.distributed_c10d._get_default_store())
     timeout = timedelta(seconds=120)
     meeting = Rendezvous(store, rank, ranks, timeout, "connecting to sum over UDP")
-    link = LossyLink(rank, meet(meeting, datagram_address(ranks)), timeout, num_servers=int(is_push))
+    link = LossyLink(rank, find_members(meeting, datagram_address(ranks)), timeout, num_servers=int(is_push))
     vector = torch.ones(case["num_bytes"] // 4)
     incoming = [torch.empty_like(vector) for _ in range(1, ranks)] if is_push and rank == 0 else []
     samples: dict[str, list[float]] = {"Gloo": [], **{side: [] for side in case["bounds"]}}
