@@ -57,7 +57,7 @@ def import_beside_the_server() -> None:
 
 
 def rewrite_tests(config: pytest.Config) -> None:
-    """Write what pytest makes of each test's file and the workers will look for; as before where pytest has changed."""
+    """Write the byte code of each test's file as pytest rewrites it; do nothing if pytest's internals have changed."""
     with contextlib.suppress(Exception):  # its own names, which may move
         from _pytest.assertion import rewrite
 

@@ -35,7 +35,7 @@ SIDES = {"side_names", "sides"}
 
 
 def verdict_of(row: Row) -> str | None:
-    """The verdict that follows from a claim's rule or tests; None: it does not follow by computing."""
+    """Return the verdict that follows from a claim's rule or tests, or None if it does not follow by computing."""
     if "tests" in row.verdict:
         return "holds"
     if "words" not in row.verdict:
@@ -47,7 +47,7 @@ def verdict_of(row: Row) -> str | None:
 
 
 def cells(path: str) -> list[list[float]]:
-    """The samples that a path leads to, those of a cell together."""
+    """Return the samples that a path leads to, grouped by cell."""
     path, _, field = path.partition(" reading ")
     path, _, keys = path.partition(" by ")
     found = found_at(path)
@@ -63,7 +63,7 @@ def cells(path: str) -> list[list[float]]:
 
 
 def samples_of(row: Row) -> list[list[float]]:
-    """All cells of a claim."""
+    """Return all cells of a claim."""
     return [] if isinstance(row.samples, str) else [cell for path in row.samples for cell in cells(path)]
 
 
@@ -89,7 +89,7 @@ def provenances(row: Row) -> list[Mapping[str, Any]]:
 
 
 def paths_in(source: str) -> list[str]:
-    """The paths of a figure's source."""
+    """Return the paths of a figure's source."""
     return re.findall(r'"([^"]+ > [^"]+)"', source) or [source]
 
 
@@ -113,7 +113,7 @@ def newer_results(path: str) -> Iterator[str]:
 
 
 def stored_names() -> list[str]:
-    """The names of all stored results."""
+    """Return the names of all stored results."""
     return sorted(path.stem for path in RESULTS.glob("*.json") if path.stem != "figures")
 
 
@@ -133,7 +133,7 @@ def _conditions(result: Mapping[str, Any]) -> Any:
 
 
 def table(rows: Mapping[str, Row], names: list[str]) -> str:
-    """The table at the page's end."""
+    """Return the table at the page's end."""
     lines = [
         "| claim | n | spread, % | measured in November | processor | load at most | the verdict follows from |",
         "|---|---|---|---|---|---|---|",
@@ -165,7 +165,7 @@ def processors(row: Row) -> str:
 
 
 def spread(row: Row) -> str:
-    """The largest spread of a cell; nothing where a cell has too few samples to tell."""
+    """Return the largest spread of a cell, or nothing if a cell has too few samples."""
     found = samples_of(row)
     if not found or min(map(len, found)) < FEWEST_FOR_A_SPREAD:
         return ""
@@ -190,7 +190,7 @@ def _range(numbers: list[int]) -> str:
 
 
 def page() -> str:
-    """The page with its table as it should be."""
+    """Return the page with its current table."""
     head, _, tail = PAGE.read_text().partition(HEADING)
     judged = [found for found in tables(head) if "verdict" in found.header and found.header[0] == "#"]
     names = [row[0] for found in judged for row in found.rows]

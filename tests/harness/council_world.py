@@ -20,7 +20,7 @@ _STEP_S = 0.1
 
 @dataclass
 class Host:
-    """An agent and its ranks, which train a step whenever all members of their plan do."""
+    """An agent and its ranks. The ranks train a step whenever all members of their plan do."""
 
     council: Council
     members: list[Member]
@@ -44,10 +44,10 @@ class Host:
 
 
 class World:
-    """Hosts, of which the first begins the job.
+    """The hosts of a council, of which the first begins the job.
 
     Args:
-        num_hosts: How many there are.
+        num_hosts: Number of hosts.
         needs: How many ranks a plan needs; each host has one.
     """
 
@@ -64,7 +64,7 @@ class World:
             self.start(i)
 
     def start(self, place: int) -> None:
-        """A host's agent begins, for the first time or again; on the first host as the one that begins a job."""
+        """Begin the agent of a host, for the first time or again. On the first host it begins the job."""
         number = next(self._numbers)
         name, address = f"{place}-{number}", Address(f"host{place}", 1)
         first = None if place == 0 else Address("host0", 1)
@@ -145,7 +145,7 @@ class World:
             host.steps = {m: plan.step if m in plan.members else s for m, s in host.steps.items()}
 
     def _is_fenced(self, host: Host) -> bool:
-        """Return whether its ranks are out of a decree by which others train."""
+        """Return whether its ranks are outside a decree by which others train."""
         decree = host.council.decree
         assert decree is not None
         names = {candidate.member for candidate in decree.members}
@@ -165,7 +165,7 @@ class World:
                 self.history.append((self.now_s, plan.epoch, step))
 
     def _check_votes(self) -> None:
-        """A host that may write a checkpoint now has the newest step."""
+        """Check that a host that may write a checkpoint now has the newest step."""
         for host in self.hosts:
             if not (host.is_dead or host.is_frozen) and host.council.holds_vote(self.now_s):
                 assert not self.history or max(host.steps.values()) >= self.history[-1][2]
@@ -173,14 +173,14 @@ class World:
     # ---- what is expected
 
     def check(self) -> None:
-        """Steps were made one after the other, each in one epoch, and epochs only grew."""
+        """Check that steps were made one after the other, each in one epoch, and that epochs only grew."""
         epochs = [epoch for _, epoch, _ in self.history]
         assert epochs == sorted(epochs), self.history
         steps = [step for _, _, step in self.history]
         assert steps == list(range(steps[0], steps[0] + len(steps))), self.history
 
     def training(self) -> set[int]:
-        """The hosts whose ranks have completed the last step, if that was just now."""
+        """Return the hosts whose ranks have just completed the last step."""
         if not self.history or self.now_s - self.history[-1][0] > 3 * _STEP_S:
             return set()
         last = self.history[-1][2]

@@ -1,4 +1,4 @@
-"""Networks that tests play for the bounded-loss protocol: endpoints in one process, a clock that is a number."""
+"""Simulated networks for the bounded-loss protocol: endpoints in one process, and a clock that is a number."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def endpoints(
     ports: int = 1,
     servers: int = 0,
 ) -> list[Endpoint]:
-    """One endpoint a rank, which sends by so many ports; those of different generations have different keys.
+    """Return one endpoint per rank, each with `ports` ports. Those of different generations have different keys.
 
-    With servers the first ranks are those.
+    If there are servers, they are the first ranks.
     """
     return [
         Endpoint(
@@ -75,7 +75,7 @@ class Mailer:
 
 
 class Network:
-    """Loses, repeats, delays (so reorders) and corrupts datagrams, by a seed."""
+    """A network that loses, repeats, reorders and corrupts datagrams, by a seed."""
 
     def __init__(
         self, seed: int, lose: float = 0.0, repeat: float = 0.0, delay: float = 0.0, corrupt: float = 0.0
@@ -86,7 +86,7 @@ class Network:
         self.corrupted = 0
 
     def carry(self, now_us: int, peer: int, datagram: Datagram) -> None:
-        """Take a datagram for `peer`."""
+        """Send a datagram to `peer`."""
         dice = self.random
         for _ in range(2 if dice.random() < self.repeat else 1):
             if dice.random() < self.lose:
@@ -227,5 +227,5 @@ def time_of_sums(
 
 
 def strangers(ends: Sequence[Endpoint]) -> int:
-    """Return how many datagrams these endpoints took for a stranger's."""
+    """Return how many datagrams these endpoints counted as a stranger's."""
     return sum(int(end.tables.numbers[e.STRANGERS]) for end in ends)

@@ -61,7 +61,7 @@ class Row:
 
 
 def stored_rows() -> dict[str, Row]:
-    """Every row of `figures.json`, by its name."""
+    """Return every row of `figures.json`, by its name."""
     stored = json.loads((RESULTS / "figures.json").read_text())
     return {
         name: Row(
@@ -76,13 +76,13 @@ def stored_rows() -> dict[str, Row]:
 
 
 def written(rows: Mapping[str, Any]) -> str:
-    """The text of `figures.json`, with a line for each figure."""
+    """Return the text of `figures.json`, with a line for each figure."""
     text = json.dumps(rows, indent=1, ensure_ascii=False)
     return re.sub(r'^   \[\n    (".*"),\n    (".*")\n   \]', r"   [\1, \2]", text, flags=re.MULTILINE) + "\n"
 
 
 def tables(text: str) -> list[Table]:
-    """Every table of a page. An escaped bar inside a cell is not a border."""
+    """Return every table of a page. An escaped bar inside a cell is not a border."""
     found = []
     for block in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
         lines = [_cells(line) for line in block.splitlines()]
@@ -95,7 +95,7 @@ def _cells(line: str) -> list[str]:
 
 
 def figures_of(table: Table) -> dict[str, set[str]]:
-    """The figures that a table prints, by the names of its rows: numbers outside prose columns and `code`."""
+    """Return the figures of a table by the names of its rows: numbers outside prose columns and `code`."""
     columns = [index for index, name in enumerate(table.header) if name not in PROSE_COLUMNS]
     printed: dict[str, set[str]] = {}
     for row in table.rows:
@@ -105,7 +105,7 @@ def figures_of(table: Table) -> dict[str, set[str]]:
 
 
 def numbers_in(text: str) -> set[str]:
-    """The figures of a sentence: numbers outside of `code`."""
+    """Return the figures of a sentence: numbers outside of `code`."""
     return set(NUMBER.findall(re.sub(r"`[^`]*`", "", text)))
 
 
@@ -116,7 +116,7 @@ def rounds_to(value: float, figure: str) -> bool:
 
 
 def value_of(source: str) -> float:
-    """The measured value that a path or a calculation stands for."""
+    """Return the measured value of a path or a calculation."""
     return float(calculated(source)) if re.search(r'\b(of|geomean|best)\("', source) else _one(source)
 
 
@@ -163,7 +163,7 @@ def _without_unit(path: str) -> tuple[str, float]:
 
 @cache
 def result_of(file: str) -> Any:
-    """A stored result."""
+    """Return a stored result."""
     return json.loads((RESULTS / f"{file}.json").read_text())
 
 

@@ -20,7 +20,7 @@ class Held:
     num_shared_mappings: int
 
     def within(self, other: Held) -> bool:
-        """Return whether it is nothing more."""
+        """Return whether no resource is more than in `other`."""
         return all(now <= once for now, once in zip(astuple(self), astuple(other), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Huge pages for a process that forks often: what a fork costs is the copying and the undoing of its page tables."""
+"""Puts the memory of a process that forks often into huge pages, because a fork copies its page tables."""
 
 from __future__ import annotations
 

@@ -23,10 +23,10 @@ Route = tuple[int, int, int]
 
 
 class InMemoryNetwork:
-    """Joins `num_ranks` in-memory transports.
+    """A network that joins `num_ranks` in-memory transports.
 
-    Strict: a message that its sender changes before its exchange is over is an error.
-    Faults: `lose` a rank, `delay` what one rank sends to another.
+    A message that its sender changes before its exchange is over is an error. Faults on request: `lose` a rank,
+    `delay` messages from one rank to another.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -37,7 +37,7 @@ class InMemoryNetwork:
         self._lost: set[int] = set()
 
     def run(self, function: Callable[[InMemoryTransport], Any]) -> list[Any]:
-        """Call `function` with every transport, each on a thread; returns results or exceptions by rank."""
+        """Call `function` with every transport, each on a thread. Return results or exceptions by rank."""
         with ThreadPoolExecutor(len(self.transports)) as threads:
             futures = [threads.submit(function, transport) for transport in self.transports]
             return [future.exception() or future.result() for future in futures]
@@ -47,7 +47,7 @@ class InMemoryNetwork:
         self._lost.add(rank)
 
     def delay(self, source: int, target: int, num_messages: int) -> None:
-        """Keep what `source` sends to `target` under way until there are so many messages; then all arrive."""
+        """Hold messages from `source` to `target` until there are `num_messages` of them, then deliver all."""
         self._delayed[source, target] = num_messages, []
 
     def deliver(self, source: int, target: int, tensor: Tensor) -> None:
@@ -65,7 +65,7 @@ class InMemoryNetwork:
             self._arrived.notify_all()
 
     def take(self, route: Route, timeout_s: float) -> Tensor | None:
-        """The oldest message of `route`, waiting for it if need be; None if there is none in time."""
+        """Return the oldest message of `route`, waiting for it if necessary; None after the timeout."""
         with self._arrived:
             queue = self._messages[route]
             return queue.popleft() if self._arrived.wait_for(lambda: queue, timeout_s) else None

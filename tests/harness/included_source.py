@@ -45,7 +45,7 @@ def current(title: str, text: str) -> str:
 
 
 def _source_of(path: str, name: str) -> list[str]:
-    """The lines of a function or class, with its decorators."""
+    """Return the lines of a function or class, with its decorators."""
     text = (REPOSITORY / path).read_text()
     node: Any = ast.parse(text)
     for part in name.split("."):
@@ -58,7 +58,7 @@ def _source_of(path: str, name: str) -> list[str]:
 
 
 def refresh(page: Path) -> bool:
-    """Write the blocks of a page anew; says whether anything changed."""
+    """Rewrite the blocks of a page. Return whether anything changed."""
     before = page.read_text()
     after = BLOCK.sub(
         lambda m: f'```python title="{m["title"]}"\n{current(m["title"], m["text"])}```', before

@@ -71,10 +71,10 @@ def _build(kind: str, tree: Path, folder: Path) -> Path:
 
 
 def interpreter(name: str) -> str:
-    """The path of an interpreter: found by the caller's PATH, which what it runs later does not have.
+    """Return the path of an interpreter, found by the caller's PATH, which later commands do not have.
 
     Raises:
-        SystemExit: There is none, or it does not run: a shim of pyenv does not for versions that are not switched on.
+        SystemExit: There is none, or it does not run, such as a pyenv shim for a version that is not switched on.
     """
     try:
         asked = subprocess.run(
@@ -91,7 +91,7 @@ def interpreter(name: str) -> str:
 
 
 def twelve_lines() -> str:
-    """The README's script."""
+    """Return the README's script."""
     (script,) = re.findall(
         r'^```python title="train.py"\n(.*?)^```$',
         (REPOSITORY / "README.md").read_text(),
@@ -101,10 +101,10 @@ def twelve_lines() -> str:
 
 
 def smoke(python: str, wheel: Path, others: Sequence[Path]) -> None:
-    """Install Paceline's wheel into an environment of its own, use it, add the other packages, and use them.
+    """Install Paceline's wheel into a new environment, use it, add the other packages, and use them.
 
     Raises:
-        SystemExit: Something does not work; says what, with its output.
+        SystemExit: A step fails; the message holds its output.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

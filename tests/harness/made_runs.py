@@ -38,7 +38,7 @@ def nothing(_rank: int, _step: int) -> Mapping[str, float]:
 
 
 def always(culprit: int, phase: str, seconds: float) -> Extra:
-    """One rank, in every step."""
+    """Return the extra time of one rank in every step."""
     return lambda rank, _: {phase: seconds} if rank == culprit else {}
 
 
@@ -70,7 +70,7 @@ class MadeRun:
     seed: int = 0
 
     def make(self) -> Run:
-        """The run, and the same one every time."""
+        """Make the run. The same description makes the same run every time."""
         draw = random.Random(self.seed)
         ranks = [
             RankRun(self._header(rank), labels=LAYERS, sizes=(4000, 2000, 3000), bucket_bytes=5000)
@@ -117,7 +117,7 @@ class MadeRun:
 
 
 def address(rank: int, peer: int) -> str:
-    """Rank's end of its connection with a peer."""
+    """Return a rank's end of its connection with a peer."""
     return f"10.0.0.{rank}:{4000 + peer}"
 
 
@@ -129,7 +129,7 @@ def link_samples(
     peak: Callable[[int, int], float] = lambda *_: 0.0,
     rtt: Callable[[int, int], float] = lambda *_: 0.0005,
 ) -> list[Sample]:
-    """Two samples of a full mesh, 100 steps apart: each direction was busy for one second at its rate, in bytes."""
+    """Return two samples of a full mesh, 100 steps apart, with each direction busy for one second at its rate."""
 
     def counters(at: int) -> tuple[LinkCounters, ...]:
         return tuple(
@@ -152,5 +152,5 @@ def link_samples(
 
 
 def busy_core(pid: int, name: str, load: float) -> list[Sample]:
-    """Samples in which another process uses the rank's core."""
+    """Return samples in which another process uses the rank's core."""
     return [Sample(at, float(at), 0.0, (), (Neighbour(pid, name, load),)) for at in range(4)]

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 
 def generator(*parts: int) -> torch.Generator:
-    """A torch generator that depends on `parts` only."""
+    """Return a torch generator that depends on `parts` only."""
     text = ",".join(str(part) for part in parts).encode()
     return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:7], "big"))
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
-    """A hash of the tensors' bits."""
+    """Return a hash of the tensors' bits."""
     state = hashlib.sha256()
     for tensor in tensors:
         data = tensor.detach()
@@ -36,7 +36,7 @@ def digest(tensors: Sequence[Tensor]) -> str:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of the bitwise oracle."""
+    """Return the optimizer of the bitwise oracle."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
@@ -58,12 +58,12 @@ class Workload:
 
 
 def random_batch(*parts: int, shape: Sequence[int] = (4, 8), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normally distributed; depends on `parts`, such as seed, step and rank, only."""
+    """Return a normally distributed batch that depends only on `parts`, such as seed, step and rank."""
     return torch.randn(tuple(shape), generator=generator(*parts), dtype=dtype)
 
 
 def squares(output: Tensor) -> Tensor:
-    """A loss that needs no target."""
+    """Return a loss that needs no target."""
     return (output.abs() ** 2).mean()
 
 
@@ -73,7 +73,7 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[[Any], Tensor] = squares,
 ) -> list[str]:
-    """A step a batch, by `sgd` unless told otherwise; the bits of the gradients of each."""
+    """Train one step per batch, by `sgd` unless told otherwise. Return the bits of each step's gradients."""
     optimizer = optimizer or sgd(model)
     bits = []
     for x in batches:
@@ -85,7 +85,7 @@ def train(
 
 
 class Mlp(nn.Module):
-    """Four linear layers; the smallest thing with several buckets."""
+    """Four linear layers, the smallest model with several buckets."""
 
     def __init__(self, width: int = 16, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Mlp(nn.Module):
 
 
 def conv_net() -> nn.Module:
-    """Convolutions with batch normalisation."""
+    """Return convolutions with batch normalization."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, bias=False),
         nn.BatchNorm2d(8),
@@ -149,7 +149,7 @@ class MixedDtypes(nn.Module):
 
 
 class ComplexNet(nn.Module):
-    """Complex weights beside real ones."""
+    """Complex and real weights together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class TinyTransformer(nn.Module):
 
 
 class IgnoresSome(nn.Module):
-    """Declares a root-level and a nested parameter that data parallelism must leave alone."""
+    """A model with a root-level and a nested parameter that data parallelism must ignore."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ Taken = list[Tensor | None]
 
 
 def take(net: nn.Module) -> Taken:
-    """Copies of all gradients, made at once: whatever arrives later is not among them."""
+    """Return copies of all gradients, made at once. Gradients that arrive later are not among them."""
     return [None if p.grad is None else p.grad.detach().clone() for p in net.parameters()]
 
 
@@ -49,7 +49,7 @@ class Comparison:
         self.wrong.append(f"{self.where}: {words}")
 
     def same(self, what: str, found: Tensor | None, expected: Tensor | None, scale: float) -> None:
-        """Compare; None is not zeros. Where one process diverges, too, there is nothing to compare."""
+        """Compare two tensors. None is not zeros. Where one process diverges, too, the values are not compared."""
         if found is None and expected is None:
             return
         if found is None or expected is None:
@@ -63,9 +63,9 @@ class Comparison:
             self.fail(f"{what} differs by {distance:.3g} (largest expected {scale:.3g})")
 
     def gradients(self, model: Any, taken: Taken, expected: Sequence[Tensor | None]) -> None:
-        """Compare what a wrapped model's `.grad` was at once, and is now, with the mean. Collective.
+        """Compare the `.grad` of a wrapped model, right after backward and now, with the mean. Collective.
 
-        With error feedback that is the mean of the gradients and of what ranks had left over, less what they have now.
+        With error feedback the mean includes the residuals that ranks had, less those that they have now.
         """
         net: nn.Module = model.module
         expected = self._with_left_over(model, expected)
@@ -108,11 +108,11 @@ class Comparison:
         return result
 
     def forget_codecs(self) -> None:
-        """The wrapper and its codecs are gone."""
+        """Forget the codecs of a dropped wrapper."""
         self._in_use, self._left_over = {}, {}
 
     def _kept_on(self, reduction: Any) -> None:
-        """A codec that `compression="auto"` goes on using is the same object, or what it had left over is lost."""
+        """Check that `compression="auto"` keeps the same codec object. A new one would have lost its residuals."""
         if not hasattr(reduction, "_running"):
             return
         course = reduction._decision.course
@@ -129,7 +129,7 @@ class Comparison:
         self.note(net.parameters())
 
     def buffers(self, net: nn.Module, alone: nn.Module, are_shared: bool) -> None:
-        """Compare buffers; where ranks share them, these too."""
+        """Compare buffers with one process, and across ranks where ranks share them."""
         for (name, found), expected in zip(net.named_buffers(), alone.buffers(), strict=True):
             distance = float((found - expected).abs().max())
             if not distance <= EXACT * max(1.0, float(expected.abs().max())):

@@ -21,7 +21,7 @@ from paceline.optim import overlap
 
 
 def dropped(program: Program, rank: int, num_ranks: int, compare: Comparison) -> None:
-    """Whichever model is wrapped now trains as one process; threads, descriptors and memory come back. Collective."""
+    """Check that each new wrapped model trains as one process, and that dropped ones leave no resources. Collective."""
     in_part = "part" in program.options and num_ranks > 2
     members = list(range(num_ranks - 1 if in_part else num_ranks))
     group = dist.new_group(members)
@@ -47,7 +47,7 @@ def dropped(program: Program, rank: int, num_ranks: int, compare: Comparison) ->
 
 
 class _Job:
-    """One member's run: the model that is wrapped now, what it has come to, and what one process has come to."""
+    """The run of one member: the current wrapped model, and its reference in one process."""
 
     def __init__(
         self, program: Program, rank: int, members: Sequence[int], group: Any, compare: Comparison
@@ -71,7 +71,7 @@ class _Job:
         self.begin()
 
     def perform(self, name: str, seed: int) -> None:
-        """An operation of the program."""
+        """Perform an operation of the program."""
         if name == "train":
             self.train(seed)
         elif name == "collect":
@@ -88,7 +88,7 @@ class _Job:
         return "overlap_forward" in self.program.options
 
     def begin(self) -> None:
-        """Wrap what there is."""
+        """Wrap the current model."""
         self.model = wrap(self.program, self.net, self.group)
         self.net = bare(self.model)
         make = OPTIMIZERS["SGD"]
@@ -97,7 +97,7 @@ class _Job:
             overlap(self.ours, self.model)
 
     def train(self, seed: int) -> None:
-        """A step."""
+        """Train a step."""
         train_on(self.program, "train", seed, self.model, [self.rank], whole=False)
         train_on(self.program, "train", seed, self.alone, self.members, whole=True)
         if not self.defers:

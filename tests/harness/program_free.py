@@ -19,7 +19,7 @@ from paceline.errors import PeerAbortedError
 
 
 class Replica:
-    """A model and the losses whose backward is still to come: the wrapped one, or a rank's bare copy."""
+    """A model and the losses whose backward is still to come: the wrapped model, or a rank's bare copy."""
 
     def __init__(self, model: nn.Module, rank: int, program: Program) -> None:
         self.model, self.rank, self.program = model, rank, program
@@ -75,14 +75,14 @@ NEEDS_NO_FORWARD = ("around the wrapper", "freeze", "unfreeze", "accumulate", "t
 
 
 def free(program: Program, rank: int, num_ranks: int, compare: Comparison) -> None:
-    """Gradients are the mean of the copies' after every synchronization, whatever happened before."""
+    """Check that gradients are the mean of the copies' after every synchronization, after any operations."""
     trial = Trial(program, rank, num_ranks, compare)
     for operation, seed in program.operations:
         trial.do(trial.possible(operation), seed)
 
 
 class Trial:
-    """A wrapped model, and beside it a bare copy for each rank."""
+    """A wrapped model, and a bare copy for each rank."""
 
     def __init__(self, program: Program, rank: int, num_ranks: int, compare: Comparison) -> None:
         net = make_net(program)
@@ -95,7 +95,7 @@ class Trial:
         self.had: set[int] = set()  # parameters with a gradient, on any rank, since the last synchronization
 
     def possible(self, operation: str) -> str:
-        """This operation, or what has to come before it."""
+        """Return this operation, or the one that has to come before it."""
         raises = operation.startswith("raise")
         if "backward" in operation and not raises and not self.mine.pending:
             return "forward"
@@ -128,7 +128,7 @@ class Trial:
         self.compare.buffers(bare(self.mine.model), self.copies[self.rank].model, are_shared)
 
     def _do_all(self, name: str, seed: int) -> Taken:
-        """Perform an operation; returns this rank's gradients as they were right after it."""
+        """Perform an operation. Return this rank's gradients right after it."""
         if name == "accumulate":
             accumulate(self.program, seed, self.mine.model, self.rank)
             taken = take(bare(self.mine.model))
@@ -152,7 +152,7 @@ class Trial:
                 other.data.copy_(source)  # batch norm has saved it for a backward that may still come
 
     def _find_out_buffers(self) -> None:
-        """Give each copy its rank's buffers: how far ranks came in a step given up is theirs to say. Collective."""
+        """Give each copy its rank's buffers. Only a rank knows how far it came in an abandoned step. Collective."""
         for one in self.copies:
             for found, other in zip(bare(self.mine.model).buffers(), one.model.buffers(), strict=True):
                 if one.rank == self.rank:
@@ -160,7 +160,7 @@ class Trial:
                 dist.broadcast(other.data, one.rank)
 
     def _compare_and_take_over(self, taken: Taken) -> None:
-        """Compare with the mean; then make the copies' gradients this rank's, which all ranks have."""
+        """Compare with the mean. Then set the copies' gradients to this rank's, which all ranks have."""
         expected: list[Tensor | None] = []
         everywhere = zip(*[[p.grad for p in one.model.parameters()] for one in self.copies], strict=True)
         for place, (grads, found) in enumerate(zip(everywhere, taken, strict=True)):
@@ -187,7 +187,7 @@ def _where_to_raise(program: Program, name: str) -> str:
 
 
 def _stumble(name: str, seed: int, mine: Replica, num_ranks: int, compare: Comparison) -> None:
-    """One rank raises: there it is raised, the others are told by name, and the next step is clean."""
+    """Let one rank raise. Check its error, the name that others get, and that the next step is clean."""
     who = seed % num_ranks
     net = bare(mine.model)
     mine.do("zero to None", seed)
@@ -242,7 +242,7 @@ def accumulate(program: Program, seed: int, model: Any, rank: int) -> None:
 
 
 def accumulate_copies(program: Program, seed: int, models: Sequence[nn.Module]) -> int:
-    """Each copy holds its part of sum(w g) / sum(w), times the number of ranks; returns sum(w)."""
+    """Give each copy its part of sum(w g) / sum(w), times the number of ranks. Return sum(w)."""
     all_of_them = [_micro_batches(program, seed, r) for r in range(program.num_ranks)]
     total = sum(weight for batches in all_of_them for _, weight in batches)
     for model in models:

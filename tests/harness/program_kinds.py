@@ -31,7 +31,7 @@ from paceline.optim import DiLoCo, LocalSGD
 
 
 def train_on(program: Program, name: str, seed: int, model: Any, who: Sequence[int], whole: bool) -> None:
-    """Zero, forward and backward of the ranks `who`: one's own on a wrapped model, all on a bare one (`whole`)."""
+    """Train on the batches of the ranks `who`: one rank on a wrapped model, all on a bare one (`whole`)."""
     weighted = "weight" in program.options
     is_static = "static_graph" in program.options
     can_skip = (
@@ -60,7 +60,7 @@ def train_on(program: Program, name: str, seed: int, model: Any, who: Sequence[i
 
 
 def with_torch(program: Program, rank: int, num_ranks: int, compare: Comparison) -> None:
-    """Gradients are those of one process on the whole batch, and of torch's class where that supports the program."""
+    """Check gradients against one process on the whole batch, and against torch's class if it fits the program."""
     precision = torch.float32 if "mixed_precision" in program.options else torch.float64
     net = make_net(program)
     alone, model = copy.deepcopy(net), wrap(program, net.to(precision))
@@ -135,7 +135,7 @@ class _Cast:
 
 
 def _torchs(program: Program, net: Net) -> Any:
-    """Torch's class with the same options; None where it has no such thing or does not support the program."""
+    """Return torch's class with the same options, or None if it does not support the program."""
     reentrant = {"reentrant", "nested", "tied reentrant"} & set(program.blocks)
     names = {name for name, _ in program.operations}
     is_static = "static_graph" in program.options
@@ -155,7 +155,7 @@ def _torchs(program: Program, net: Net) -> Any:
 
 
 def gan(program: Program, rank: int, num_ranks: int, compare: Comparison) -> None:
-    """Two wrapped models; both models' gradients are the mean after every backward, alone or through each other."""
+    """Check two wrapped models: after every backward, alone or through each other, both have the mean gradients."""
     critic = make_net(program)
     maker = Generator(program.width).double()
     static = program.options.pop("static_graph", None)  # their graphs alternate
@@ -208,7 +208,7 @@ def _gan_step(
 
 
 def local_steps(program: Program, rank: int, num_ranks: int, compare: Comparison) -> None:
-    """Ranks train alone; now and then parameters become what the papers' equations say."""
+    """Check ranks that train alone, with parameters that now and then follow the papers' equations."""
     net = make_net(program)
     every, is_diloco = program.options["every"], program.options["optimizer"] == "DiLoCo"
     compression = program.options.get("compression")

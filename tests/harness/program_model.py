@@ -30,7 +30,7 @@ HEADS = (
 
 
 class InTurns(Auto):
-    """`compression="auto"` whose decisions follow from the number of steps, not from clocks: a seed repeats them."""
+    """`compression="auto"` with decisions by the number of steps, not by clocks, so that a seed repeats them."""
 
     def __init__(self) -> None:
         config = TrialConfig(num_sweeps=1, check_every=1, try_every=1)
@@ -76,7 +76,7 @@ def _done(value: Tensor) -> torch.futures.Future[Tensor]:
 
 
 def _reduce_into_another(bucket: Any) -> torch.futures.Future[Tensor]:
-    """The mean as a tensor of its own; nothing of use is left in the bucket."""
+    """Return the mean in another tensor, and leave nothing of use in the bucket."""
     sent = bucket.buffer() / dist.get_world_size()
     bucket.buffer().fill_(torch.nan)
     future = dist.all_reduce(sent, async_op=True).get_future()
@@ -88,7 +88,7 @@ class StumbleError(Exception):
 
 
 class _Stumble(torch.autograd.Function):
-    """Raises in backward."""
+    """A function that raises in backward."""
 
     @staticmethod
     def forward(_context: Any, x: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def _twice(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Listed(nn.Module):
-    """Finds its parameters once: walking the tree at each comparison is a fifth of what random programs compute."""
+    """A model that finds its parameters once. Walking the tree at each comparison takes a fifth of the time."""
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -169,7 +169,7 @@ class Listed(nn.Module):
 
 
 class Net(Listed):
-    """A trunk, blocks and two heads that can be left out; leaves its outputs where they may not be found."""
+    """A trunk, blocks and two heads that can be left out. Its outputs may be hidden from libraries."""
 
     def __init__(self, width: int, blocks: Sequence[str], place: str = "plain") -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class Net(Listed):
         return tuple(o if o is None or not spare else o * self.spare for o in heads)
 
     def find(self, returned: Any) -> Any:
-        """The outputs of the last forward."""
+        """Return the outputs of the last forward."""
         if self.place == "global":
             return LEFT.pop()
         kept, self.kept = self.kept, None
@@ -229,7 +229,7 @@ class Generator(Listed):
 
 
 def make_net(program: Program) -> Net:
-    """The same on every rank."""
+    """Return the model of a program, the same on every rank."""
     torch.manual_seed(program.seed)
     return Net(program.width, program.blocks, program.outputs).double()
 
@@ -240,7 +240,7 @@ def bare(model: nn.Module) -> Any:
 
 
 def loss_of(model: nn.Module, x: Tensor, used: dict[str, bool]) -> Tensor:
-    """Forward and loss; of a forward whose heads are all left out, nothing."""
+    """Return the loss of a forward, which is zero if all heads are left out."""
     net = bare(model)
     if getattr(model, "is_late", False):
         time.sleep(LATE_S)  # no synchronization: a slow rank
@@ -250,7 +250,7 @@ def loss_of(model: nn.Module, x: Tensor, used: dict[str, bool]) -> Tensor:
 
 
 def batch(program: Program, seed: int, rank: int, part: int = 0, size: int = 3) -> Tensor:
-    """One rank's inputs."""
+    """Return one rank's inputs."""
     return torch.randn(size, SIZE, generator=generator(program.seed, seed, rank, part), dtype=torch.float64)
 
 
@@ -266,7 +266,7 @@ def codec(name: str) -> Any:
 
 
 def wrap(program: Program, net: nn.Module, process_group: Any = None) -> DistributedDataParallel:
-    """Our wrapper with the program's options."""
+    """Wrap the model with the program's options."""
     given = {k: v for k, v in program.options.items() if k not in ("hook", "optimizer", "divided", "weight")}
     if "compression" in given:
         given["compression"] = codec(given["compression"])

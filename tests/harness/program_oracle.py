@@ -63,7 +63,7 @@ NOT_REPEATED = "not repeated: "
 def find_failures(
     programs: Sequence[Program], ranks: Ranks, deadline_s: float = 120.0
 ) -> dict[Program, list[str]]:
-    """Perform programs of one number of ranks; those that went wrong, with what every rank says of it."""
+    """Perform programs of one number of ranks. Return the failed ones with every rank's errors."""
     outcomes = ranks.outcomes(perform, [one.to_json() for one in programs], deadline_s=deadline_s)
     if all(outcome.clean for outcome in outcomes):
         failures = {}
@@ -87,7 +87,7 @@ def find_failures(
 def explain(
     program: Program, words: Sequence[str], pool: Callable[[int], Ranks], max_tries: int = 150
 ) -> str:
-    """A failure's report: the seed, the smallest program that fails, and the command that repeats it."""
+    """Return a failure's report: the seed, the smallest failing program, and the command that repeats it."""
 
     def fails(candidate: Program) -> bool:
         return bool(find_failures([candidate], pool(candidate.num_ranks), 40.0))

@@ -24,7 +24,7 @@ Optimizers = Sequence[torch.optim.Optimizer]
 
 
 def forward_overlap(program: Program, rank: int, num_ranks: int, compare: Comparison) -> None:
-    """Parameters and outputs are those of one process on the whole batch whenever they are read."""
+    """Check that parameters and outputs are those of one process on the whole batch whenever they are read."""
     net = make_net(program)
     make = OPTIMIZERS[program.options["optimizer"]]
     alone, model = copy.deepcopy(net), wrap(program, net)
@@ -50,7 +50,7 @@ def forward_overlap(program: Program, rank: int, num_ranks: int, compare: Compar
 
 
 def evaluate(model: Any, alone: nn.Module, compare: Comparison) -> None:
-    """Outputs without gradients."""
+    """Return outputs without gradients."""
     with torch.no_grad():
         x = torch.ones(2, SIZE, dtype=torch.float64)
         found, expected = model(x), alone(x)
@@ -68,7 +68,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
 
 
 def overlapped_pair(program: Program, rank: int, num_ranks: int, compare: Comparison) -> None:
-    """Two models with forward overlap, whose parameters are divided among optimizers in one way or another."""
+    """Check two models with forward overlap, whose parameters are divided among optimizers in one way or another."""
     critic = make_net(program)  # seeds what is drawn, so that the maker is the same on every rank
     nets = Generator(program.width).double(), critic
     alone = copy.deepcopy(nets)
@@ -210,7 +210,7 @@ def read_one(
     pairs: Sequence[tuple[nn.Module, nn.Module]],
     compare: Comparison,
 ) -> None:
-    """Read parameters in drawn ways, on this thread or another: each rank others. Local."""
+    """Read parameters in drawn ways, on this thread or another. Each rank reads others. Local."""
     source = random.Random(f"{program.seed} {seed} {rank} readers")
     for _ in range(3):
         kind = source.choice((SEEN, SEEN, UNSEEN))

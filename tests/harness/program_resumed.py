@@ -42,7 +42,7 @@ class Counted(IterableDataset[int]):
 
 
 class _Job:
-    """One rank's run: sampler, loop and wrapped model, all of which another run replaces."""
+    """The run of one rank: sampler, loop and wrapped model, which a resumed run replaces."""
 
     def __init__(self, program: Program, rank: int, net: Any) -> None:
         options = program.options
@@ -75,7 +75,7 @@ class _Job:
         )
 
     def shares(self, source: random.Random) -> GlobalBatch:
-        """The same size, divided anew; some may have nothing."""
+        """Return a new division of the same batch. Some ranks may get nothing."""
         cuts = sorted(source.randint(0, self.size) for _ in range(self.program.num_ranks - 1))
         return GlobalBatch(tuple(b - a for a, b in zip((0, *cuts), (*cuts, self.size), strict=True)))
 
@@ -84,14 +84,14 @@ class _Job:
         return _tokens(batch) if self.source == "tokens" else batch
 
     def steps(self) -> Any:
-        """The next loop."""
+        """Return the next loop."""
         if isinstance(self.sampler, GlobalStream):
             return self.sampler.steps()
         data: Any = range(self.num_samples)
         return self.sampler.steps(DataLoader(data, batch_sampler=self.sampler, collate_fn=list))
 
     def next(self, compare: Comparison, names_epoch: bool) -> list[list[int]]:
-        """The next step's batches, of the next epoch if this one is over."""
+        """Return the next step's batches, from the next epoch if this one is over."""
         batches = next(self.loop, None)
         if batches is None:
             self.check(compare)
@@ -102,7 +102,7 @@ class _Job:
         return batches  # type: ignore[no-any-return]
 
     def check(self, compare: Comparison) -> None:
-        """All epochs so far are complete."""
+        """Check that all epochs so far are complete."""
         for epoch, samples in self.trained.items():
             if sorted(samples) != list(range(self.num_samples)):
                 compare.fail(f"epoch {epoch} has trained {sorted(samples)}")
@@ -113,7 +113,7 @@ def _tokens(batch: GlobalBatch) -> GlobalBatch:
 
 
 def resumed(program: Program, rank: int, num_ranks: int, compare: Comparison) -> None:
-    """Each step's gradient is one process's on all ranks' samples, of which each epoch has every one once."""
+    """Check each step's gradient against one process's, and that epochs hold every sample once."""
     alone = make_net(program)
     job = _Job(program, rank, alone)
     for name, seed in [*program.operations, ("finish", -1)]:

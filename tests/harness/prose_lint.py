@@ -161,7 +161,7 @@ def _num_words(text: str) -> int:
 
 
 def _plain(text: str) -> str:
-    """The text as it is read: without markup, and with each piece of code as one word."""
+    """Return the text as it is read: without markup, and with each piece of code as one word."""
     text = re.sub(r"``?[^`]+``?", "`code`", text)
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)|<[^>]+>", "", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
@@ -222,7 +222,7 @@ def too_long() -> Iterator[str]:
 
 @cache
 def public_names() -> frozenset[str]:
-    """Names that a package exports by `__all__`, or that the reference lists as members."""
+    """Return the names that a package exports by `__all__`, or that the reference lists as members."""
     exported = [path for folder in SOURCES for path in (REPOSITORY / folder).rglob("__init__.py")]
     texts = [path.read_text() for path in [*exported, *REPOSITORY.glob("docs/reference/*.md")]]
     lists = [
@@ -259,7 +259,7 @@ def source(path: Path) -> Iterator[Prose]:
 
 
 def plain_findings(path: Path) -> Iterator[Finding]:
-    """Yield what breaks the rules of `PLAIN` in a file: in every docstring, and in every comment."""
+    """Yield the broken rules of `PLAIN` in every docstring and every comment of a file."""
     text = path.read_text()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -304,7 +304,7 @@ def _piece(value: ast.expr) -> str:
 
 
 def _of_string(path: Path, line: int, text: str) -> Iterator[Prose]:
-    """A string is prose if it has some words and no line of code."""
+    """Yield a string as prose if it has some words and no line of code."""
     code = re.search(r"[;{}]\s*\n|^\s*#include", text, re.MULTILINE)
     if len(re.findall(r"\b[a-z]{2,}\b", text)) >= 5 and not code:
         yield Prose(path, line, text)
@@ -332,7 +332,7 @@ def _of_docstring(whole: Prose) -> Iterator[Prose]:
 
 
 def _read(path: Path) -> Iterator[Finding]:
-    """Yield what a file of this repository breaks."""
+    """Yield the broken rules of a file of this repository."""
     words_only = any(path in REPOSITORY.glob(pattern) for pattern in WORDS_ONLY)
     if path.suffix == ".md":
         pieces = page(path, words_only=words_only)
@@ -357,19 +357,19 @@ class Allowed:
     reason: str
 
     def covers(self, finding: Finding) -> bool:
-        """Return whether this is about that sentence."""
+        """Return whether the exception is for that sentence."""
         path = str(finding.prose.path.relative_to(REPOSITORY))
         return self.path == path and (self.begins == "*" or finding.sentence.startswith(self.begins))
 
 
 def exceptions() -> list[Allowed]:
-    """The listed exceptions: `FILE | FIRST WORDS | REASON`, one per line."""
+    """Return the listed exceptions: `FILE | FIRST WORDS | REASON`, one per line."""
     lines = (line for line in EXCEPTIONS.read_text().splitlines() if line and not line.startswith("#"))
     return [Allowed(*(part.strip() for part in line.split("|"))) for line in lines]
 
 
 def main(names: list[str]) -> int:
-    """Print what breaks a rule, in these files or in all; and exceptions that nothing needs any longer."""
+    """Print the broken rules, in these files or in all, and the exceptions that are no longer needed."""
     patterns = [*PAGES, *WORDS_ONLY, *(f"{folder}/**/*.py" for folder in (*SOURCES, HARNESS))]
     paths = {path for pattern in patterns for path in REPOSITORY.glob(pattern)}
     chosen = [Path(name).resolve() for name in names] or sorted(paths)

@@ -161,7 +161,7 @@ class Program:
 
 
 def draw(seed: int) -> Program:
-    """The program of a seed; the same in every process and on every machine."""
+    """Return the program of a seed, the same in every process and on every machine."""
     source = random.Random(seed)
     kind = source.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     options = dict(_options(kind, source))
@@ -248,12 +248,12 @@ def _blocks(kind: str, options: dict[str, Any], source: random.Random) -> list[s
 
 
 def shrink(program: Program, fails: Callable[[Program], bool], max_tries: int = 150) -> Program:
-    """The smallest program found that still fails, by leaving out operations, options and layers.
+    """Return the smallest program found that still fails, by leaving out operations, options and layers.
 
     Args:
-        program: One that fails.
-        fails: Performs a program.
-        max_tries: How often it may be asked.
+        program: A program that fails.
+        fails: Performs a program, and returns whether it fails.
+        max_tries: How often `fails` may be called.
     """
     tries = 0
     progress = True
@@ -270,7 +270,7 @@ def shrink(program: Program, fails: Callable[[Program], bool], max_tries: int = 
 
 
 def _smaller(program: Program) -> Iterator[Program]:
-    """Programs with something left out, large pieces first."""
+    """Yield the program with parts left out, large parts first."""
     count = len(program.operations)
     size = count // 2
     while size:

@@ -128,7 +128,7 @@ class _Start:
 
 @dataclass(frozen=True)
 class _Order:
-    """One run: which function, with what, over which rendezvous (None keeps the group that is open)."""
+    """One run: the function, its arguments, and the rendezvous (None keeps the open group)."""
 
     source: str
     module: str
@@ -148,14 +148,14 @@ def _log_path(folder: str | Path, rank: int) -> Path:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Return whether a process has been stopped by a signal, so that there is no point in waiting for it."""
+    """Return whether a signal has stopped a process, so that waiting for it is pointless."""
     with contextlib.suppress(OSError):
         return "\nState:\tT" in Path(f"/proc/{pid}/status").read_text()
     return False
 
 
 def _load(source: str, module: str) -> types.ModuleType:
-    """The test module at path `source`, whatever name pytest imported it by."""
+    """Return the test module at path `source`, under any name by which pytest imported it."""
     known = sys.modules.get(module)
     if known is not None and getattr(known, "__file__", None) == source:
         return known
@@ -387,7 +387,7 @@ class Ranks:
         return ""
 
     def _stack(self, rank: int) -> str:
-        """The log of a rank that hangs, after asking it to write its stack there."""
+        """Ask a rank that hangs to write its stack into its log; return the log."""
         process, until_s = self._processes[rank], time.monotonic() + LIMIT_S
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGUSR1)
@@ -418,7 +418,7 @@ _pools: dict[int, Ranks] = {}
 
 
 def pool(num_ranks: int) -> Ranks:
-    """The pool of `num_ranks` that the whole session shares; closed at exit."""
+    """Return the pool of `num_ranks` that the whole session shares; it is closed at exit."""
     if num_ranks not in _pools:
         _pools[num_ranks] = Ranks(num_ranks)
     return _pools[num_ranks]
@@ -440,7 +440,7 @@ class Job:
     stderr: str
 
     def checked(self) -> Job:
-        """This job, or RanksFailedError if it did not exit with 0."""
+        """Return this job. Raises RanksFailedError if it did not exit with 0."""
         if self.exit_code != 0:
             raise RanksFailedError(
                 f"exit code {self.exit_code}\n{self.stdout[-4000:]}\n{self.stderr[-8000:]}"
@@ -503,7 +503,7 @@ def run_job(
 
 
 def marked(mark: str) -> Iterator[int]:
-    """Ids of living processes whose environment holds `mark`."""
+    """Return the ids of living processes whose environment holds `mark`."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -527,5 +527,5 @@ def _end(pids: Iterator[int] | Sequence[int]) -> None:
 
 
 def seeded(*parts: object) -> random.Random:
-    """A random source that depends on `parts` only, the same in every process."""
+    """Return a random source that depends on `parts` only, the same in every process."""
     return random.Random(repr(parts))

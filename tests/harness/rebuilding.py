@@ -27,12 +27,12 @@ batch = partial(random_batch, 3, dtype=torch.float64)  # of a step and a rank
 
 
 def train_steps(model: nn.Module, rank: int, steps: Iterable[int]) -> list[str]:
-    """Some steps on batches of this rank's own; the bits of the gradients of each."""
+    """Train some steps on this rank's batches. Return the bits of each step's gradients."""
     return train(model, (batch(step, rank) for step in steps))
 
 
 def bits_of(model: nn.Module) -> str:
-    """A hash of its parameters."""
+    """Return a hash of the model's parameters."""
     return digest([p.detach() for p in model.parameters()])
 
 
@@ -46,7 +46,7 @@ def refused(call: Callable[[], object], errors: type[Exception] = ConfigurationE
 
 
 def samples() -> Tensor:
-    """The data set."""
+    """Return the data set."""
     source = torch.Generator().manual_seed(5)
     return torch.randn(NUM_SAMPLES, 8, generator=source, dtype=torch.float64)
 
@@ -58,7 +58,7 @@ def train_some(
     num_steps: int = NUM_SAMPLES,
     during: Callable[[], object] | None = None,
 ) -> list[int]:
-    """Steps of an epoch, and what to do after the third; the samples that this rank trained."""
+    """Train steps of an epoch, and call a function after the third. Return the samples that this rank trained."""
     x, seen = samples(), []
     rows_of: Any = range(NUM_SAMPLES)
     loader: Any = DataLoader(rows_of, batch_sampler=shuffle, collate_fn=list)

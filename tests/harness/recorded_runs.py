@@ -1,4 +1,4 @@
-"""Run folders without a run: ranks whose steps have the lengths that a test asks for, each on a clock of its own."""
+"""Writes run folders without a run: ranks with given step lengths, each on a separate clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORWARD_S, BACKWARD_S, SENDS_S = 0.02, 0.04, 0.01
 
 
 def rank_header(run_id: str, rank: int, num_ranks: int, **other: object) -> RankHeader:
-    """A rank's header; ranks are on one host unless `other` says so."""
+    """Return a rank's header. Ranks are on one host unless `other` says otherwise."""
     fields = {
         "host": "a",
         "boot_id": "b",
@@ -94,7 +94,7 @@ def _step(number: int, began_s: float, work_ended_s: float, ended_s: float) -> S
 
 
 def _links(rank: int, num_ranks: int, number: int) -> tuple[LinkCounters, ...]:
-    """Ends of the connections to the ranks before and behind it in the ring."""
+    """Return the ends of the connections to the ranks before and behind it in the ring."""
     sent = 10**6 * (number + 1)
     peers = {(rank + 1) % num_ranks, (rank - 1) % num_ranks} - {rank}
     return tuple(

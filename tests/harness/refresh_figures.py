@@ -67,7 +67,7 @@ def _renewed(name: str, printed: list[str], old: list[str], new: list[str]) -> l
 
 
 def _in_order(printed: list[str], old: list[str]) -> list[tuple[int, ...]]:
-    """Every way to find the printed figures among the old ones, one after the other, up to two."""
+    """Return up to two ways to find the printed figures among the old ones, in order."""
     found: list[tuple[int, ...]] = [()]
     for each in printed:
         found = [

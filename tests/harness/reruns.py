@@ -1,4 +1,4 @@
-"""Tests marked `clock` may be run again; each time is printed with its failure, and more than three fail the run."""
+"""Runs failed tests marked `clock` again. Each rerun is printed with its failure; more than three fail the run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Keep what failed first."""
+    """Keep the first failure."""
     if str(report.outcome) == "rerun":  # of pytest-rerunfailures
         _reruns.append((report.nodeid, report.longreprtext))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a run that needed too many."""
+    """Fail a run that needed too many reruns."""
     if len(_reruns) > MOST_RERUNS and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -15,7 +15,7 @@ from paceline_servers.server import Server
 
 @contextlib.contextmanager
 def in_threads(number: int, token: str = "") -> Iterator[list[str]]:
-    """Addresses of so many servers of this process."""
+    """Start servers in threads of this process. Return their addresses."""
     addresses, threads, ends = [], [], []
     for _ in range(number):
         listener = listen("127.0.0.1", 0)
@@ -40,7 +40,7 @@ def in_threads(number: int, token: str = "") -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def as_processes(number: int) -> Iterator[tuple[list[str], list[subprocess.Popen[str]]]]:
-    """Addresses of so many servers, and their processes; both end here."""
+    """Start servers as processes, which end with the context. Return their addresses and processes."""
     command = [sys.executable, "-m", "paceline_servers", "--until-closed"]
     started = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""Groups of the backend `paceline` whose ranks, all of this machine, believe to be on several hosts."""
+"""Makes groups of the backend `paceline` whose ranks, all on this machine, believe to be on several hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process group behind a slow link: it hands everything to Gloo, when the link would have carried the bytes."""
+"""A process group behind a slow link. It hands a message to Gloo at the time at which the link would have sent it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SlowGroup(dist.ProcessGroup):
 
 
 def behind_a_slow_link(bytes_per_s: float) -> tuple[dist.ProcessGroup, SlowGroup]:
-    """A group that torch knows, and its link. Collective."""
+    """Return a group that torch knows, and its link. Collective."""
     made: list[SlowGroup] = []
 
     def create(*_: object) -> SlowGroup:

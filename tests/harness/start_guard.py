@@ -1,4 +1,4 @@
-"""`--quick`: tests without a mark that says otherwise; one that starts a process or a compiler fails."""
+"""The option `--quick`: it leaves out tests with a mark of `NOT_QUICK`, and fails a test that starts a process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _quick: list[dict[str, str]] = []  # of the quick test that is being run: what i
 
 
 def note(mark: str, what: str) -> None:
-    """The test that is being run has started something that this mark stands for."""
+    """Note that the running test has started something that this mark stands for."""
     if _quick and mark not in _quick[-1]:
         frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(_REPOSITORY)]
         where = " > ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-6:])

@@ -29,7 +29,7 @@ class Truth:
 def two_classes(
     num: int, num_features: int = 4, seed: int = 0, noise: float = 0.3
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Overlapping classes with a curved border; labels 0 and 1."""
+    """Return overlapping classes with a curved border; labels 0 and 1."""
     generator = np.random.default_rng(seed)
     X = generator.normal(size=(num, num_features))
     y = (np.sin(2 * X[:, 0]) + X[:, 1] + noise * generator.normal(size=num) > 0).astype(int)
@@ -37,7 +37,7 @@ def two_classes(
 
 
 def truth(X: Any, y: Any, model: Any, costs: Any, **kernel: Any) -> Truth:
-    """The truth about a fitted binary SVC, ours or scikit-learn's."""
+    """Return the quality of a fitted binary SVC, of Paceline or scikit-learn."""
     signs = np.where(y == model.classes_[1], 1.0, -1.0)
     beta = np.zeros(len(y))
     dual = model.dual_coef_

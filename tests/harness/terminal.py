@@ -1,4 +1,4 @@
-"""Commands as a user types them: real processes, a deadline each, and a look at what they leave behind."""
+"""Runs commands as a user types them: real processes, each with a deadline and a check for leftovers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def started(
     cold: bool = False,
     temporary: Path | None = None,
 ) -> Iterator[Started]:
-    """Start a command in a session of its own; whatever of it is alive at the end is killed."""
+    """Start a command in a new session. Processes of it that live at the end are killed."""
     mark = uuid.uuid4().hex
     process = Started(
         command,
@@ -100,7 +100,7 @@ def started(
 
 
 def environment(tmp: Path, *, cold: bool = False) -> dict[str, str]:
-    """A user's environment: this Python's programs first on the PATH, temporary files where a test can look."""
+    """Return a user's environment: this Python's programs first on the PATH, temporary files where a test can look."""
     env = {
         name: value
         for name, value in os.environ.items()
@@ -115,7 +115,7 @@ def environment(tmp: Path, *, cold: bool = False) -> dict[str, str]:
 
 
 def alive(process: Started) -> dict[int, str]:
-    """Command lines of the living among `process` and what it started, by process id."""
+    """Return the command lines of the living processes among `process` and its descendants, by process id."""
     needle = f"{_MARK}={process.mark}".encode()
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):

@@ -39,7 +39,7 @@ def test_says_so():
 
 
 def test_each_declared_mark_is_used():
-    """An unknown one is an error of pytest's (`--strict-markers`)."""
+    """An undeclared mark is an error of pytest itself (`--strict-markers`)."""
     sources = [
         path
         for folder in ("tests", "lab/tests", "lossy/tests", "plan/tests", "servers/tests", "svm/tests")

@@ -1,4 +1,4 @@
-"""A command that a fork runs (`warm.py`) is, from outside, the process that was asked for."""
+"""A command that a fork runs (`warm.py`) looks from outside like the requested process."""
 
 import contextlib
 import marshal
@@ -58,7 +58,10 @@ def test_torch_is_there_at_once_and_processes_that_it_starts_are_warm_too(tmp_pa
 
 
 def test_it_begins_with_what_its_starter_wants_first(tmp_path):
-    """A `sitecustomize` on PYTHONPATH, as `paceline run --replace-ddp` puts one there, in a fork as in a fresh one."""
+    """A fork imports a `sitecustomize` on PYTHONPATH as a fresh interpreter does.
+
+    `paceline run --replace-ddp` needs it.
+    """
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.customized = __name__")
     for cold in (False, True):
         done = run(
@@ -149,7 +152,7 @@ def test_a_signal_while_it_asks_comes_after_the_request_and_one_too_late_is_drop
 
 
 def test_without_the_server_it_is_a_real_one(tmp_path):
-    """Slower, and nothing else."""
+    """The command is slower without the server, and otherwise the same."""
     alone = tmp_path / "alone"
     alone.mkdir()
     (alone / "python").write_text((warm.folder() / "python").read_text())

@@ -1,6 +1,6 @@
-"""Training whose samples all have another loss, by a model that knows its sampler, and one process beside it.
+"""Trains a model that knows its sampler on samples with different losses, and compares with one process.
 
-One that counts twice, not at all or with another weight gives another gradient.
+A sample that counts twice, not at all or with a wrong weight gives another gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def make() -> torch.nn.Module:
 
 
 def gradient_of(rows: Any) -> list[Any]:
-    """One process, on these samples."""
+    """Return the gradient of one process on these samples."""
     model = make()
     x, index = dataset()[rows]
     mean_loss(model(x), index).backward()
@@ -42,7 +42,7 @@ def gradient_of(rows: Any) -> list[Any]:
 
 
 def difference(model: torch.nn.Module, rows: Any) -> float:
-    """The largest of any parameter, relative to the gradient's norm."""
+    """Return the largest difference of any parameter, relative to the gradient's norm."""
     pairs = zip(model.parameters(), gradient_of(rows), strict=True)
     return max(float((p.grad - g).norm() / g.norm()) for p, g in pairs)
 
@@ -50,7 +50,7 @@ def difference(model: torch.nn.Module, rows: Any) -> float:
 def make_pair(
     shares: tuple[int, ...], accumulation: int = 1, workers: int = 0, **kwargs: Any
 ) -> tuple[DistributedDataParallel, GlobalShuffle, DataLoader[Any]]:
-    """A model that knows its sampler, and the loader."""
+    """Return a model that knows its sampler, and the loader."""
     shuffle = GlobalShuffle(NUM_SAMPLES, GlobalBatch(shares, accumulation))
     loader = DataLoader(dataset(), batch_sampler=shuffle, num_workers=workers)
     return DistributedDataParallel(make(), batch_sampler=shuffle, **kwargs), shuffle, loader

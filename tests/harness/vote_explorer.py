@@ -71,7 +71,7 @@ class Found:
 
 
 class _Table:
-    """Numbers for states and messages, so that a million combinations fit into memory."""
+    """A table that numbers states and messages, so that a million combinations fit into memory."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []
@@ -86,7 +86,7 @@ class _Table:
 
 
 class Explorer:
-    """All that can happen in a scene."""
+    """The exploration of all events that can happen in a scene."""
 
     def __init__(self, scene: Scene) -> None:
         self._states, self._messages = _Table(), _Table()
@@ -148,7 +148,7 @@ class Explorer:
             yield trained, network, left
 
     def _trained(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """All of a decree train: whose state was older has taken the holder's."""
+        """Let all members of a decree train. A member with older state takes the holder's."""
         for number in numbers:
             decree = self._states.items[number].decree
             if decree is None or not decree.members:

@@ -93,7 +93,7 @@ _REFUSED = signal.SIGALRM  # what a fork ends with that could not go where its a
 
 @functools.cache
 def folder() -> Path:
-    """A folder with `python`, `paceline` and `torchrun`, for the front of a PATH; one for all workers of a test run."""
+    """Return a folder with `python`, `paceline` and `torchrun`, for the front of a PATH. All workers share it."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     made = Path(tempfile.gettempdir(), f"warm-{run or uuid.uuid4().hex}")
     made.mkdir(mode=0o700, exist_ok=True)
@@ -130,7 +130,7 @@ def _start_server(made: Path) -> None:
 
 
 def serve(folder: Path, owner: int) -> None:
-    """Fork a process for every request, until the owner has ended; a request's socket carries signals, and its end."""
+    """Fork a process for every request, until the owner has ended. A request's socket carries signals, and its end."""
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -197,10 +197,11 @@ def serve(folder: Path, owner: int) -> None:
 
 
 def _leave_out_what_forks_would_repeat() -> None:
-    """Typer makes the tree of our commands, for 60 ms. Torch formats stacks, each with the lines of its source.
+    """Cache work that every fork would repeat.
 
-    `torch.manual_seed` formats three, for a message should it fail later on a device: a tenth of what small tests
-    compute. A launch formats eighteen, for the names of its functions in records that are not kept: 0.2 s.
+    Typer makes the tree of commands, for 60 ms. Torch formats stacks, each with the lines of its source.
+    `torch.manual_seed` formats three, for a message about a later failure on a device: a tenth of the time of small
+    tests. A launch formats eighteen, for the names of its functions in records that are not kept: 0.2 s.
     """
     app, torch = (importlib.import_module(name) for name in ("paceline.cli.app", "torch"))
     app.command_of = functools.cache(app.command_of)  # type: ignore[attr-defined]
@@ -232,7 +233,7 @@ def _receive(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _pass_on(pid: int, line: socket.socket) -> None:
-    """Signals to the child; who asked for it has died without a word: so must the child, and what it forked."""
+    """Pass signals on to the child. If the requester dies without a word, kill the child and its children."""
     try:
         signals = line.recv(64)
     except OSError:
@@ -260,7 +261,7 @@ def _reap(children: dict[int, socket.socket]) -> None:
 
 
 def _enter_namespaces(pid: int, fds: list[int]) -> None:
-    """Go where the process is that asked: into the namespaces and control groups of an emulated host; `fds` as well."""
+    """Enter the namespaces and control groups of the requester, on an emulated host, with the descriptors `fds`."""
     theirs, ours = Path(f"/proc/{pid}/ns"), Path("/proc/self/ns")
     kinds = [kind for kind in _NAMESPACES if (theirs / kind).readlink() != (ours / kind).readlink()]
     if not kinds:
@@ -336,7 +337,7 @@ def _become(folder: Path, request: dict[str, Any], fds: list[int]) -> None:
 
 
 def _run(name: str, words: list[str]) -> int:
-    """The exit code of a command line, after all that an interpreter does at its end."""
+    """Return the exit code of a command line, after everything that an interpreter does at its end."""
     try:
         try:
             _start(name, words)

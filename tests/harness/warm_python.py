@@ -29,7 +29,7 @@ def without_byte_code(words: list[str]) -> list[str]:
 
 
 def needs_a_real_one(name: str, words: list[str]) -> bool:
-    """Return whether a fork would not be what is asked for."""
+    """Return whether the command line needs a fresh interpreter."""
     if name == "python" and (not words or (words[0].startswith("-") and words[0] not in ("-u", "-c", "-m"))):
         return True
     return any(x.startswith("PYTHON") and x not in HARMLESS for x in os.environ)
@@ -48,13 +48,13 @@ def inherited_files() -> list[int]:
 
 
 def become_a_real_one(name: str, words: list[str]) -> None:
-    """Go on as the interpreter that runs the tests."""
+    """Continue as the interpreter that runs the tests."""
     real = os.readlink(os.path.join(FOLDER, "real"))
     os.execv(real, [real, *(["-m", MODULES[name]] if name in MODULES else []), *words])
 
 
 def pass_on(server: socket.socket, received: int) -> None:
-    """Let the fork have a signal; it may have ended meanwhile."""
+    """Send a signal to the fork, which may have ended meanwhile."""
     try:
         server.sendall(bytes([received]))
     except OSError:  # the answer, which says how it ended, is on its way
