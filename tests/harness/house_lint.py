@@ -255,19 +255,20 @@ def _words(tree: ast.AST) -> Iterator[str]:
             yield from _WORD.findall(node.value)
 
 
-def unknown_names(files: Sequence[Source]) -> Iterator[str]:
+def unknown_names(files: Sequence[Source], foreign_words: Sequence[str]) -> Iterator[str]:
     """Yield the names in backticks that nothing defines or uses.
 
     In the docstring of a package's `__init__` a plain name has to be a module of that package or defined in one.
+    `foreign_words` are names of the kernel, of torch and of other libraries.
     """
-    known = {*dir(builtins), "self", "cls"}
+    known = {*dir(builtins), *foreign_words, "self", "cls"}
     for file in files:
         known.update(file.parts, _words(file.tree))
     for file in files:
         here = known
         if file.parts[-1] == "__init__":
             inside = [each for each in files if each.path.is_relative_to(file.path.parent)]
-            here = {file.package, *dir(builtins)}
+            here = {file.package, *dir(builtins), *foreign_words}
             for each in inside:
                 here.update(each.parts, _words(each.tree))
         for node, docstring in docstrings(file.tree):
@@ -300,7 +301,7 @@ def main(arguments: Sequence[str]) -> int:
         *private_access(files, listed["foreign_names"]),
         *many_parameters(files, listed["mirrors"]),
         *small_files(files, listed["lone_files"]),
-        *unknown_names(files),
+        *unknown_names(files, listed["foreign_words"]),
     ]
     sizes = "; ".join(
         f"{name}: {size['code']:,} lines of code, {size['lines']:,} in all, {size['files']} files"

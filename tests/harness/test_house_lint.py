@@ -59,5 +59,5 @@ def test_a_small_file_with_one_importer_is_named(files):
 
 
 def test_a_name_in_backticks_that_does_not_exist_is_named(files):
-    (found,) = house_lint.unknown_names(files)
+    (found,) = house_lint.unknown_names(files, [])
     assert "`gone`" in found

@@ -1,7 +1,7 @@
 """The records of a run: a step of a rank, facts of its host, counters of its links. Plain numbers, no torch.
 
 `run_folder` writes them, `run_reading` reads them. Times are seconds of the rank's own `time.perf_counter()`, which
-never steps; fields named `_unix_s` are the host's clock, for people. Across ranks: `run_clocks`.
+never steps; fields named `_unix_s` are the host's clock, for people. `run_reading` brings the ranks' clocks together.
 """
 
 from __future__ import annotations

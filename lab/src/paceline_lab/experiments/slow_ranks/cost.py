@@ -87,7 +87,7 @@ def measure(config: Config, tell: TellProgress) -> list[list[Block]]:
 
     for _ in range(10):
         step()
-    recorder = model._paceline_steps.recording.recorder
+    recorder = model.membership.model.recording.recorder
     schedule = list(turns(2, config.rounds))
     found = []
     for number, turn in enumerate(schedule):

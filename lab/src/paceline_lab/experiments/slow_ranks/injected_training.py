@@ -171,7 +171,7 @@ def _steps(
     recorded = None
     if isinstance(model, paceline.DistributedDataParallel):
         recorder = Recorder(header_of_rank(folder, "paceline", "cpu", rank, dist.get_world_size()), folder)
-        ours: OurSteps = model._paceline_steps.recording
+        ours: OurSteps = model.membership.model.recording
         ours.record_by(recorder)
     else:
         header = header_of_rank(folder, "torch", "cpu", rank, dist.get_world_size())
