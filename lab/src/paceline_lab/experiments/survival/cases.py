@@ -88,7 +88,14 @@ def random_hosts_job(seed: int) -> HostsJob:
     """Three or four hosts with 3 to 8 ranks, of which one host is hit, or two are; of four one time in three two."""
     dice = random.Random(seed)
     num_hosts, per_host = dice.choice([(3, 1), (3, 2), (4, 1), (4, 2)])
-    options = ("--epochs", "30", "--pause-ms", "20", "--optimizer", dice.choice(["sgd", "adamw"]))
+    options: tuple[str, ...] = (
+        "--epochs",
+        "30",
+        "--pause-ms",
+        "20",
+        "--optimizer",
+        dice.choice(["sgd", "adamw"]),
+    )
     # without half of the hosts the other half goes on if the first is in it
     two = num_hosts == 4 and dice.random() < 0.35
     victims = dice.sample(range(1, 4), 2) if two else [dice.randrange(num_hosts)]
