@@ -57,6 +57,7 @@ PLAIN: tuple[str, ...] = (
     "src/paceline/data",
     "src/paceline/demo",
     "src/paceline/diagnosis",
+    "src/paceline/elastic",
     "src/paceline/host",
     "src/paceline/integrations",
     "src/paceline/observe",

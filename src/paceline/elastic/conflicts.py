@@ -1,4 +1,4 @@
-"""What cannot outlive a lost rank, and is refused before training; and what a rank that comes must have in common."""
+"""Checks before elastic training: what cannot outlive a lost rank, and what a new rank must have in common."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def card(
     states: Sequence[Any],
     sampler: GlobalShuffle,
 ) -> str:
-    """What all ranks must have in common, a fact a line. Local."""
+    """Return what all ranks must have in common, a fact per line. Local."""
     lines = [f"torch {torch.__version__.partition('+')[0]}"]
     # What ranks compare when they meet, and raise if it differs: one that comes shall not end the others by that.
     # How many hosts there are, which decides on default caps, it knows only then.
@@ -163,7 +163,7 @@ def card(
 
 
 def shortened(lines: Sequence[str]) -> list[str]:
-    """These facts so that they fit into a message between a rank and its agent: several as one, by a digest."""
+    """Shorten these facts to fit into a message between a rank and its agent: several become one, by a digest."""
     if sum(map(len, lines)) <= _MOST_CHARACTERS:
         return [*lines]
     size = math.ceil(len(lines) / _NUM_DIGESTS)

@@ -4,9 +4,9 @@ Rules
 1. Between two steps a rank has parameters, optimizer, schedules, random numbers and a place in the data that belong
    together. A step that is not completed is undone to there. A rank that is behind takes the state of one that is not.
 2. A step is completed when the loop asks for the next one, and its window was left without an error. Ranks differ by at
-   most one, because nobody's next step ends without all.
-3. Whoever hears that the membership is over says where it stands, waits for its seat in the next one, and follows. If
-   somebody is lost meanwhile, it begins again.
+   most one, because no rank's next step ends without all.
+3. A rank that hears that the membership is over reports its position and waits for its rank assignment in the next
+   one. If another rank is lost meanwhile, this begins again.
 4. A loop over steps is left together: no rank ends the epoch, or the program, while another has its last step to do.
 """
 
@@ -79,7 +79,7 @@ class Elastic:
         scheduler: What else a new rank must receive: learning-rate schedules, averages. One object with `state_dict`
             and `load_state_dict`, a list of them, or None. What is stepped behind a window belongs here.
         sampler: The model's `GlobalShuffle` or `TokenShuffle`.
-        deterministic: Whether parameters shall have the bits of a run that has lost nobody. Each rank of the beginning
+        deterministic: Whether parameters shall have the bits of a run without losses. Each rank of the beginning
             is a logical one: its samples stay together, and gradients are summed in logical order. With fewer ranks,
             some compute several of them. What is drawn from torch's generator within a window depends on the
             step and the logical rank.
@@ -151,7 +151,7 @@ class Elastic:
 
     @property
     def step(self) -> int:
-        """As the class says."""
+        """Steps that have been completed since training began, on any ranks."""
         return self._place.step
 
     # ---- the loop
@@ -345,12 +345,12 @@ class Crew:
 
     @property
     def is_new(self) -> bool:
-        """Whether this rank has not been in a membership."""
+        """Return whether this rank has not been in a membership."""
         return self.watcher.epoch == NO_EPOCH
 
     @property
     def is_leaving(self) -> bool:
-        """Whether this membership is over, or all have agreed to leave it behind the last step."""
+        """Return whether this membership is over, or all have agreed to leave it behind the last step."""
         assert self._shares is not None
         is_over = self.watcher.is_over
         if not self.is_new and (is_over or self._shares.pauses):
@@ -358,7 +358,7 @@ class Crew:
         return is_over or self._shares.pauses
 
     def is_over_because_of(self, error: Exception) -> bool:
-        """Whether an error comes from a lost rank. Waits for the agent's word, if it looks like that."""
+        """Return whether an error comes from a lost rank. Waits for the agent's word, if it looks like that."""
         if self.watcher.is_over:
             return True
         if isinstance(error, (PeerLostError, ProtocolError)):
@@ -367,7 +367,7 @@ class Crew:
         return isinstance(error, RuntimeError) and self.watcher.wait_until_over(_WORD_S)
 
     def witness(self) -> str | None:
-        """As `peers.ask_first`: who is gone, by the agent's word."""
+        """Return which rank is gone, by the agent's word, for `peers.ask_first`."""
         if not self.is_new and not self.watcher.is_over:
             self._tell_trouble("communication failed")
             self.watcher.wait_until_over(_WORD_S)

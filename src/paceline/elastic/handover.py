@@ -1,8 +1,8 @@
-"""What a rank that is behind, or has just come, receives from one that is not; and when it takes that.
+"""The state that a rank receives which is behind or has just come, and the moment at which it takes it over.
 
 Rules
-1. Each rank receives what it lacks, from the holder or from another that lacks it, too: who has followed the rest, who
-   has not everything. Nobody else takes part.
+1. State is forwarded along a tree, from the holder to the ranks that lack it. A rank that has replayed needs only the
+   rest, another one everything. No other rank takes part.
 2. It is received into memory of its own, and taken over only when all of it is there. So a rank whose giver dies
    meanwhile has what it had.
 3. Numbers travel as JSON, tensors as they are. Nothing is unpickled.
@@ -38,7 +38,7 @@ _FACTOR, _MODULUS = 1_000_003, (1 << 61) - 1
 
 @dataclass(frozen=True)
 class Place:
-    """Where training stands. Behind the last step of an epoch it is at the end of that, until the next loop begins."""
+    """The position of training. After the last step of an epoch it is that epoch's end, until the next loop begins."""
 
     step: int  # steps that have been completed
     epoch: int  # of the data, for the next step
@@ -47,7 +47,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Standings:
-    """What each rank of a group holds: a row (steps completed, whether it holds all of that state, digest) of each."""
+    """The state that each rank of a group holds: a row of steps completed, whether it holds all of it, and a digest."""
 
     rows: tuple[tuple[int, ...], ...]
 
@@ -66,7 +66,7 @@ class Standings:
         return steps.index(max(steps))
 
     def lacks_all(self, rank: int) -> bool:
-        """Whether a rank has to receive parameters and optimizers' states, because it does not hold the newest."""
+        """Return whether a rank has to receive parameters and optimizers' states: it does not hold the newest."""
         step, is_whole, digest = self.rows[rank]
         newest = self.rows[self.holder][0]
         if is_whole or step != newest:
@@ -74,12 +74,12 @@ class Standings:
         return digest not in {each[2] for each in self.rows if each[1] and each[0] == newest and each[2]}
 
     def lacks_something(self, rank: int) -> bool:
-        """Whether it has to receive at least the rest: buffers, random numbers, schedules, its place."""
+        """Return whether it has to receive at least the rest: buffers, random numbers, schedules, its place."""
         return not self.rows[rank][1] or self.lacks_all(rank)
 
 
 class Carried:
-    """What training has made on this rank: module, optimizers, others with a `state_dict`, the sampler's place."""
+    """The state of training on this rank: module, optimizers, others with a `state_dict`, the sampler's position."""
 
     def __init__(
         self, module: Module, optimizers: Sequence[Optimizer], others: Sequence[Any], sampler: GlobalShuffle
@@ -124,7 +124,7 @@ class Carried:
         )
 
     def rest(self, place: Place, batch: GlobalBatch) -> PackedState:
-        """What else another rank needs, between two steps. Local. `batch` is what the job began with."""
+        """Return what else another rank needs, between two steps. Local. `batch` is that of the job's beginning."""
         tree = {
             "place": [place.step, place.epoch, place.position],
             "batch": batch.as_dict(),
@@ -138,7 +138,10 @@ class Carried:
         return pack(tree)
 
     def take(self, tree: Any, *, is_new: bool) -> None:
-        """Be where the giver was; `is_new`: with its random numbers, which a rank a step behind has drawn. Local."""
+        """Take over the giver's state; with `is_new` also its random numbers. Local.
+
+        A rank that is a step behind has drawn these numbers itself.
+        """
         if "parameters" in tree:
             for each, own_state in zip(self.optimizers, tree["optimizers"], strict=True):
                 _put_own_state(each, own_state)
@@ -158,7 +161,7 @@ class Carried:
 
 
 def _own_state(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer has besides parameters' states and groups' settings: if its class keeps or saves more."""
+    """Return what an optimizer's class keeps or saves besides parameters' states and groups' settings."""
     saved = {} if _saves_as_torch_does(optimizer) else optimizer.state_dict()
     return {
         "saved": {name: each for name, each in saved.items() if name != "param_groups"},

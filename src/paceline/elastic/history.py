@@ -1,6 +1,6 @@
-"""What a rank notes when it trains again: who was lost and who came in since it trained last, why, how long it took.
+"""Records of membership changes: the ranks lost and joined since this rank trained last, the reason, the stall.
 
-Memberships that ended before this rank trained in them lie in between. So the agent's word for the last one is not all.
+Memberships may have ended before this rank trained in them. So the agent's word for the last one is not enough.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from paceline.elastic.line import Seat
 
 
 class ChangeRecorder:
-    """From one membership in which this rank trained to the next; `samples` of each rank in a step to begin with."""
+    """The recorder of changes between memberships in which this rank trained; `samples` are each rank's at first."""
 
     def __init__(self, samples: Sequence[int]) -> None:
         self._samples = samples

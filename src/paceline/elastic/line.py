@@ -1,8 +1,8 @@
-"""What a rank and the agent of its host say to each other, and the socket between them.
+"""The messages between a rank and the agent of its host, and the socket between them.
 
 Rules
 1. A message is a frozen dataclass of plain values, sent as JSON; what is no message of this list ends the line.
-2. Every message about a membership says its epoch. Who gets one of another epoch ignores it.
+2. Every message about a membership carries its epoch. A message of another epoch is ignored.
 3. The agent never waits for a rank: a rank that has stopped reading counts as lost.
 """
 
@@ -31,7 +31,7 @@ _MOST_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Ready:
-    """It has made its model, and waits for a membership."""
+    """The rank has made its model, and waits for a membership."""
 
     card: str  # what all ranks must have in common, a fact a line
     saves: bool = False  # whether it makes a checkpoint, if training cannot go on
@@ -39,7 +39,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Trouble:
-    """Its communication failed, and nobody has told it why."""
+    """The rank's communication failed, and it does not know why."""
 
     epoch: int
     words: str
@@ -47,7 +47,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Stopped:
-    """It has left this membership's communication, after so many completed steps, and waits for the next one."""
+    """The rank has left this membership, after so many completed steps, and waits for the next one."""
 
     epoch: int
     step: int
@@ -55,14 +55,14 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Following:
-    """It is in the new membership, and goes on."""
+    """The rank is in the new membership, and goes on."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
 class InLoop:
-    """It has entered a loop over steps, or left one."""
+    """The rank has entered a loop over steps, or left one."""
 
     inside: bool
     is_through: bool = (
@@ -72,17 +72,17 @@ class InLoop:
 
 @dataclass(frozen=True)
 class StillReplaying:
-    """It is alive, and waits for more of another's state."""
+    """The rank is alive, and waits for more of another rank's state."""
 
 
 @dataclass(frozen=True)
 class CaughtUp:
-    """It wants to come in: it holds what the others train, or cannot get that while they do."""
+    """The rank asks to be let in: it holds what the others train, or cannot get that while they do."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """It has made the checkpoint that it was asked for, or has failed to."""
+    """The rank has made the checkpoint that it was asked for, or has failed to."""
 
     error: str  # in words; empty: there was none
 
@@ -92,14 +92,14 @@ class Saved:
 
 @dataclass(frozen=True)
 class Give:
-    """Somebody waits to come in: let it have your state while you train. With an end of a socket."""
+    """A rank waits to come in: send it your state while you train. An end of a socket comes with this."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
 class Receive:
-    """That state comes over the end of a socket that comes with this."""
+    """Receive a rank's state over the end of a socket that comes with this."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Pause:
-    """Somebody waits to come in: all leave this membership between the same two steps."""
+    """A rank waits to come in: all leave this membership between the same two steps."""
 
     epoch: int
     why: str
@@ -143,7 +143,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Ended:
-    """Nobody trains any more: make the checkpoint that was asked for, and end."""
+    """Training is over: make the checkpoint that was asked for, and end."""
 
     why: str
 
@@ -201,7 +201,7 @@ class Line:
         self._end.close()
 
     def tell(self, message: Message, waits: bool = True, handing: socket.socket | None = None) -> bool:
-        """Send it; returns whether it was: not to somebody who is gone, or, without `waits`, who does not read.
+        """Send a message. Return whether it was sent: the peer may be gone, or, without `waits`, may not read.
 
         `handing` goes with it, and stays open here.
         """
@@ -241,7 +241,7 @@ def decode(words: bytes) -> Message:
 
 
 def difference(theirs: str, mine: str) -> str | None:
-    """How the card of a rank that comes differs from the others', in words; None: it does not."""
+    """Return how the card of a rank that comes differs from the others', in words; None: it does not."""
     if theirs == mine:
         return None
     others, own = theirs.split("\n"), mine.split("\n")

@@ -1,4 +1,4 @@
-"""How a rank that comes gets the state of one that trains: a snapshot in parts, and the gradients of later steps.
+"""The transfer of a training rank's state to a new rank: a snapshot in parts, and the gradients of later steps.
 
 Rules
 1. The giver copies some parameters at the beginning of each step, with their states in the optimizers. Of those that
@@ -63,7 +63,7 @@ class Giver:
                 self._post({"is_whole": True})
 
     def end(self, step: int) -> int:
-        """No further step follows than `step`; returns the digest of all that was given, or 0. Local."""
+        """End the transfer behind `step`. Return the digest of all that was given, or 0. Local."""
         self._post({"end": step})
         is_whole = not self.is_over and self._num_sent == len(self._parameters)
         self._leave()
@@ -120,7 +120,7 @@ class Giver:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a receiver holds: the parameters and optimizers' states after so many steps."""
+    """The state that a receiver holds: parameters and optimizers' states after so many steps."""
 
     step: int
     digest: int
@@ -131,8 +131,8 @@ def receive(
 ) -> Replayed | None:
     """Follow a giver until it ends; None: it gave up, or is dead. Blocks.
 
-    `caught_up` is called once: as soon as nothing is left to be read, or nothing comes any more; until then `waits`
-    now and then while nothing comes.
+    `caught_up` is called once: as soon as nothing is left to be read, or nothing comes any more. Until then `waits` is
+    called now and then while nothing comes.
     """
     has_told = is_whole = False
     try:
@@ -157,7 +157,7 @@ def receive(
 
 
 def take(tree: Any, carried: Carried) -> None:
-    """Do with one frame what it says. Local."""
+    """Carry out one frame. Local."""
     if "state" in tree:
         carried.put(carried.parameters[tree["place"]], tree["state"])
     elif "gradients" in tree:
@@ -197,7 +197,7 @@ def _fill(end: socket.socket, room: memoryview) -> bool:
 
 
 def _tensors_in(state: Any) -> list[Tensor]:
-    """Of a parameter, or of its state in an optimizer."""
+    """Return the tensors of a parameter, or of its state in an optimizer."""
     if isinstance(state, dict):
         return [each for each in state.values() if isinstance(each, Tensor)]
     return [state] if isinstance(state, Tensor) else []

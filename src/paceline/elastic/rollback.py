@@ -1,10 +1,10 @@
-"""What a step changes before its parameters change: buffers, extra state, random numbers, schedules. It can be undone.
+"""The undoing of a step whose parameters have not changed: of its buffers, extra state, random numbers and schedules.
 
 Rules
 1. `note` is called before a step's data are fetched, `undo` if the step is given up: the next one then begins as this
    one did. A step that is given up has stepped no parameter; its optimizer had no gradients, and did nothing.
 2. A script's `scheduler.step()` behind the window is undone as well, in the schedule and in the optimizer's groups.
-3. `note` is part of every step, so it copies only what may have changed: numpy needs 90 us to give out its state, and
+3. `note` is part of every step, so it copies only what may have changed. Numpy needs 90 us to give out its state, and
    2 us to show that nothing was drawn.
 """
 
@@ -49,7 +49,7 @@ class Randomness:
         random.setstate(self._python)
 
     def as_tree(self) -> dict[str, Any]:
-        """For another rank."""
+        """Return the random states for another rank."""
         return {"torch": self._torch, "numpy": self._numpy, "python": self._python}
 
     @classmethod
@@ -94,7 +94,7 @@ class Buffers:
 
 
 def extra_state(module: Module) -> dict[str, Any]:
-    """What its `state_dict()` has besides parameters and buffers: by `get_extra_state`, or saved by its own code."""
+    """Return what the module's `state_dict()` has besides parameters and buffers, as by `get_extra_state`."""
     own = {id(each) for each in (*module.parameters(), *module.buffers())}
     return {name: each for name, each in module.state_dict(keep_vars=True).items() if id(each) not in own}
 
@@ -132,7 +132,7 @@ class Rollback:
         self._states = [copied(each.state_dict()) for each in self._others]
 
     def undo(self) -> None:
-        """Be as the step began. Local."""
+        """Restore the state in which the step began. Local."""
         assert self._randomness is not None
         self._randomness.restore()
         self._buffers.put(self._kept)
@@ -145,12 +145,12 @@ class Rollback:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer's group has besides parameters."""
+    """Return what an optimizer's group has besides parameters."""
     return {name: copied(value) for name, value in group.items() if name != "params"}
 
 
 def copied(value: Any) -> Any:
-    """As `copy.deepcopy`, which takes ten times as long for settings. A learning rate may be a tensor."""
+    """Copy as `copy.deepcopy`, which takes ten times as long for settings. A learning rate may be a tensor."""
     kind = type(value)
     if kind in _PLAIN:
         return value

@@ -1,8 +1,8 @@
 """State as words and tensors: what `state_dict()`s return, so that it can be sent, and nothing is unpickled.
 
-A tree of dicts, lists, tuples, numbers, texts, None, bytes, arrays and tensors becomes JSON, in which each tensor is a
+A tree of dicts, lists, tuples, numbers, texts, None, bytes, arrays and tensors becomes JSON. There each tensor is a
 place in a list, with its shape and dtype. So a receiver knows what to allocate, and tensors travel without a copy. A
-tensor that is in the tree twice travels once. Numbers arrive in all their bits: Python writes the shortest text that
+tensor that is in the tree twice travels once. Numbers arrive in all their bits. Python writes the shortest text that
 reads as the same double, and a number of numpy's is an array.
 """
 
@@ -71,7 +71,7 @@ def _described(value: Any, where: str, found: dict[int, tuple[int, Tensor]]) -> 
 
 
 def _is_plain_tensor(value: Any) -> bool:
-    """Whether its bytes and dtype are all that it is."""
+    """Return whether its bytes and dtype are all that it is."""
     return type(value) in (Tensor, Parameter) and value.layout is torch.strided and not value.is_quantized
 
 

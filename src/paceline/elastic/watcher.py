@@ -1,12 +1,12 @@
 """The thread that hears the agent: when a membership is over, it wakes this rank's main thread, wherever that waits.
 
 Rules
-1. The main thread says when a membership begins (`begin`), which connections it has (`settle`), and when it has noticed
-   that it is over (`acknowledge`). The thread shuts connections from the agent's word until that moment.
-2. While a membership begins, every new connection of the process counts as its own, the store's as well: a rank may
-   wait there for one that has died. Afterwards only what was opened for it.
-3. The connection to the store comes last, if the main thread has not noticed by then: it may ask a store whose host is
-   switched off, which says nothing any more.
+1. The main thread says when a membership begins (`begin`) and which connections it has (`settle`). It also says when it
+   has noticed the end (`acknowledge`). The thread shuts connections from the agent's word until that moment.
+2. While a membership begins, every new connection of the process counts as its own, also the store's. A rank may wait
+   there for one that has died. Afterwards only connections count that were opened for it.
+3. The connection to the store comes last, if the main thread has not noticed by then. It may ask a store whose host is
+   switched off and does not answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NO_EPOCH = -1
 
 
 class OverError(PeerLostError):
-    """The membership is over: somebody was lost, or somebody comes in."""
+    """The membership is over: a rank was lost, or one comes in."""
 
 
 class EndedError(PeerLostError):
@@ -62,17 +62,17 @@ class Watcher:
 
     @property
     def is_over(self) -> bool:
-        """Whether the membership that this rank is in has ended."""
+        """Return whether the membership that this rank is in has ended."""
         return self._over >= self.epoch
 
     @property
     def why(self) -> str:
-        """Why it has, in words."""
+        """Return why it has, in words."""
         return self._why
 
     @property
     def wants_pause(self) -> bool:
-        """Whether all shall leave it between two steps."""
+        """Return whether all shall leave it between two steps."""
         pause = self._pause
         return pause is not None and pause.epoch == self.epoch
 
@@ -107,12 +107,12 @@ class Watcher:
             self._acknowledged = True
 
     def wait_until_over(self, limit_s: float) -> bool:
-        """Whether the membership is over within a time limit."""
+        """Return whether the membership is over within a time limit."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_over or self._is_alone, limit_s) and self.is_over
 
     def to_give(self) -> socket.socket | None:
-        """To somebody who waits to come in, and shall have this rank's state meanwhile; once each."""
+        """Return the socket of a rank that waits to come in and shall have this rank's state meanwhile; once each."""
         with self._changed:
             return self._to_give.popleft() if self._to_give else None
 

@@ -26,7 +26,7 @@ _TABLES = (
 
 @dataclass(frozen=True)
 class WorldKind:
-    """How the script has opened its default group, so that the next one is of the same kind."""
+    """The kind of the script's default group, so that the next one is of the same kind."""
 
     backend: str
     timeout: timedelta

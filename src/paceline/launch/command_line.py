@@ -227,7 +227,7 @@ def _check_script(args: argparse.Namespace) -> None:
 
 
 def _module_exists(name: str) -> bool:
-    """Whether `python -m name` could find its top-level package; imports nothing."""
+    """Return whether `python -m name` could find its top-level package; imports nothing."""
     top = name.partition(".")[0]
     path = [str(Path.cwd()), *sys.path]
     return top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(top, path) is not None
@@ -314,7 +314,7 @@ def _local_port(args: argparse.Namespace, num_nodes: int) -> int | None:
 
 
 def port_is_taken(port: int) -> bool:
-    """Whether some process listens on `port` of this machine."""
+    """Return whether some process listens on `port` of this machine."""
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
         # As torch's store does: a connection in TIME_WAIT does not use the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

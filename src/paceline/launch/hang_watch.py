@@ -55,7 +55,7 @@ class _Suspicion:
     busy_is_told: bool = False
 
     def went_on(self, entered: Iterable[Entered]) -> bool:
-        """Whether those that were waited for have entered something since. At the launch's end nobody does."""
+        """Return whether those that were waited for have entered something since. At the launch's end nobody does."""
         awaited = self.what.missing or tuple(each.rank for each in self.what.waiting)
         return any(
             each.rank in awaited and each.count > self.counts.get((each.rank, each.group), 0)
@@ -160,7 +160,7 @@ class HangWatch:
         return self.num_ranks if self._board is None else self._board.num_ranks
 
     def _has_moved(self, now: Standstill, before: Standstill) -> bool:
-        """Whether it is another standstill. Times of other machines' ranks are known to a look or two."""
+        """Return whether it is another standstill. Times of other machines' ranks are known to a look or two."""
         off_s = 0.0 if self._board is None else 2 * _LOOK_S
         return now.who != before.who or now.since_s > before.since_s + off_s
 
@@ -224,7 +224,7 @@ class HangWatch:
         write_to_stderr_of([each.pid for each in what.waiting if each.pid], text)
 
     def _of_others(self, board: Correspondent, own: Sequence[Entered], now_s: float) -> list[Entered]:
-        """How far other machines' ranks are; passes on what is told of them."""
+        """Return how far other machines' ranks are; passes on what is told of them."""
         here = standstill(own, 0)
         try:
             others, lines = board.look(

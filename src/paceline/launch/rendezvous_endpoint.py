@@ -56,12 +56,12 @@ def choose_backend(args: argparse.Namespace, num_machines: int) -> bool:
 
 
 def meets_by_file(args: argparse.Namespace) -> bool:
-    """Whether the machines meet by a file that all of them see."""
+    """Return whether the machines meet by a file that all of them see."""
     return "store_type=file" in (args.rdzv_conf or "").replace(" ", "").split(",")
 
 
 def patience_s(args: argparse.Namespace) -> float:
-    """How long machines wait for each other: torch's `join_timeout` of --rdzv-conf, 10 minutes by default."""
+    """Return how long machines wait for each other: torch's `join_timeout` of --rdzv-conf, 10 minutes by default."""
     words = [word.strip() for word in (args.rdzv_conf or "").split(",")]
     given = [word.partition("=")[2] for word in words if word.startswith("join_timeout=")]
     if given and not given[-1].isdecimal():

@@ -32,7 +32,7 @@ class Standstill:
 
     @property
     def differs(self) -> bool:
-        """Whether those that wait are in different collectives."""
+        """Return whether those that wait are in different collectives."""
         return len({(each.group, each.count, each.what) for each in self.waiting}) > 1
 
 

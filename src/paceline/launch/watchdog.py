@@ -161,7 +161,7 @@ class Kin:
             time.sleep(_PAUSE_S)
 
     def _leads(self, session: int, processes: dict[int, _Process]) -> bool:
-        """Whether this session's number is one of ours: nobody else gets it while the session has members."""
+        """Return whether this session's number is one of ours: nobody else gets it while the session has members."""
         if session not in self._known:
             return False
         return session not in processes or processes[session].start == self._known[session]
@@ -233,7 +233,7 @@ def _is_watchdog(pid: int) -> bool:
 
 
 def _adopt(*, wanted: bool) -> bool:
-    """Whether descendants' orphans become our children from now on; returns whether they did."""
+    """Return whether descendants' orphans become our children from now on; returns whether they did."""
     if sys.platform != "linux":
         return False
     libc, before = ctypes.CDLL(None), ctypes.c_int(0)

@@ -377,7 +377,7 @@ class Agent:
             )
 
     def _is_too_few(self, number: int) -> bool:
-        """Whether the others have to wait; says so, and for how long."""
+        """Return whether the others have to wait; says so, and for how long."""
         least, waited_s = self._arguments.min_ranks or 1, time.monotonic() - self._since_s
         if number >= least:
             self._has_said_missing = False

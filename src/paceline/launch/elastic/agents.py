@@ -71,7 +71,7 @@ class Agents:
 
     @property
     def address(self) -> Address:
-        """Where it listens."""
+        """Return where it listens."""
         return self._links.address
 
     # ---- the beginning

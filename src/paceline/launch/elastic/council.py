@@ -82,7 +82,7 @@ class Council:
         return self.state.decree
 
     def is_over(self, epoch: int) -> bool:
-        """Whether the ranks that follow this epoch have to stop."""
+        """Return whether the ranks that follow this epoch have to stop."""
         decree = self.state.decree
         if decree is None or decree.epoch != epoch:
             return decree is not None and decree.epoch > epoch
@@ -90,7 +90,7 @@ class Council:
         return is_urgent or self._wants_vote or self.state.promised != NO_BALLOT
 
     def wants_pause(self, epoch: int) -> bool:
-        """Whether the ranks that follow this epoch have to leave it between two steps."""
+        """Return whether the ranks that follow this epoch have to leave it between two steps."""
         if self._epoch != epoch or self._has_stopped or not self.state.is_voter:
             return False
         return bool(self._waiting or self.state.joiners)
@@ -214,13 +214,13 @@ class Council:
         return [n for n in names if n != self.own.name and (n not in self.peers or self.peers[n].is_missing)]
 
     def trainers(self) -> list[Address]:
-        """Where other agents listen whose ranks train."""
+        """Return where other agents listen whose ranks train."""
         members = () if self.state.decree is None else self.state.decree.members
         peers = {each.member.host: self.peers.get(each.member.host) for each in members}
         return [p.voter.address for p in peers.values() if p is not None and not (p.is_missing or p.is_done)]
 
     def is_all_over(self) -> bool:
-        """Whether the job has ended well on all other hosts."""
+        """Return whether the job has ended well on all other hosts."""
         decree = self.state.decree
         if self.is_done or decree is None or decree.trained == NOT_STARTED:
             return False
@@ -229,12 +229,12 @@ class Council:
 
     @property
     def is_member(self) -> bool:
-        """Whether ranks of this host are in the newest decree."""
+        """Return whether ranks of this host are in the newest decree."""
         members = () if self.state.decree is None else self.state.decree.members
         return any(each.member.host == self.own.name for each in members)
 
     def holds_vote(self, now_s: float) -> bool:
-        """Whether nothing can be decided without this agent, whose ranks hold the newest state."""
+        """Return whether nothing can be decided without this agent, whose ranks hold the newest state."""
         decree = self.state.decree
         if decree is None or decree.trained == NOT_STARTED or not self.state.is_voter:
             return False
@@ -246,7 +246,7 @@ class Council:
         )
 
     def all_done(self) -> bool:
-        """Whether nobody needs this agent any more: all others' ranks have ended well, or they are gone."""
+        """Return whether nobody needs this agent any more: all others' ranks have ended well, or they are gone."""
         names = () if self.state.decree is None else self.state.decree.names
         others = [self.peers[name] for name in names if name in self.peers]
         return self.is_done and all(peer.is_done or peer.is_missing for peer in others)
@@ -258,7 +258,7 @@ class Council:
         return NOT_STARTED if self.state.decree is None else self.state.decree.epoch
 
     def _adopts(self, packet: Packet) -> bool:
-        """Whether this agent has nothing to lose, and there is a job that it can join."""
+        """Return whether this agent has nothing to lose, and there is a job that it can join."""
         mine = self.state.decree
         if mine is None:
             can_join = not self.job and bool(packet.job)

@@ -59,7 +59,7 @@ class Decree:
         return max(self.members, key=lambda candidate: candidate.progress)
 
     def has_quorum(self, names: Iterable[str]) -> bool:
-        """Whether these suffice to decide on the next one: more than half, or half with the tie-breaker."""
+        """Return whether these suffice to decide on the next one: more than half, or half with the tie-breaker."""
         voting = set(names) & set(self.names)
         votes, whole = len(voting), len(self.voters)
         return 2 * votes > whole or (2 * votes == whole and self.tie_breaker in voting)

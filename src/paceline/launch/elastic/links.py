@@ -207,7 +207,7 @@ class Links:
                 self._events.append(Closed(fd))
 
     def _take_frames(self, fd: int, link: _Incoming) -> bool:
-        """Whether all that has arrived is of an agent of this job."""
+        """Return whether all that has arrived is of an agent of this job."""
         while len(link.data) >= _HEAD:
             (length,) = LENGTH.unpack_from(link.data)
             if length > (MOST_BYTES if link.number else MOST_FIRST_BYTES):

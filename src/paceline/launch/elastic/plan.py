@@ -124,13 +124,13 @@ class Decider(Protocol):
         """Why this epoch has ended; None: it goes on. Local; never blocks. LaunchError if training cannot begin."""
 
     def wants_pause(self, epoch: int) -> bool:
-        """Whether its ranks shall leave it between two steps, because ranks of another host come in."""
+        """Return whether its ranks shall leave it between two steps, because ranks of another host come in."""
 
     def others_ended(self) -> bool:
-        """Whether ranks of another host have ended well. Local."""
+        """Return whether ranks of another host have ended well. Local."""
 
     def holds_vote(self) -> bool:
-        """Whether no other host can train on without this one, whose ranks hold the newest state. Local."""
+        """Return whether no other host can train on without this one, whose ranks hold the newest state. Local."""
 
     def ask_for_state(self, take: Callable[[socket.socket], None]) -> bool:
         """Have a rank of another host give its state to one of this host; False: none trains. Local; never blocks.

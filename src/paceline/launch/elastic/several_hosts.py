@@ -64,7 +64,7 @@ def connected(arguments: LaunchArguments, start: Address, note: Callable[[str], 
 
 
 def where_the_first_is(arguments: LaunchArguments) -> tuple[Address, bool]:
-    """Where the agents find each other, and whether that is here. Raises ConfigurationError if it cannot be."""
+    """Return where the agents find each other, and whether that is here. Raises ConfigurationError if it cannot be."""
     args = arguments.torchrun
     option, name, port = "--master-addr", args.master_addr.strip("[]"), args.master_port or _PORT
     if args.rdzv_endpoint:

@@ -54,7 +54,7 @@ def call(address: Address, token: str) -> socket.socket:
 
 
 def is_call(body: bytes) -> bool:
-    """Whether a frame asks for a rank's state."""
+    """Return whether a frame asks for a rank's state."""
     return body.startswith(_ASKS)
 
 

@@ -84,7 +84,7 @@ class State:
 
     @property
     def trains(self) -> bool:
-        """Whether its ranks in the decree may train."""
+        """Return whether its ranks in the decree may train."""
         return self.is_voter and self.promised == NO_BALLOT
 
     @property
