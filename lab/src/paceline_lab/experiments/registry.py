@@ -121,8 +121,6 @@ _ALL = (
     Experiment("early-delivery", "datagrams.early_delivery", "10 min a run", "Wang et al. 2020 (DLCP)",
         'Does `BoundedLoss(deliver="early")` shorten steps, or their tail, where packets are lost?',
         needs=ROOT, reports=("early-delivery",), runs=()),
-    Experiment("emulated-network", "datagrams.emulated_network", "10 min a run", "",
-        "How long do sums and pushes take on emulated hosts, by bounded loss and TCP?", needs=ROOT, runs=()),
     Experiment("shared-port", "datagrams.shared_port", "1 min a run", "Jain 0.9",
         "How do sums by bounded loss and a TCP connection share a port that both send into?", needs=ROOT, runs=()),
     # What does it cost in accuracy?
@@ -198,6 +196,7 @@ _ALL = (
 # fmt: on
 # Studies that are answered and no longer run, by the first words of their reports. Commit cb30c809 has their code.
 ANSWERED = (
+    "emulated-network",
     "guidelines",
     "idle-time",
     "minibatch-memory",
