@@ -128,7 +128,7 @@ def test_sleeps_vary_about_what_was_asked_for():
 
 
 def test_refused():
-    with pytest.raises(ConfigurationError, match="with --compute real nobody sleeps"):
+    with pytest.raises(ConfigurationError, match="with --compute real no rank sleeps"):
         config(profile=False, jitter_ratio=0.1)
     with pytest.raises(ConfigurationError, match=r"--jitter 2 is no share"):
         config(jitter_ratio=2)

@@ -24,7 +24,7 @@ from paceline_lab.bench.protocol import WrongAnswerError, turns
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import gather
 from paceline_lab.bench.sides import SIDES, StepTimes, Trainee, bucket_bytes, digest, labels, shown
-from paceline_lab.bench.timed_model import TimedModel, TimedWorkload, gradient_bytes
+from paceline_lab.bench.timed_model import TimedModel, TimedWorkload, gradient_bytes, workload_bytes
 from paceline_lab.workloads import Workload, make_workload
 
 WARM_UP_STEPS = 3  # torch re-buckets after the first, PowerSGD compresses from the third on
@@ -77,11 +77,7 @@ class StepConfig:
     @property
     def gradient_bytes(self) -> int:
         """Float32 bytes of all gradients."""
-        if self.profile is not None:
-            return gradient_bytes(self.profile, self.scale)
-        with torch.device("meta"):
-            model = make_workload(self.workload, self.quick).make_model()
-        return sum(4 * parameter.numel() for parameter in model.parameters())
+        return workload_bytes(self.workload, self.profile, self.scale, quick=self.quick)
 
     def make(self, rank: int) -> Workload:
         """Return the workload of one rank."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from paceline.errors import ConfigurationError
 from paceline_lab.bench.layer_profile import Profile, Shape
-from paceline_lab.workloads.workload import Workload
+from paceline_lab.workloads import Workload, make_workload
 from paceline_plan import LayerTimes, RecordedWorkload
 
 _STEP = 1 / 256  # between two values of a gradient
@@ -207,6 +207,15 @@ def scaled(shape: Shape, scale: float) -> Shape:
 def gradient_bytes(profile: Profile, scale: float = 1.0) -> int:
     """Return the float32 bytes of all gradients."""
     return sum(4 * math.prod(scaled(shape, scale)) for layer in profile.layers for shape in layer.shapes)
+
+
+def workload_bytes(name: str, profile: Profile | None, scale: float, *, quick: bool) -> int:
+    """Return the float32 bytes of all gradients of a profile; without one, of the workload of this name."""
+    if profile is not None:
+        return gradient_bytes(profile, scale)
+    with torch.device("meta"):
+        model = make_workload(name, quick).make_model()
+    return sum(4 * parameter.numel() for parameter in model.parameters())
 
 
 def planned(profile: Profile, scale: float = 1.0) -> RecordedWorkload:

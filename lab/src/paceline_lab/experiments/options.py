@@ -40,9 +40,6 @@ def compute_seconds(given: str | float) -> float:
 
 COMPUTE_HELP = "Time of forward and backward together: 0.5, 0.5s or 500ms."
 ComputeS = Annotated[float, typer.Option(parser=compute_seconds, metavar="TIME", help=COMPUTE_HELP)]
-Turns = Annotated[
-    int, typer.Option(min=2, help="Number of measuring rounds. Each side runs twice per round.")
-]
 Steps = Annotated[int, typer.Option(min=2, help="Number of consecutive steps per turn.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Quick smoke test. Its results are meaningless.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, progress to stderr.")]

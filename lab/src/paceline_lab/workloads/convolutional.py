@@ -68,24 +68,15 @@ def resnet50(num_classes: int = 1000) -> nn.Sequential:
 
 
 @dataclass(frozen=True)
-class ResNet50Workload(SizedWorkload):
+class RandomImages(SizedWorkload):
     """Random images and labels: the figures are about time, not accuracy."""
 
     image_size: int = 64
     batch_size: int = 4
 
-    @classmethod
-    def quick(cls) -> ResNet50Workload:
-        """Return the smallest images; the network stays whole."""
-        return cls(image_size=32, batch_size=2)
-
-    def published(self) -> ResNet50Workload:
+    def published(self) -> RandomImages:
         """Return ImageNet's images, 32 of them."""
-        return ResNet50Workload(image_size=224, batch_size=32)
-
-    def make_model(self) -> nn.Module:
-        """Return the network."""
-        return resnet50()
+        return type(self)(image_size=224, batch_size=32)
 
     def make_batch(self, rank: int, step: int) -> tuple[Tensor, Tensor]:
         """Return images (B, 3, S, S) and labels (B,)."""
@@ -96,6 +87,20 @@ class ResNet50Workload(SizedWorkload):
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], carry: None) -> tuple[Tensor, None]:
         """Return the cross-entropy."""
         return functional.cross_entropy(model(batch[0]), batch[1]), None
+
+
+@dataclass(frozen=True)
+class ResNet50Workload(RandomImages):
+    """ResNet-50 on random images."""
+
+    @classmethod
+    def quick(cls) -> ResNet50Workload:
+        """Return the smallest images; the network stays whole."""
+        return cls(image_size=32, batch_size=2)
+
+    def make_model(self) -> nn.Module:
+        """Return the network."""
+        return resnet50()
 
 
 def vgg16(num_classes: int = 1000, width: int = 4096) -> nn.Sequential:
@@ -118,10 +123,9 @@ def vgg16(num_classes: int = 1000, width: int = 4096) -> nn.Sequential:
 
 
 @dataclass(frozen=True)
-class Vgg16Workload(SizedWorkload):
-    """Random images and labels: the figures are about time, not accuracy."""
+class Vgg16Workload(RandomImages):
+    """VGG-16 on random images."""
 
-    image_size: int = 64
     batch_size: int = 2
     head_width: int = 4096
 
@@ -130,20 +134,6 @@ class Vgg16Workload(SizedWorkload):
         """Return the smallest images and a narrow head."""
         return cls(image_size=32, batch_size=1, head_width=16)
 
-    def published(self) -> Vgg16Workload:
-        """Return ImageNet's images, 32 of them."""
-        return Vgg16Workload(image_size=224, batch_size=32)
-
     def make_model(self) -> nn.Module:
         """Return the network."""
         return vgg16(width=self.head_width)
-
-    def make_batch(self, rank: int, step: int) -> tuple[Tensor, Tensor]:
-        """Return images (B, 3, S, S) and labels (B,)."""
-        generator = batch_generator(rank, step)
-        images = torch.randn(self.batch_size, 3, self.image_size, self.image_size, generator=generator)
-        return images, torch.randint(1000, (self.batch_size,), generator=generator)
-
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], carry: None) -> tuple[Tensor, None]:
-        """Return the cross-entropy."""
-        return functional.cross_entropy(model(batch[0]), batch[1]), None

@@ -38,13 +38,13 @@ from torch.nn import functional
 
 from paceline.errors import ConfigurationError
 from paceline.optim import Curve, parameter_groups, rate_factor
-from paceline.recipes import convert_ghost_batchnorm, zero_init_residual
+from paceline.recipes import convert_ghost_batchnorm
 from paceline_lab.experiments.accuracy import splits
 from paceline_lab.experiments.accuracy.in_process_ranks import backward_of_the_mean
 from paceline_lab.experiments.accuracy.large_batch_rows import set_rate
 from paceline_lab.experiments.accuracy.splits import Part, Samples
 from paceline_lab.experiments.accuracy.store import TrialStore, complete
-from paceline_lab.experiments.accuracy.tasks import MOMENTUM, WEIGHT_DECAY, ResidualBlock
+from paceline_lab.experiments.accuracy.tasks import MOMENTUM, WEIGHT_DECAY, residual_cnn
 from paceline_lab.experiments.options import (
     REPORT_FOLDER,
     AsJson,
@@ -132,23 +132,6 @@ class ResnetOutcome:
     wall_s: float
 
 
-def network(num_classes: int = 10, width: int = 8) -> nn.Sequential:
-    """Three stages of one residual block, for grey images (N, 1, 14, 14)."""
-    model = nn.Sequential(
-        nn.Conv2d(1, width, 3, stride=2, padding=1, bias=False),
-        nn.BatchNorm2d(width),
-        nn.ReLU(),
-        ResidualBlock(width, width, stride=1),
-        ResidualBlock(width, 2 * width, stride=2),
-        ResidualBlock(2 * width, 4 * width, stride=2),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(4 * width, num_classes),
-    )
-    zero_init_residual(model, "*.last_norm.weight")
-    return model
-
-
 @cache
 def small_images(folder: Path | None, num_train: int) -> Samples:
     """Fashion-MNIST, each four pixels one."""
@@ -174,7 +157,7 @@ def train(trial: ResnetTrial, data: Path | None) -> ResnetOutcome:
     group, one_by_one = STATISTICS[trial.statistics]
     batch = WORKER_BATCH * trial.factor
     num_passes = batch // group if one_by_one else 1
-    model: nn.Module = network()
+    model: nn.Module = residual_cnn(10, num_blocks=3)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if group and not one_by_one and group < batch:
         model = convert_ghost_batchnorm(model, group)

@@ -49,8 +49,8 @@ class ResidualBlock(nn.Module):
         return functional.relu(self.last_norm(self.second(inner)) + self.shortcut(x))
 
 
-def residual_cnn(num_classes: int, width: int = 8) -> nn.Sequential:
-    """Two residual blocks for grey images, shape (N, 1, side, side), with batch normalisation throughout.
+def residual_cnn(num_classes: int, width: int = 8, num_blocks: int = 2) -> nn.Sequential:
+    """Residual blocks for grey images, shape (N, 1, side, side), with batch normalisation throughout.
 
     Each block starts as its shortcut (Goyal et al. 2017, section 5.1).
     """
@@ -59,10 +59,10 @@ def residual_cnn(num_classes: int, width: int = 8) -> nn.Sequential:
         nn.BatchNorm2d(width),
         nn.ReLU(),
         ResidualBlock(width, width, stride=1),
-        ResidualBlock(width, 2 * width, stride=2),
+        *(ResidualBlock(width << block, width << block + 1, stride=2) for block in range(num_blocks - 1)),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(2 * width, num_classes),
+        nn.Linear(width << num_blocks - 1, num_classes),
     )
     zero_init_residual(model, "*.last_norm.weight")
     return model

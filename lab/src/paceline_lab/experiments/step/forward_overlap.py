@@ -45,8 +45,8 @@ from paceline_lab.experiments.options import (
     Quick,
     Rate,
     ReportFolder,
+    Rounds,
     Steps,
-    Turns,
 )
 from paceline_lab.experiments.runner import cluster_or_loopback, conclude
 from paceline_lab.experiments.step.forward_overlap_floor import least_step_s, step_without_s
@@ -244,7 +244,7 @@ def main(
     ratio: Annotated[
         float | None, typer.Option(help="Communication divided by backward, instead of --scale.")
     ] = None,
-    rounds: Turns = 3,
+    rounds: Rounds = 3,
     steps: Steps = 8,
     always: Annotated[
         bool, typer.Option("--always", help="Use forward overlap even if it does not pay.")

@@ -24,7 +24,13 @@ from paceline_lab.bench.protocol import WrongAnswerError
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import gather
 from paceline_lab.bench.sides import NUM_BATCHES, SEED, digest, parallelise, parse_sides, wrap
-from paceline_lab.bench.timed_model import Stopwatch, TimedModel, TimedWorkload, gradient_bytes
+from paceline_lab.bench.timed_model import (
+    Stopwatch,
+    TimedModel,
+    TimedWorkload,
+    gradient_bytes,
+    workload_bytes,
+)
 from paceline_lab.experiments.runner import train_in_turn
 from paceline_lab.experiments.step.forward_overlap_floor import Layer
 from paceline_lab.report.summary import slowest_rank
@@ -68,7 +74,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.is_uneven and self.profile is None:
             raise ConfigurationError(
-                "--slow-rank and --jitter change sleeps; with --compute real nobody sleeps."
+                "--slow-rank and --jitter change sleeps; with --compute real no rank sleeps."
             )
         if self.num_steps < LEAST_STEPS:
             raise ConfigurationError(
@@ -89,11 +95,7 @@ class Config:
     @property
     def num_bytes(self) -> int:
         """Float32 bytes of all gradients."""
-        if self.profile is not None:
-            return gradient_bytes(self.profile, self.scale)
-        with torch.device("meta"):
-            model = make_workload(self.workload, self.quick).make_model()
-        return sum(4 * parameter.numel() for parameter in model.parameters())
+        return workload_bytes(self.workload, self.profile, self.scale, quick=self.quick)
 
     def layers(self) -> list[Layer]:
         """Return each layer's times on the slowest rank; none without a profile."""

@@ -46,8 +46,8 @@ from paceline_lab.experiments.options import (
     Quick,
     Rate,
     ReportFolder,
+    Rounds,
     Steps,
-    Turns,
 )
 from paceline_lab.experiments.runner import cluster_or_loopback, conclude, train_in_turn
 from paceline_lab.report.figures import draw_figure, show_ratio
@@ -277,7 +277,7 @@ def main(
     rate: Rate = "1Gbit",
     compute_s: ComputeS = 0.45,
     scale: Annotated[float, typer.Option(help="Divisor of the gradients' bytes.")] = 2.0,
-    rounds: Turns = 2,
+    rounds: Rounds = 2,
     steps: Steps = 6,
     quick: Quick = False,
     as_json: AsJson = False,
