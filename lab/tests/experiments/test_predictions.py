@@ -8,8 +8,16 @@ import pytest
 from paceline_lab.bench.layer_profile import default_profile
 from paceline_lab.bench.timed_model import gradient_bytes, planned
 from paceline_lab.experiments.papers.variants import Variant, bucket_caps_mb
-from paceline_lab.experiments.prediction.emulation_cost import EmulatedHosts, EmulationCost
-from paceline_lab.experiments.prediction.predicted_runs import Errors, Fitted, Run, fit, run_of, samples
+from paceline_lab.experiments.prediction.predicted_runs import (
+    EmulatedHosts,
+    EmulationCost,
+    Errors,
+    Fitted,
+    Run,
+    fit,
+    run_of,
+    samples,
+)
 from paceline_plan import (
     Cluster,
     HostLink,

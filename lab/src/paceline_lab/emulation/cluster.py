@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
@@ -203,11 +203,11 @@ class EmulatedCluster:
                 listen = stack.enter_context(_directed(scenario, self, on_line))
             started = Job(self, argv, listen, environment or {})
             try:
-                ended = started.wait(timeout_s)
+                outcome = started.wait(timeout_s)
             finally:
                 started.close()
-        after = self.counters()
-        return ended.outcome([_difference(new, old) for new, old in zip(after, before, strict=True)])
+        carried = (_difference(new, old) for new, old in zip(self.counters(), before, strict=True))
+        return replace(outcome, counters=tuple(carried))
 
     def change(self, change: Change) -> None:
         """Change a property of a host, or of all, from now on.

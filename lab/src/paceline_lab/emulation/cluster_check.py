@@ -129,8 +129,8 @@ def _datagrams(
         "segments": segments,
     }
     with _Probe(cluster, target, "receive_datagrams") as receiver:
-        address = {"address": cluster.hosts[target].address, "port": receiver.receive()["port"]}
-        with _Probe(cluster, source, "send_datagrams", **(sending | changes | address)) as sender:
+        to = (cluster.hosts[target].address, receiver.receive()["port"])
+        with _Probe(cluster, source, "send_datagrams", to=to, **(sending | changes)) as sender:
             sent = sender.receive()
         return receiver.receive() | {"sent": sent["packets"]}
 
@@ -183,16 +183,16 @@ def _priority(cluster: EmulatedCluster) -> Finding:
         "rate": rate,
         "size": PAYLOAD_BYTES,
         "segments": 1,
-        "address": cluster.hosts[target].address,
     }
+    address = cluster.hosts[target].address
     with (
         _Probe(cluster, target, "receive_datagrams") as high,
         _Probe(cluster, target, "receive_datagrams") as low,
     ):
         to_high, to_low = high.receive()["port"], low.receive()["port"]
         with (
-            _Probe(cluster, first, "send_datagrams", tos=_HIGH, port=to_high, **sending) as urgent,
-            _Probe(cluster, second, "send_datagrams", tos=_LOW, port=to_low, **sending) as other,
+            _Probe(cluster, first, "send_datagrams", tos=_HIGH, to=(address, to_high), **sending) as urgent,
+            _Probe(cluster, second, "send_datagrams", tos=_LOW, to=(address, to_low), **sending) as other,
         ):
             sent = urgent.receive()["packets"], other.receive()["packets"]
         arrived = high.receive()["packets"] / sent[0], low.receive()["packets"] / sent[1]

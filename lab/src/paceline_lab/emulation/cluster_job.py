@@ -121,28 +121,6 @@ class Outcome:
         return asdict(self) | {"remarks": self.remarks(), "failure": self.failure()}
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A job's end, before the counters are read; the fields are `Outcome`'s."""
-
-    spec: ClusterSpec
-    exit_codes: tuple[int | None, ...]
-    failed_host: int | None
-    failed_s: float | None
-    wall_s: float
-    timed_out: bool
-    busy_ratio: float
-
-    def outcome(self, counters: Sequence[Counters]) -> Outcome:
-        """The same with what the links carried."""
-        code = 0
-        if self.timed_out:
-            code = TIMED_OUT
-        elif self.failed_host is not None:
-            code = self.exit_codes[self.failed_host] or 1
-        return Outcome(exit_code=code, counters=tuple(counters), **vars(self))
-
-
 class Job:
     """The agents of a running job.
 
@@ -181,8 +159,8 @@ class Job:
             )
             self._follow(host.index, self._agents[-1])
 
-    def wait(self, timeout_s: float | None) -> Ended:
-        """Wait until every agent has ended, or had to be stopped."""
+    def wait(self, timeout_s: float | None) -> Outcome:
+        """Wait until every agent has ended, or had to be stopped; the counters are not read yet."""
         failed: int | None = None
         failed_s = stopped_s = math.inf
         stopped: list[int] = []
@@ -201,16 +179,21 @@ class Job:
             reader.join()
         if failed is None and not stopped:
             failed, failed_s = self._first_failed(), wall_s
-        return Ended(
-            spec=self._spec,
-            exit_codes=tuple(
-                None if host in stopped else agent.returncode for host, agent in enumerate(self._agents)
-            ),
+        exit_codes = tuple(
+            None if host in stopped else agent.returncode for host, agent in enumerate(self._agents)
+        )
+        timed_out = bool(stopped) and failed_s + GRACE_S > stopped_s
+        code = 0 if failed is None else exit_codes[failed] or 1
+        return Outcome(
+            exit_code=TIMED_OUT if timed_out else code,
+            exit_codes=exit_codes,
             failed_host=failed,
             failed_s=None if failed is None else failed_s,
             wall_s=wall_s,
-            timed_out=bool(stopped) and failed_s + GRACE_S > stopped_s,
+            timed_out=timed_out,
             busy_ratio=self._processor.busy_ratio(),
+            counters=(),
+            spec=self._spec,
         )
 
     def close(self) -> None:

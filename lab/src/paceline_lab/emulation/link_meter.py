@@ -55,7 +55,7 @@ def receive_datagrams() -> dict[str, Any]:
 
 
 def send_datagrams(
-    address: str, port: int, seconds: float, packets: int, rate: float, size: int, tos: int, segments: int
+    to: tuple[str, int], seconds: float, packets: int, rate: float, size: int, tos: int, segments: int
 ) -> dict[str, Any]:
     """Send `packets` datagrams, or for `seconds`; at `rate` payload bytes a second, or as fast as the link takes."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
@@ -63,7 +63,7 @@ def send_datagrams(
         udp.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, tos)
         if segments > 1:
             udp.setsockopt(socket.IPPROTO_UDP, _SEGMENT, size)
-        udp.connect((address, port))
+        udp.connect(tuple(to))
         data = bytes(size * segments)
         sent, started_s = 0, time.monotonic()
         while sent < packets if packets else time.monotonic() - started_s < seconds:

@@ -127,7 +127,7 @@ def set_kernel(name: str, value: str) -> None:
 
 
 def drops_by_queue(ip: IPRoute, index: int) -> dict[int, int]:
-    """Return how many packets each queueing discipline of a device dropped, by its handle (`QDISC_...`)."""
+    """Return how many packets each queueing discipline of a device dropped, by its handle."""
     found = {}
     for queue in ip.get_qdiscs(index):
         stats = queue.get_attr("TCA_STATS2")

@@ -23,9 +23,59 @@ from paceline.planning.bucket_assignment import MEBIBYTE
 from paceline_lab.bench.layer_profile import Profile
 from paceline_lab.bench.timed_model import gradient_bytes, planned
 from paceline_lab.experiments.papers.variants import Variant, bucket_caps_mb
-from paceline_lab.experiments.prediction.emulation_cost import EmulatedHosts, EmulationCost
 from paceline_lab.experiments.prediction.groups_in_turn import GroupsInTurn
 from paceline_plan import Cluster, HostLink, RecordedWorkload, ReductionPlan, simulate
+
+
+@dataclass(frozen=True)
+class EmulationCost:
+    """Processor time that emulated hosts take from each other because they share a machine; a real cluster has none.
+
+    Attributes:
+        cores: Cores of the machine that emulates.
+        collective_s: Time of one rank for one collective.
+        message_s: Time of sending one message and receiving it.
+        s_per_byte: Time of sending and receiving one byte.
+        layer_s: Time of one rank for one layer's forward or backward: sleeping and waking up, and autograd.
+    """
+
+    cores: int = 1
+    collective_s: float = 0.0
+    message_s: float = 0.0
+    s_per_byte: float = 0.0
+    layer_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        costs = (self.collective_s, self.message_s, self.s_per_byte, self.layer_s)
+        if self.cores < 1 or not all(0 <= cost < math.inf for cost in costs):
+            raise ConfigurationError(f"{self}: at least one core, and no cost below 0")
+
+
+@dataclass(frozen=True)
+class EmulatedHosts(Cluster):
+    """A cluster whose hosts are emulated.
+
+    Attributes:
+        emulation: Costs of the emulation.
+    """
+
+    emulation: EmulationCost = EmulationCost()
+
+    def overhead_s(self, messages: int, bytes_ratio: float) -> tuple[float, float]:
+        """The library's, and processor time that ranks take from each other."""
+        cost = self.emulation
+        shared_s = self.num_ranks / cost.cores * cost.collective_s
+        fixed_s = self.collective_s + shared_s + messages / cost.cores * cost.message_s
+        return fixed_s, bytes_ratio / cost.cores * cost.s_per_byte
+
+    def layer_overhead_s(self) -> float:
+        """Longer where more ranks than cores wake up."""
+        return self.emulation.layer_s * max(1.0, self.num_ranks / self.emulation.cores)
+
+    def describe(self) -> str:
+        """One line for a report."""
+        return f"{super().describe()}, with what emulation costs"
+
 
 _UNITS = (0.95, 1e-4, 1e-3, 1e-4, 1e-10, 1e-4)  # of the fitted numbers, so that all are about 1
 _LEAST, _MOST = (0.8, 0, 0, 0, 0, 0), (1.06, 50, 50, 50, 50, 50)

@@ -10,7 +10,7 @@ Gloo, ours over Gloo, and ours with 1, 2, ... servers. `servers_to_loss` trains 
     --case second       lemma 3.2 again, on what nothing was fitted to: BERT's gradients, three workers, other links
 
 "alone" computes and reduces nothing: what the simulator (`planning.simulate`) is told of computing, as it would be by a
-recording. Its links have the same rates less 5 % for headers. Only the simulator's `TWO_WAY_RATIO` is fitted to these
+recording. Its links have the same rates less 5 % for headers. Only the simulator's `two_way_ratio` is fitted to these
 runs, to the lemma's odd numbers of servers. The knee is the fewest servers with which a step is as long as with the
 most, to within 2 %.
 

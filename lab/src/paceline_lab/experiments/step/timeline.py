@@ -16,10 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+import typer
 from torch import Tensor, nn
 
 from paceline_lab.bench.layer_profile import default_profile
@@ -231,7 +232,7 @@ def report(config: NotingConfig, found: Mapping[str, Spans], place: Any) -> Repo
 
 
 def main(
-    workload: str = "resnet50",
+    workload: Annotated[str, typer.Option(help="Workload whose layers sleep.")] = "resnet50",
     sides: Sides = "torch,ours,ours-forward",
     hosts: Hosts = 4,
     rate: Rate = "1Gbit",
