@@ -119,7 +119,7 @@ def test_it_is_off_while_nothing_can_be_gained_and_comes_back():
     assert not deferred[CHANGES_BACK - 1]
     assert deferred[-1]
     words = [verdict.partition(":")[0].partition(";")[0] for verdict in verdicts]
-    again = "on, to be tried again, because steps take longer or shorter"
+    again = "on, to be tried again"
     off = "off until steps take longer or shorter, because it saves nothing"
     assert words == ["", "on, to be tried in turns", "on", again, off]  # then with the same words as before
     assert next(number for text, number in verdicts.items() if text.startswith(off)) < CHANGES_BACK

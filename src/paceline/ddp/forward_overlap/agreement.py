@@ -130,20 +130,15 @@ class Agreement:
         """Follow rule 2. Local; the same on every rank."""
         if self._trial is not None:
             return
-        if (
-            not self.is_on
-        ):  # else what was measured is no step without the overlap, and says nothing about its gain
+        if not self.is_on:  # else the measured steps ran with the overlap, and say nothing about its gain
             self.gain = agreed.gain
         if self.is_on or self._is_forced or agreed.gain.pays:
             self.is_on = True
             how = "without a comparison"
             if not self._is_forced:
                 self._trial, how = Trial([WITH], TRIAL), "to be tried in turns"
-            saved = (
-                f"; predicted to save {self.gain.saved_ratio:.1%} of a step ({self.gain})"
-                if self.gain
-                else ""
-            )
+            gain = self.gain
+            saved = f"; predicted to save {gain.saved_ratio:.1%} of a step ({gain})" if gain else ""
             self.verdict = f"on, {how}{saved}"
             return
         self._num_declined += 1
@@ -166,7 +161,7 @@ class Agreement:
         step_s = trial.decide(torch.stack(rows).amax(0).tolist())
         is_settled = trial.phase is Phase.SETTLED
         if was_settled and not is_settled:
-            self.is_on, self.verdict = True, "on, to be tried again, because steps take longer or shorter"
+            self.is_on, self.verdict = True, "on, to be tried again"
         elif is_settled and not was_settled:
             was_worth_it = self.seen is not None
             self.seen = seen = Gain(without_s=step_s[None], with_s=step_s[WITH])
@@ -180,11 +175,10 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What rank 0 said: the order in which pieces are sent, what that is predicted to save, and at which rate."""
+    """The plan of rank 0: the order in which pieces are sent, and the gain that it predicts."""
 
     pieces: tuple[Piece, ...]
     gain: Gain
-    rate_bytes_per_s: float
 
 
 def measure(
@@ -213,19 +207,18 @@ def agree(pieces: Sequence[Piece], mine: MeasuredStep, group: ProcessGroup, peer
         [-mine.reduced_s, mine.rate_bytes_per_s, mine.backward_s, *mine.ready_s], dtype=torch.float64
     )
     rows = peers.rows_of_all(row, group, "gathering the times of a step")
-    words = torch.zeros(len(pieces) + 3, dtype=torch.float64)
+    words = torch.zeros(len(pieces) + 2, dtype=torch.float64)
     if group.rank() == 0:
         slowest = _slowest(rows, mine)
         order = plan(pieces, slowest)
         gain = predict(pieces, order, slowest)
-        said = [gain.without_s, gain.with_s, slowest.rate_bytes_per_s]
-        words = torch.tensor([*said, *map(float, order)], dtype=torch.float64)
+        words = torch.tensor([gain.without_s, gain.with_s, *map(float, order)], dtype=torch.float64)
     peers.wait(broadcast(words, group, source=0), "agreeing on the order of pieces")
-    without_s, with_s, rate, *order_words = words.tolist()
-    return Agreed(tuple(pieces[int(place)] for place in order_words), Gain(without_s, with_s), rate)
+    without_s, with_s, *order_words = words.tolist()
+    return Agreed(tuple(pieces[int(place)] for place in order_words), Gain(without_s, with_s))
 
 
 def _slowest(rows: Sequence[Tensor], mine: MeasuredStep) -> MeasuredStep:
-    """The step whose gradients are there when the last rank's are. A rank that waits sees less of the link's rate."""
+    """Return a step with the times of the slowest rank. The link's rate is the best: a rank that waits sees less."""
     reduced_s, rate, backward_s, *ready_s = torch.stack(list(rows)).amax(0).tolist()
     return MeasuredStep(tuple(ready_s), mine.needed_s, backward_s, mine.forward_s, -reduced_s, rate)
