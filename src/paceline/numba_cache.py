@@ -44,7 +44,7 @@ def keep(function: Any, stamp: Stamp) -> None:
     """Let the code of a function made by `numba.njit(cache=True)` be stored for this stamp, once a host. Local."""
     with contextlib.suppress(AttributeError):  # another numba keeps it elsewhere: then as numba does it
         function._cache._cache_file._source_stamp = stamp
-        _OneProcess(function)
+        _CompileLock(function)
 
 
 @contextlib.contextmanager
@@ -59,7 +59,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _OneProcess:
+class _CompileLock:
     """Stands between a function made by numba and its stored code: holds a lock from a miss to the end of compiling."""
 
     _waits = True  # until a wait was in vain
@@ -117,14 +117,14 @@ class _OneProcess:
     def _wait_for(lock: IO[bytes], byte: int, *, only_once: bool = False) -> bool:
         """Whether the lock is held now: after a wait for it, unless it is tried once only."""
         until_s = time.monotonic() + _AT_MOST_S
-        while _OneProcess._waits:
+        while _CompileLock._waits:
             try:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
             except (BlockingIOError, PermissionError):  # somebody has it
                 if only_once:
                     return False
                 if time.monotonic() > until_s:
-                    _OneProcess._waits = False
+                    _CompileLock._waits = False
                 time.sleep(_LOOKS_EVERY_S)
             except OSError:  # no locks on this file system, so nobody to wait for
                 return True

@@ -71,7 +71,7 @@ def sleep(seconds):
 was_told, real, time.sleep, numba_cache._AT_MOST_S = [], time.sleep, sleep, float(sys.argv[2])
 try: print(fails(3) if sys.argv[1] == "failed" else inner(3, 1.0))
 except numba.TypingError: print("failed")
-print("again", inner(3, 1), numba_cache._OneProcess._waits)
+print("again", inner(3, 1), numba_cache._CompileLock._waits)
 """
 STORES = """
 from functions import *

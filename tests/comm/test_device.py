@@ -3,8 +3,8 @@
 import torch
 
 from paceline.comm.device import (
-    Later,
-    Mark,
+    AsyncValue,
+    StreamEvent,
     devices_of,
     host_memory,
     is_accelerator,
@@ -24,7 +24,7 @@ def test_the_cpu_and_meta_are_no_accelerators():
 
 
 def test_a_mark_of_no_device_is_past():
-    mark = Mark([])
+    mark = StreamEvent([])
     mark.order()
     mark.block()
     assert mark.is_past()
@@ -34,7 +34,7 @@ def test_a_mark_of_no_device_is_past():
 def test_a_value_of_the_host_has_arrived_as_it_was():
     """It may be written again at once."""
     value = torch.tensor([1.0, 2.0])
-    later = Later(value)
+    later = AsyncValue(value)
     value.zero_()
     assert later.has_arrived()
     assert later.read().tolist() == [1.0, 2.0]

@@ -38,7 +38,7 @@ KINDS = {
 }
 """By the function that is called in a statement of its own."""
 
-RECORDED = {"Mark", "record_event"}
+RECORDED = {"StreamEvent", "record_event"}
 """Calls that record an event; what is left out records none."""
 
 COLLECTIVES = (
@@ -157,7 +157,7 @@ class _Unrecorded(ast.NodeTransformer):
     """An event that is never recorded: a mark of no device, or no event at all."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        if _called(node) == "Mark":
+        if _called(node) == "StreamEvent":
             node.args = [ast.List([], ast.Load())]
         return node
 

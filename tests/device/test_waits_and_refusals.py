@@ -208,7 +208,7 @@ def test_every_wait_can_be_left_out():
         ("LaneWork.wait self._performed.order()", "read on another stream"),
         ("_waited keep_for_current_streams([tensor, *others])", "compression bf16"),
         ("BucketSync.wait self._peers.wait", "mlp"),
-        ("to_host Mark([tensor.device]).block()", "mlp"),
+        ("to_host StreamEvent([tensor.device]).block()", "mlp"),
     ],
 )
 def test_a_missing_wait_is_caught(where, case):

@@ -14,7 +14,7 @@ from harness.ranks import pool
 from paceline import DistributedDataParallel, convert_sync_batchnorm
 from paceline.data import GlobalBatch, GlobalShuffle, GlobalStream
 from paceline.elastic import conflicts
-from paceline.elastic.line import Line, Ready, difference
+from paceline.elastic.agent_connection import AgentConnection, Ready, difference
 from paceline.errors import ConfigurationError
 from paceline.reductions import GradientNoiseScale
 from paceline_servers import ParameterServers
@@ -121,8 +121,8 @@ def test_the_card_of_a_large_model_is_one_message():
     facts = [f"params[{i}]: layers.{i}.weight: sizes [768, 768], torch.float32" for i in range(20_000)]
     card = "\n".join(conflicts.shortened(facts))
     other = "\n".join(conflicts.shortened([*facts[:700], "params[700]: another", *facts[701:]]))
-    agent, theirs = Line.pair()
-    rank = Line(theirs)
+    agent, theirs = AgentConnection.pair()
+    rank = AgentConnection(theirs)
     assert rank.tell(Ready(card))
     assert agent.hear() == Ready(card)
     assert "layers.600.weight" in difference(card, other)

@@ -6,9 +6,9 @@ import pytest
 
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.elastic import Elastic
-from paceline.elastic.elastic import Crew
+from paceline.elastic.agent_connection import Saved
+from paceline.elastic.elastic import ElasticClient
 from paceline.elastic.handover import Place
-from paceline.elastic.line import Saved
 from paceline.errors import ProtocolError
 
 
@@ -44,7 +44,7 @@ def test_a_checkpoint_that_raises_is_told():
 
 def test_a_further_step_than_the_others_is_refused():
     """A rank that had counted other epochs than the others trained them alone."""
-    crew = Crew.__new__(Crew)
+    crew = ElasticClient.__new__(ElasticClient)
     crew._others_ended = False
     crew.check_others_train(9, 1)
     crew._others_ended = True

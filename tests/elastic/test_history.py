@@ -2,13 +2,13 @@
 
 import time
 
+from paceline.elastic.agent_connection import RankAssignment
 from paceline.elastic.history import ChangeRecorder
-from paceline.elastic.line import Seat
 
 
 def seat(members, lost=(), num_new=0, why=""):
     """Of the rank whose processes are these letters."""
-    return Seat(1, 0, len(members), len(members), ("h", 1), lost, num_new, why, tuple(members))
+    return RankAssignment(1, 0, len(members), len(members), ("h", 1), lost, num_new, why, tuple(members))
 
 
 def test_a_membership_that_broke_before_it_began_is_part_of_the_standstill():

@@ -22,7 +22,7 @@ from paceline import DistributedDataParallel
 from paceline.comm import gradient_group, peers, rendezvous
 from paceline.comm.sealed_store import TOKEN, SealedStore
 from paceline.errors import PeerLostError
-from paceline.host.processes import GONE, ProcessCard
+from paceline.host.processes import GONE, ProcessIdentity
 from paceline.transports.shared_memory import neighbours
 
 TIMEOUT_S = 600.0  # of groups: whoever waits for it misses its pool's deadline
@@ -79,16 +79,16 @@ def test_who_did_not_come():
     nobody = together(3, 0, 0.05)
     assert "rank 0 was joining a group" in str(nobody)
 
-    me = ProcessCard.of_this_process()
+    me = ProcessIdentity.of_this_process()
     elsewhere = together(2, 0, 0.6, lambda store: store.set("process/1", me.words))
     assert "rank 1" in str(elsewhere)
     assert "in another part of the program" in str(elsewhere)
     assert elsewhere.peer == 1
 
-    dead = ProcessCard(me.pid, "1", me.where, "node")  # its id was given to another process
+    dead = ProcessIdentity(me.pid, "1", me.where, "node")  # its id was given to another process
     assert "has died" in str(together(2, 0, 60.0, lambda store: store.set("process/1", dead.words)))
 
-    far = ProcessCard(1, "1", "other-kernel", "far")
+    far = ProcessIdentity(1, "1", "other-kernel", "far")
     words = str(together(2, 0, 0.05, lambda store: store.set("process/1", far.words)))
     assert "(process 1 on far)" in words
     assert "died" not in words
@@ -102,7 +102,7 @@ def test_who_ends_after_its_last_words_is_not_missing():
     """They come between two looks, at the store and at the process: the words count."""
     store = dist.HashStore()
     words = SealedStore(store, "rendezvous")
-    words.set("process/1", ProcessCard.of_this_process().words)
+    words.set("process/1", ProcessIdentity.of_this_process().words)
 
     def says_it_and_ends(_card):
         words.set("x/1", "there")
@@ -110,7 +110,7 @@ def test_who_ends_after_its_last_words_is_not_missing():
 
     ours = rendezvous.Rendezvous(store, 0, 2, timedelta(seconds=60), "joining a group")
     ours.publish("x", "here")
-    with mock.patch.object(ProcessCard, "state", says_it_and_ends):
+    with mock.patch.object(ProcessIdentity, "state", says_it_and_ends):
         assert ours.collect("x") == [b"here", b"there"]
 
 
@@ -232,8 +232,8 @@ def test_who_has_ended_is_not_waited_for(how, monkeypatch):
     group = mock.Mock(**{"rank.return_value": 0, "size.return_value": 2})
     call = peers._FailureDetection(group, "model", "wrapping")
     call._has_store = True
-    me = ProcessCard.of_this_process()
-    call._store.set("who/1", (me if how == "left" else ProcessCard(me.pid, "1", me.where, me.host)).words)
+    me = ProcessIdentity.of_this_process()
+    call._store.set("who/1", (me if how == "left" else ProcessIdentity(me.pid, "1", me.where, me.host)).words)
     if how == "left":
         call._store.set("left/1", "left after step 2")
     if how == "answers and dies":
@@ -242,7 +242,7 @@ def test_who_has_ended_is_not_waited_for(how, monkeypatch):
             call._store.set("here/1", "waiting")
             return GONE
 
-        monkeypatch.setattr(ProcessCard, "state", answers_and_dies)
+        monkeypatch.setattr(ProcessIdentity, "state", answers_and_dies)
     told = {
         "dead": f"rank 1 (process {me.pid} on {me.host}) has died",
         "left": f"rank 1 (process {me.pid} on {me.host}) left after step 2",
@@ -258,8 +258,8 @@ def test_rank_0_does_not_blame_itself():
     group = mock.Mock(**{"rank.return_value": 0, "size.return_value": 2})
     call = peers._FailureDetection(group, "model", "wrapping")
     assert "rank 0" not in call._without_store(None)
-    me = ProcessCard.of_this_process()
-    call._cards[1] = ProcessCard(me.pid, "1", me.where, me.host)
+    me = ProcessIdentity.of_this_process()
+    call._cards[1] = ProcessIdentity(me.pid, "1", me.where, me.host)
     assert call._without_store(None).startswith(f"rank 1 (process {me.pid} on")
 
 

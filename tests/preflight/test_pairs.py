@@ -80,5 +80,5 @@ def test_a_stranger_who_comes_first(brief):
             with socket.create_connection(listener.getsockname()) as stranger:
                 stranger.sendall(b"x" * 16)
                 assert stranger.recv(1) == b""
-            with pairs._connect(pairs.Card("here", *listener.getsockname(), word)):
+            with pairs._connect(pairs.RankAddress("here", *listener.getsockname(), word)):
                 accepted.result(10).close()

@@ -25,8 +25,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm import (
+    ChainedWork,
     Done,
-    HandedOn,
     Lane,
     Work,
     launch_session_name,
@@ -264,7 +264,7 @@ class BoundedLoss(Reduction):
         reduced = _Reduced(message, sizes, residual)
         self._sums.append(reduced)
         begin = functools.partial(reduced.begin, self._connection, bound)
-        return HandedOn(self._connection.lane, begin, [message.body], "bounded_loss", reduced.finish)
+        return ChainedWork(self._connection.lane, begin, [message.body], "bounded_loss", reduced.finish)
 
     def end_step(self, ended: StepEnd) -> None:
         self._residuals.restore(self._names[id(parameter)] for parameter in ended.unused)

@@ -27,7 +27,7 @@ from typing import Any
 from paceline import version
 from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError, ServerLostError
 from paceline.host.exit import end_before_exit
-from paceline.host.processes import ProcessCard
+from paceline.host.processes import ProcessIdentity
 from paceline_servers.connection import Connection, Place, fresh_place
 from paceline_servers.handshake import enter
 from paceline_servers.response_future import ResponseFuture
@@ -125,7 +125,7 @@ class ServerLink:
             "rank": who.rank,
             "num_ranks": who.num_ranks,
             "timeout_s": who.timeout_s,
-            "name": str(ProcessCard.of_this_process()),
+            "name": str(ProcessIdentity.of_this_process()),
         }
         answers = ResponseFuture(len(addresses))
         for number in range(len(addresses)):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from paceline.comm.completion import Completion
     from paceline.comm.device import host_memory, to_device, to_host
-    from paceline.comm.lane import HandedOn, Lane, LaneWork
+    from paceline.comm.lane import ChainedWork, Lane, LaneWork
     from paceline.comm.rendezvous import Rendezvous, store_of_job
 
 BACKEND_NAME = "paceline"  # under which c10d knows our own backend
@@ -34,9 +34,9 @@ TOKEN = "PACELINE_TOKEN"  # noqa: S105  the variable's name
 __all__ = [
     "C10dWork",
     "Chain",
+    "ChainedWork",
     "Completion",
     "Done",
-    "HandedOn",
     "Lane",
     "LaneWork",
     "Rendezvous",
@@ -59,7 +59,7 @@ __getattr__ = on_first_use(
         "Chain": "collectives",
         "Completion": "completion",
         "Done": "collectives",
-        "HandedOn": "lane",
+        "ChainedWork": "lane",
         "Lane": "lane",
         "LaneWork": "lane",
         "Rendezvous": "rendezvous",

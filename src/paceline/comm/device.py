@@ -2,9 +2,9 @@
 
 Rules
 1. A device computes later, in the order of each of its streams. Code that uses a tensor on another stream than the one
-   that wrote it orders the two by a `Mark`. Code that drops a tensor which another stream still uses tells the
+   that wrote it orders the two by a `StreamEvent`. Code that drops a tensor which another stream still uses tells the
    allocator (`keep_for_current_streams`).
-2. The host waits for a device in `to_host`, `Later.read` and `Mark.block`, and nowhere else here.
+2. The host waits for a device in `to_host`, `AsyncValue.read` and `StreamEvent.block`, and nowhere else here.
 3. What a device copies to or from the host lies in pinned memory; in other memory a copy blocks the host.
 4. torch's names for any accelerator alone (`torch.accelerator`, `torch.Stream`, `torch.Event`): no vendor is known
    here. On a CPU there are no streams, and all of this does nothing.
@@ -52,7 +52,7 @@ def why_without_streams(device: torch.device) -> str | None:
     return None
 
 
-class Mark:
+class StreamEvent:
     """A place in the current streams of `devices`, behind all that they were told; past already without any."""
 
     __slots__ = ("_events",)
@@ -86,7 +86,7 @@ class SideStreams:
         self._streams: dict[torch.device, torch.Stream] = {}
 
     @contextmanager
-    def current(self, devices: Devices, after: Mark) -> Iterator[None]:
+    def current(self, devices: Devices, after: StreamEvent) -> Iterator[None]:
         """Run what is within on these streams, behind `after`."""
         streams = [self._of(device) for device in devices]
         index = torch.accelerator.current_device_index()
@@ -107,7 +107,7 @@ class SideStreams:
         return self._streams[device]
 
 
-class Origins:
+class ProducerStreams:
     """The streams on which a device makes something that another stream may collect: noted there, waited for there."""
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ def host_memory(like: Tensor) -> Tensor:
 def to_host(tensor: Tensor) -> Tensor:
     """Copy a tensor of an accelerator into memory of the host, behind the current stream's work. Waits for the copy."""
     host = host_memory(tensor).copy_(tensor.detach(), non_blocking=True)
-    Mark([tensor.device]).block()
+    StreamEvent([tensor.device]).block()
     return host
 
 
@@ -180,12 +180,12 @@ def to_device(target: Tensor, host: Tensor) -> None:
     target.copy_(host.view(target.shape), non_blocking=True)
 
 
-class Later:
+class AsyncValue:
     """A small value of a device, on its way to the host; it may be written again at once, and read on arrival."""
 
     def __init__(self, value: Tensor) -> None:
         self._host = host_memory(value).copy_(value.detach(), non_blocking=True)
-        self._mark = Mark(devices_of([value]))
+        self._mark = StreamEvent(devices_of([value]))
 
     def has_arrived(self) -> bool:
         """Return whether `read` would not wait. Does not wait."""

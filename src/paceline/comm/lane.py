@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from paceline.comm import BACKEND_NAME
 from paceline.comm.collectives import C10dWork, Work
-from paceline.comm.device import Mark, SideStreams, devices_of, keep_for_current_streams
+from paceline.comm.device import SideStreams, StreamEvent, devices_of, keep_for_current_streams
 from paceline.errors import PeerLostError, ProtocolError
 from paceline.host.exit import end_before_exit
 
@@ -46,8 +46,8 @@ class LaneWork(dist.Work):
     """
 
     _devices: Sequence[torch.device] = ()
-    _launched: Mark | None = None  # on accelerators: behind what it is performed
-    _performed: Mark | None = None  # on accelerators: where the lane's streams have done it
+    _launched: StreamEvent | None = None  # on accelerators: behind what it is performed
+    _performed: StreamEvent | None = None  # on accelerators: where the lane's streams have done it
     _is_done = False
     _error: BaseException | None = None
     _ended: Future[Any] | None = None
@@ -72,7 +72,7 @@ class LaneWork(dist.Work):
         """Note that the work was launched, behind all that the current streams have been told."""
         self.lane = lane
         if self._devices:
-            self._launched = Mark(self._devices)
+            self._launched = StreamEvent(self._devices)
 
     def perform(self) -> None:
         """Perform the work on this thread; an error is kept for its waiters."""
@@ -106,14 +106,14 @@ class LaneWork(dist.Work):
         if ended is not None:
             self._end(ended)
 
-    def _perform_on_streams(self, launched: Mark) -> None:
+    def _perform_on_streams(self, launched: StreamEvent) -> None:
         assert self.lane is not None, "launched on a lane"
         with self.lane.streams.current(self._devices, after=launched):
             keep_for_current_streams(self._outputs)
             try:
                 self._perform()
             finally:
-                self._performed = Mark(self._devices)
+                self._performed = StreamEvent(self._devices)
 
     def _end(self, ended: Future[Any]) -> None:
         """Complete the future; those of accelerators take down where the current streams are."""
@@ -311,7 +311,7 @@ class Lane:
         return is_idle
 
 
-class HandedOn(Work):
+class ChainedWork(Work):
     """The handle of work that a lane begins, and that goes on elsewhere.
 
     `begin` runs on the lane, and may block. It returns the handle of the rest. `finish` is called once, by the first

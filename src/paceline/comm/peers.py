@@ -31,7 +31,7 @@ from paceline.comm.rendezvous import announce
 from paceline.comm.sealed_store import SealedStore
 from paceline.errors import CollectiveMismatchError, PeerLostError, ServerLostError
 from paceline.host.exit import end_before_exit
-from paceline.host.processes import GONE, UNKNOWN, ProcessCard, is_stopped
+from paceline.host.processes import GONE, UNKNOWN, ProcessIdentity, is_stopped
 from paceline.observe.progress import Counter, counter
 
 SLICE_S = 0.5  # between two looks whether failure detection has begun
@@ -221,14 +221,14 @@ class _FailureDetection:
         self._has_store = True
         self.still_asks = self._num_ranks > 1
         self._query: _StoreQuery | None = None
-        self._cards: dict[int, ProcessCard] = {}
+        self._cards: dict[int, ProcessIdentity] = {}
         self._num_asked = 0
         self.progress = _Progress()
         try:
             default_store = dist.distributed_c10d._get_default_store()
             self._store = SealedStore(dist.PrefixStore(f"paceline/{name}", default_store), name)
             if self._num_ranks > 1:
-                self._store.set(f"who/{self._rank}", ProcessCard.of_this_process().words)
+                self._store.set(f"who/{self._rank}", ProcessIdentity.of_this_process().words)
                 announce(dist.PrefixStore("paceline", default_store), dist.get_rank())
                 # When the group is destroyed or the program ends, whichever is first.
                 leaves = weakref.finalize(process_group, _say_left, self._store, self._rank, self.progress)
@@ -339,10 +339,10 @@ class _FailureDetection:
             return _State("does not answer", is_gone=False)
         return _look_up(card)
 
-    def _card(self, rank: int) -> ProcessCard | None:
+    def _card(self, rank: int) -> ProcessIdentity | None:
         """Return the identity of a rank's process, if the rank has written it."""
         if rank not in self._cards and (words := self._store.get(f"who/{rank}")) is not None:
-            self._cards[rank] = ProcessCard.from_words(words)
+            self._cards[rank] = ProcessIdentity.from_words(words)
         return self._cards.get(rank)
 
 
@@ -419,7 +419,7 @@ class _State:
     is_gone: bool
 
 
-def _look_up(card: ProcessCard) -> _State:
+def _look_up(card: ProcessIdentity) -> _State:
     """Return what the kernel says about a process, if it is of this host."""
     state = card.state()
     if state == GONE:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from paceline.comm.sealed_store import SealedStore
 from paceline.errors import ConfigurationError, PeerLostError
-from paceline.host.processes import GONE, UNKNOWN, ProcessCard, is_stopped
+from paceline.host.processes import GONE, UNKNOWN, ProcessIdentity, is_stopped
 
 SLICE_S = 0.5  # between two looks at those who are missing
 _SCOPE = "rendezvous"
@@ -26,7 +26,7 @@ _NEXT = "`paceline explain when it lost others` says more."
 
 def announce(store: dist.Store, rank: int) -> None:
     """Write who this rank is; before anything that takes long."""
-    SealedStore(store, _SCOPE).set(f"{_PROCESS}/{rank}", ProcessCard.of_this_process().words)
+    SealedStore(store, _SCOPE).set(f"{_PROCESS}/{rank}", ProcessIdentity.of_this_process().words)
 
 
 class Rendezvous:
@@ -51,7 +51,7 @@ class Rendezvous:
         self._timeout = timeout
         self._doing = doing
         self._places = [self._store] if known is None else [self._store, SealedStore(known, _SCOPE)]
-        self._cards: dict[int, ProcessCard] = {}
+        self._cards: dict[int, ProcessIdentity] = {}
         announce(store, rank)
 
     def publish(self, topic: str, words: str) -> None:
@@ -128,10 +128,10 @@ class Rendezvous:
             return f"{card} did not come"
         return f"{card} did not come: it is {'stopped' if is_stopped(state) else 'in another part of the program'}"
 
-    def _card(self, rank: int) -> ProcessCard | None:
+    def _card(self, rank: int) -> ProcessIdentity | None:
         for place in self._places:
             if rank not in self._cards and (words := place.get(f"{_PROCESS}/{rank}")) is not None:
-                self._cards[rank] = ProcessCard.from_words(words)
+                self._cards[rank] = ProcessIdentity.from_words(words)
         return self._cards.get(rank)
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.comm.device import Later
+from paceline.comm.device import AsyncValue
 from paceline.recording.fingerprints import is_finite
 
 
@@ -29,7 +29,7 @@ class Seen:
     """What this rank has seen of its gradients in the steps so far and has not told the others."""
 
     def __init__(self) -> None:
-        self._under_way: deque[Later] = deque()  # of accelerators, a number a step (rule 5)
+        self._under_way: deque[AsyncValue] = deque()  # of accelerators, a number a step (rule 5)
 
     def any_of(self, buckets: Sequence[Tensor]) -> bool:
         """Whether one of these is NaN; of accelerators, one of those of earlier calls that has arrived meanwhile.
@@ -43,7 +43,7 @@ class Seen:
         if on_device:
             first, *others = on_device
             total = torch.stack([first, *(bucket.to(first) for bucket in others)]).sum() if others else first
-            self._under_way.append(Later(total))
+            self._under_way.append(AsyncValue(total))
         return found
 
 

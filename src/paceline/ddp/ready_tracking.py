@@ -30,7 +30,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.collectives import broadcast
-from paceline.comm.device import Origins, is_accelerator
+from paceline.comm.device import ProducerStreams, is_accelerator
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.layout import ManagedParameters
@@ -63,7 +63,7 @@ class ReadyTracker:
         self._recorders: list[RemovableHandle] = []  # of the order, until it is agreed on
         self.order: list[int] = []  # parameter indices as backwards finished them; may repeat
         on_device = any(is_accelerator(each.device) for each in managed.parameters)
-        self.origins = Origins() if on_device else None  # of gradients (rule 4)
+        self.origins = ProducerStreams() if on_device else None  # of gradients (rule 4)
 
     # ---- hooks
 

@@ -19,7 +19,7 @@ _SMALL_BYTES, _MANY = 256 * 1024, 8
 
 
 @dataclass(frozen=True)
-class Everybody:
+class CommonDelay:
     """A cause that makes all ranks slow."""
 
     kind: str  # a name for scripts
@@ -31,7 +31,7 @@ class Everybody:
     without: Prediction | None = None  # the step then; None: not predicted
 
 
-def everybody_waits(run: Run, table: StepTable) -> Everybody | None:
+def common_delay(run: Run, table: StepTable) -> CommonDelay | None:
     """The first of them that is there; None: neither."""
     return _too_many_threads(run, table) or _shared_cores(run, table) or _small_buckets(run, table)
 
@@ -43,7 +43,7 @@ def _by_host(run: Run) -> dict[str, list[RankRun]]:
     return found
 
 
-def _too_many_threads(run: Run, table: StepTable) -> Everybody | None:
+def _too_many_threads(run: Run, table: StepTable) -> CommonDelay | None:
     """Find a host on which threads that compute outnumber the cores, and threads of its ranks wait for one."""
     for host, ranks in _by_host(run).items():
         threads = sum(rank.header.num_threads for rank in ranks)
@@ -56,7 +56,7 @@ def _too_many_threads(run: Run, table: StepTable) -> Everybody | None:
                 f"threads wait for a core {queued:.0%} of the time."
             )
             each = max(1, cores // len(ranks))
-            return Everybody(
+            return CommonDelay(
                 "too many threads",
                 host,
                 "computation",
@@ -67,7 +67,7 @@ def _too_many_threads(run: Run, table: StepTable) -> Everybody | None:
     return None
 
 
-def _shared_cores(run: Run, table: StepTable) -> Everybody | None:
+def _shared_cores(run: Run, table: StepTable) -> CommonDelay | None:
     """Find a host whose ranks wait for cores, of which other processes took at least as much as a rank waits."""
     taken = taken_on_hosts(run)
     for host, ranks in _by_host(run).items():
@@ -84,7 +84,7 @@ def _shared_cores(run: Run, table: StepTable) -> Everybody | None:
         )
         advice = "Keep other processes off their cores"
         left = as_recorded(table.with_shorter_waits(waits_for_processes(run, table)))
-        return Everybody("core shared", host, "computation", waited_s, words, advice, left)
+        return CommonDelay("core shared", host, "computation", waited_s, words, advice, left)
     return None
 
 
@@ -96,7 +96,7 @@ def _queued_ratio(rank: RankRun) -> float:
     return min(1.0, (looks[-1].queued_s - looks[0].queued_s) / max(1e-9, looks[-1].at_s - looks[0].at_s))
 
 
-def _small_buckets(run: Run, table: StepTable) -> Everybody | None:
+def _small_buckets(run: Run, table: StepTable) -> CommonDelay | None:
     """Paceline's buckets only: torch's reducer says nothing of its own."""
     buckets = run.ranks[0].steps[-1].buckets
     waited_s = exposed_s(table)
@@ -109,7 +109,7 @@ def _small_buckets(run: Run, table: StepTable) -> Everybody | None:
         f"Gradients travel in {len(buckets)} buckets of {size_bytes / 1024:.0f} KiB, and every step of "
         f"{ms(table.step_s)} waits {ms(waited_s)} for them."
     )
-    return Everybody(
+    return CommonDelay(
         "buckets too small",
         "",
         "communication",

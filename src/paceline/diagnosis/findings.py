@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from paceline.diagnosis.all_ranks import EXPOSED_RATIO, everybody_waits
+from paceline.diagnosis.all_ranks import EXPOSED_RATIO, common_delay
 from paceline.diagnosis.causes import Cause, late_rank
 from paceline.diagnosis.culprit import FEWEST_STEPS, LEAST_RATIO, Culprit
 from paceline.diagnosis.links import SlowLink, edges_of, slow_link
@@ -326,7 +326,7 @@ def _of_link(run: Run, table: StepTable, link: SlowLink) -> Finding:
 
 
 def _of_all(run: Run, table: StepTable) -> Finding | None:
-    found = everybody_waits(run, table)
+    found = common_delay(run, table)
     if found is None:
         return None
     advised: tuple[Remedy, ...] = (Remedy(found.advice, found.without),)

@@ -27,22 +27,22 @@ from paceline.comm.given_up import aside, given_up_when
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.ddp import DistributedDataParallel
 from paceline.elastic import conflicts
-from paceline.elastic.handover import Carried, Place, Standings, hand_over
-from paceline.elastic.history import ChangeRecorder
-from paceline.elastic.late_start import LateStart
-from paceline.elastic.line import (
+from paceline.elastic.agent_connection import (
     LOST_AFTER,
+    AgentConnection,
     CaughtUp,
     Following,
     InLoop,
-    Line,
+    RankAssignment,
     Ready,
     Saved,
-    Seat,
     StillReplaying,
     Stopped,
     Trouble,
 )
+from paceline.elastic.handover import Carried, Place, Standings, hand_over
+from paceline.elastic.history import ChangeRecorder
+from paceline.elastic.late_start import LateStart
 from paceline.elastic.replay import Giver, Replayed, receive
 from paceline.elastic.rollback import Rollback
 from paceline.elastic.watcher import NO_EPOCH, EndedError, OverError, Watcher
@@ -122,9 +122,9 @@ class Elastic:
             )
         self._model, self._sampler, self._checkpoint = model, sampler, checkpoint
         self._place = Place(0, *sampler.next_loop)
-        line = Line.of_this_process()
+        line = AgentConnection.of_this_process()
         if line is None:
-            self._crew: Crew | None = None
+            self._crew: ElasticClient | None = None
             return
         if _in_use:
             raise ConfigurationError(
@@ -138,7 +138,7 @@ class Elastic:
         self._is_given_up = False  # the step under way, or the last one
         self._is_in_step = False
         self._agreed_at = _NOT_YET  # the step at which all ranks were seen to be
-        self._crew = Crew(line, model, carried, sampler)
+        self._crew = ElasticClient(line, model, carried, sampler)
         self._late: LateStart | None = None  # until the first step, if the others train already
         own_epoch = sampler.epoch
         model.membership.model.handle_faults(self)
@@ -289,7 +289,7 @@ class Elastic:
         finally:
             self._crew.line.tell(Saved(why[:500]))
 
-    def _follow(self, seat: Seat) -> None:
+    def _follow(self, seat: RankAssignment) -> None:
         """Take this seat (rules 1 and 3)."""
         crew = self._crew
         assert crew is not None
@@ -317,11 +317,11 @@ def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-class Crew:
+class ElasticClient:
     """This rank's place among the others: its line to the agent, the group, and what is carried between ranks."""
 
     def __init__(
-        self, line: Line, model: DistributedDataParallel, carried: Carried, sampler: GlobalShuffle
+        self, line: AgentConnection, model: DistributedDataParallel, carried: Carried, sampler: GlobalShuffle
     ) -> None:
         self.line, self.carried = line, carried
         self._model, self._sampler = model, sampler
@@ -379,7 +379,7 @@ class Crew:
             self._troubled_in = epoch
             self.line.tell(Trouble(epoch, words[:500]))
 
-    def next_seat(self, step: int) -> Seat:
+    def next_seat(self, step: int) -> RankAssignment:
         """Leave this membership, after so many completed steps; returns the place in the next one. Blocks."""
         self.watcher.acknowledge()
         progress.begin_again()
@@ -388,7 +388,7 @@ class Crew:
         self._digest = max((each.end(step) for each in self._givers), default=0)
         self._givers.clear()
         told, say = self.watcher.next_seat(), self.line.tell
-        while not isinstance(told, Seat):
+        while not isinstance(told, RankAssignment):
             self._replayed = receive(
                 told, self.carried, lambda: say(StillReplaying()), lambda: say(CaughtUp())
             )
@@ -404,7 +404,7 @@ class Crew:
 
     # ---- the next one
 
-    def open(self, seat: Seat, step: int) -> Standings:
+    def open(self, seat: RankAssignment, step: int) -> Standings:
         """Open the group of a seat, and tell each other how far all are. Collective; blocks."""
         if not self.is_new and seat.epoch <= self.watcher.epoch:
             raise OverError(f"a seat of epoch {seat.epoch} came after epoch {self.watcher.epoch}")
@@ -422,7 +422,7 @@ class Crew:
             return Standings.of(got.step, False, got.digest, group)
         return Standings.of(step, True, self._digest, group)
 
-    def rebuild(self, seat: Seat, standings: Standings, place: Place) -> dict[str, Any]:
+    def rebuild(self, seat: RankAssignment, standings: Standings, place: Place) -> dict[str, Any]:
         """Let the model go on over the group; returns what this rank lacks of the furthest one's state. Collective."""
         group = dist.group.WORLD
         assert group is not None
@@ -436,7 +436,7 @@ class Crew:
         self._model.membership.rebuild(group, batch=batch, same_step=False)
         return given
 
-    def go_on(self, seat: Seat, place: Place) -> None:
+    def go_on(self, seat: RankAssignment, place: Place) -> None:
         """The seat is taken: train from there. Local."""
         first, mean = self._first_batch, self._model.membership.model.logical
         if mean is None:

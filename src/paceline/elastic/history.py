@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from paceline.ddp.membership import Change
-from paceline.elastic.line import Seat
+from paceline.elastic.agent_connection import RankAssignment
 
 
 class ChangeRecorder:
@@ -25,11 +25,11 @@ class ChangeRecorder:
         """This rank trains no more, since then; what is said later of the same standstill changes nothing."""
         self._since_s = self._since_s or since_s
 
-    def pass_through(self, seat: Seat) -> None:
+    def pass_through(self, seat: RankAssignment) -> None:
         """This rank is to go on there; it may be over before that."""
         self._whys.append(seat.why)
 
-    def end(self, seat: Seat, samples: Sequence[int], step: int) -> Change | None:
+    def end(self, seat: RankAssignment, samples: Sequence[int], step: int) -> Change | None:
         """This rank trains there from now on, `samples` of each rank; None: training begins there, for all."""
         before, had = self._members, self._samples
         lost, num_new = seat.lost, seat.num_new

@@ -20,7 +20,16 @@ from collections import deque
 
 from paceline.comm import connections
 from paceline.comm.opened_groups import abort_ours
-from paceline.elastic.line import Ended, Give, Line, Pause, Receive, Refused, Seat, Stop
+from paceline.elastic.agent_connection import (
+    AgentConnection,
+    Ended,
+    Give,
+    Pause,
+    RankAssignment,
+    Receive,
+    Refused,
+    Stop,
+)
 from paceline.errors import PeerLostError, ReplicaMismatchError
 
 # between two times that connections are shut: of the time since the agent's word, so that a rank that does not notice
@@ -41,7 +50,7 @@ class EndedError(PeerLostError):
 class Watcher:
     """This rank's ear for its agent: the `epoch` of its membership, and since when (`since_s`) that is over."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: AgentConnection) -> None:
         self._line = line
         self.epoch = NO_EPOCH
         self._over = NO_EPOCH  # the last epoch that has ended, by the agent's word
@@ -54,7 +63,9 @@ class Watcher:
         self._to_store: frozenset[int] = frozenset()
         self._is_alone = False  # the agent is gone
         self._to_give: deque[socket.socket] = deque()
-        self._seats: queue.SimpleQueue[Seat | Refused | Ended | socket.socket | None] = queue.SimpleQueue()
+        self._seats: queue.SimpleQueue[RankAssignment | Refused | Ended | socket.socket | None] = (
+            queue.SimpleQueue()
+        )
         self._changed = threading.Condition()
         threading.Thread(target=self._watch, name="paceline-watcher", daemon=True).start()
 
@@ -116,7 +127,7 @@ class Watcher:
         with self._changed:
             return self._to_give.popleft() if self._to_give else None
 
-    def next_seat(self) -> Seat | socket.socket:
+    def next_seat(self) -> RankAssignment | socket.socket:
         """This rank's next place, or first where the others' state comes from; blocks.
 
         Raises:
@@ -175,7 +186,7 @@ class Watcher:
                     end.close()
             elif isinstance(message, Receive):
                 self._seats.put(self._line.handed.popleft())
-            elif isinstance(message, (Seat, Refused, Ended)):
+            elif isinstance(message, (RankAssignment, Refused, Ended)):
                 self._seats.put(message)
             elif message is None:
                 self._is_alone = True

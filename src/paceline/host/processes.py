@@ -76,7 +76,7 @@ class VitalSigns:
 
 
 @dataclass(frozen=True)
-class ProcessCard:
+class ProcessIdentity:
     """The identity of a process, by which others can tell whether it still exists. Stores hold it as `words`."""
 
     pid: int  # its id
@@ -85,11 +85,11 @@ class ProcessCard:
     host: str  # its host's name, for people
 
     @classmethod
-    def of_this_process(cls) -> ProcessCard:
+    def of_this_process(cls) -> ProcessIdentity:
         return _card_of(os.getpid())
 
     @classmethod
-    def from_words(cls, words: bytes) -> ProcessCard:
+    def from_words(cls, words: bytes) -> ProcessIdentity:
         pid, start_time, where, host = words.decode().split(" ", 3)
         return cls(int(pid), start_time, where, host)
 
@@ -102,18 +102,18 @@ class ProcessCard:
 
     def state(self) -> str:
         """The kernel's letter, as `state_of`; UNKNOWN for a process that cannot be seen from here."""
-        if not self.where or self.where != ProcessCard.of_this_process().where:
+        if not self.where or self.where != ProcessIdentity.of_this_process().where:
             return UNKNOWN
         return state_of(self.pid) if start_time_of(self.pid) == self.start_time else GONE
 
 
 @functools.lru_cache(maxsize=1)  # a fork has another id
-def _card_of(own_pid: int) -> ProcessCard:
+def _card_of(own_pid: int) -> ProcessIdentity:
     try:
         where = whereabouts("pid")
     except OSError:
         where = ""
-    return ProcessCard(own_pid, start_time_of(own_pid), where, os.uname().nodename)
+    return ProcessIdentity(own_pid, start_time_of(own_pid), where, os.uname().nodename)
 
 
 def stat_of(process: int | str) -> list[str]:

@@ -4,8 +4,8 @@ Rules
 1. The watchdog reads its standard input, a pipe whose other end only the launcher holds. The kernel closes
    that end however the launcher dies, SIGKILL included.
 2. `done` before the end of the pipe means that every rank ended well: the watchdog exits without searching for any.
-3. Otherwise it ends every process of the launch: SIGTERM, a grace, SIGKILL. Which those are, `Kin` says; it does not
-   depend on what they made of their environment.
+3. Otherwise it ends every process of the launch: SIGTERM, a grace, SIGKILL. Which those are, `LaunchProcesses` says;
+   it does not depend on what they made of their environment.
 4. The launcher adopts what its descendants orphan (PR_SET_CHILD_SUBREAPER), so that a daemon of a rank is a child of
    the launcher, where the watchdog sees it.
 5. Either way the launch's folder of temporary files is removed, by the watchdog or by the launcher, whichever was not
@@ -61,7 +61,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         remove_orphans()
         self._adopted = _adopt(wanted=True)
-        self._kin = Kin(self._launch_id, os.getpid(), _children(os.getpid()))
+        self._kin = LaunchProcesses(self._launch_id, os.getpid(), _children(os.getpid()))
         environment = {name: value for name, value in os.environ.items() if name != MARK}
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(self._folder), *self._kin.words],
@@ -92,7 +92,7 @@ class _Process(NamedTuple):
     start: str  # in the kernel's ticks: tells it from a later process with the same number
 
 
-class Kin:
+class LaunchProcesses:
     """The processes of a launch: marked ones, the launcher's children but the `others` of before, theirs, sessions."""
 
     def __init__(self, launch_id: str, launcher: int, others: dict[int, str]) -> None:
@@ -110,7 +110,7 @@ class Kin:
         ]
 
     @classmethod
-    def from_words(cls, words: list[str]) -> Kin:
+    def from_words(cls, words: list[str]) -> LaunchProcesses:
         launch_id, *numbers = words
         (launcher, start), *others = [
             (int(pid), start) for pid, _, start in (w.partition(".") for w in numbers)
@@ -242,7 +242,7 @@ def _adopt(*, wanted: bool) -> bool:
     return bool(before.value)
 
 
-def _watch(folder: str, kin: Kin) -> None:
+def _watch(folder: str, kin: LaunchProcesses) -> None:
     """Wait for the launcher's end, then clear up."""
     while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
         kin.look()
@@ -258,4 +258,4 @@ if __name__ == "__main__":
         signal.SIGHUP,
     ):  # of a job's scheduler, to all its processes
         signal.signal(_number, signal.SIG_IGN)
-    _watch(sys.argv[1], Kin.from_words(sys.argv[2:]))
+    _watch(sys.argv[1], LaunchProcesses.from_words(sys.argv[2:]))

@@ -53,7 +53,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Card:
+class RankAddress:
     """The address of a rank, with facts about its host."""
 
     host: str
@@ -62,17 +62,19 @@ class Card:
     word: str
 
 
-def measure(store: Any, rank: int, num_ranks: int, address: str) -> tuple[list[Link], list[Card]]:
+def measure(store: Any, rank: int, num_ranks: int, address: str) -> tuple[list[Link], list[RankAddress]]:
     """Measure the links from this rank to all others, who come on `address`; returns them and every rank's card.
 
     Collective over the ranks of the job's `store`. Blocks: about a second a rank.
     """
     with socket.create_server((address, 0)) as listener:
-        own = Card(socket.gethostname(), address, listener.getsockname()[1], secrets.token_hex(_WORD_BYTES))
+        own = RankAddress(
+            socket.gethostname(), address, listener.getsockname()[1], secrets.token_hex(_WORD_BYTES)
+        )
         store.set(f"card/{rank}", json.dumps(asdict(own)))
         keys = [f"card/{other}" for other in range(num_ranks)]
         store.wait(keys, timedelta(seconds=_JOB_S))
-        cards = [Card(**json.loads(store.get(key))) for key in keys]
+        cards = [RankAddress(**json.loads(store.get(key))) for key in keys]
         links = []
         for number, partners in enumerate(rounds(num_ranks)):
             partner = partners.get(rank)
@@ -99,7 +101,7 @@ def rounds(num_ranks: int) -> Iterator[dict[int, int]]:
         places = [places[0], places[-1], *places[1:-1]]
 
 
-def _meet(listener: socket.socket, rank: int, partner: int, cards: Sequence[Card]) -> Link:
+def _meet(listener: socket.socket, rank: int, partner: int, cards: Sequence[RankAddress]) -> Link:
     """The lower rank connects. Both measure, one after the other."""
     try:
         if rank < partner:
@@ -123,7 +125,7 @@ def _meet(listener: socket.socket, rank: int, partner: int, cards: Sequence[Card
         return Link(rank, partner, error=error.strerror or str(error))
 
 
-def _connect(card: Card) -> socket.socket:
+def _connect(card: RankAddress) -> socket.socket:
     line = socket.create_connection((card.address, card.port), timeout=_PATIENCE_S)
     line.sendall(bytes.fromhex(card.word))
     return line

@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm.collectives import C10dWork, Work
-from paceline.comm.device import Later, keep_for_current_streams
+from paceline.comm.device import AsyncValue, keep_for_current_streams
 from paceline.comm.lane import Lane, LaneWork
 from paceline.comm.traffic import Traffic, all_reduced
 from paceline.compression import Layout
@@ -70,7 +70,7 @@ class Lossy(Reduction):
         self._finite_checks: list[Tensor] = []
         # What is left to do between two steps (rule 5)
         self._settling = threading.Lock()
-        self._ended: Later | None = None  # NaN if the last step's gradients were not finite
+        self._ended: AsyncValue | None = None  # NaN if the last step's gradients were not finite
         self._begins: float | None = None  # with this loss scale
 
     # ---- before training
@@ -156,7 +156,7 @@ class Lossy(Reduction):
             self._ended = None  # `overflowed` was not read
         self._settle()  # of a step without buckets
         keep_for_current_streams(checks)
-        self._ended = Later(torch.stack([check.double() for check in checks]).sum())
+        self._ended = AsyncValue(torch.stack([check.double() for check in checks]).sum())
 
     @property
     def keeps_state(self) -> bool:

@@ -18,15 +18,15 @@ from paceline.launch import command_line
 from paceline.launch.agent import _ranks_failed
 from paceline.launch.elastic.agent import Agent
 from paceline.launch.elastic.plan import Address, Decider, Member, OneHost, Plan, Proposal, Start
-from paceline.launch.elastic.seats import Phase
+from paceline.launch.elastic.rank_assignments import Phase
 from paceline.launch.elastic.starting import Starter
 from paceline.launch.launch_errors import LaunchError
 
 RANK = """
-from paceline.elastic.line import Line, Ready, Seat
-line = Line.of_this_process()
+from paceline.elastic.agent_connection import AgentConnection, Ready, RankAssignment
+line = AgentConnection.of_this_process()
 line.tell(Ready("a card"))
-while not isinstance(line.hear(), Seat):
+while not isinstance(line.hear(), RankAssignment):
     pass
 """
 
@@ -34,13 +34,16 @@ while not isinstance(line.hear(), Seat):
 # one writes it down.
 LAST_ONES = """
 import os, pathlib, sys
-from paceline.elastic.line import Ended, InLoop, Line, Ready, Saved, Seat, Stop, Stopped
-line = Line.of_this_process()
+from paceline.elastic.agent_connection import (
+    AgentConnection, Ended, InLoop, RankAssignment, Ready, Saved, Stop,
+    Stopped,
+)
+line = AgentConnection.of_this_process()
 if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
     sys.exit(1)
 line.tell(Ready("a card", saves=True))
 while not isinstance(said := line.hear(), Ended):
-    if isinstance(said, Seat):
+    if isinstance(said, RankAssignment):
         line.tell(InLoop(True))
         if os.environ["LOCAL_RANK"] == "1":
             sys.exit(1)
@@ -56,13 +59,16 @@ line.tell(Saved(""))
 # Local rank 1 dies in its loop. Its first replacement hangs as it is to receive the other's state, the second comes in.
 HANGS = """
 import os, signal, sys
-from paceline.elastic.line import CaughtUp, Following, InLoop, Line, Pause, Ready, Receive, Seat, Stop, Stopped
-line = Line.of_this_process()
+from paceline.elastic.agent_connection import (
+    AgentConnection, CaughtUp, Following, InLoop, Pause, RankAssignment, Ready, Receive, Stop,
+    Stopped,
+)
+line = AgentConnection.of_this_process()
 start = os.environ["TORCHELASTIC_RESTART_COUNT"]
 line.tell(Ready("a card"))
 while True:
     said = line.hear()
-    if isinstance(said, Seat):
+    if isinstance(said, RankAssignment):
         line.tell(InLoop(True))
         line.tell(Following(said.epoch))
         if start == "0" and os.environ["LOCAL_RANK"] == "1":
@@ -82,13 +88,16 @@ while True:
 # Local rank 1 dies in its loop. Its replacement has another model. The other trains on until the test has seen enough.
 DIFFERS = """
 import os, pathlib, sys
-from paceline.elastic.line import Following, InLoop, Line, Ready, Refused, Seat, Stop, Stopped
-line = Line.of_this_process()
+from paceline.elastic.agent_connection import (
+    AgentConnection, Following, InLoop, RankAssignment, Ready, Refused, Stop,
+    Stopped,
+)
+line = AgentConnection.of_this_process()
 start = os.environ["TORCHELASTIC_RESTART_COUNT"]
 line.tell(Ready("torch 2\\n" + ("weight: [3]" if start == "0" else "weight: [4]")))
 while True:
     said = line.hear()
-    if isinstance(said, Seat):
+    if isinstance(said, RankAssignment):
         line.tell(InLoop(True))
         line.tell(Following(said.epoch))
         if os.environ["LOCAL_RANK"] == "1":
@@ -107,15 +116,18 @@ while True:
 # It follows a rank of another host before it comes in; once it trains, it gives to one.
 FOLLOWS = """
 import sys
-from paceline.elastic.line import CaughtUp, Give, InLoop, Line, Ready, Receive, Seat
-line = Line.of_this_process()
+from paceline.elastic.agent_connection import (
+    AgentConnection, CaughtUp, Give, InLoop, RankAssignment, Ready,
+    Receive,
+)
+line = AgentConnection.of_this_process()
 line.tell(Ready("a card"))
 while True:
     said = line.hear()
     if isinstance(said, Receive):
         if line.handed.popleft().recv(5) == b"state":
             line.tell(CaughtUp())
-    elif isinstance(said, Seat):
+    elif isinstance(said, RankAssignment):
         line.tell(InLoop(True))
     elif isinstance(said, Give):
         line.handed.popleft().sendall(b"mine")
@@ -127,11 +139,14 @@ while True:
 # The test stops local rank 1 as it trains. What the other says of a membership before this one means nothing.
 STOPPED = """
 import os, sys
-from paceline.elastic.line import CaughtUp, Following, InLoop, Line, Pause, Ready, Receive, Seat, Stop, Stopped, Trouble
-line = Line.of_this_process()
+from paceline.elastic.agent_connection import (
+    AgentConnection, CaughtUp, Following, InLoop, Pause, RankAssignment, Ready, Receive, Stop,
+    Stopped, Trouble,
+)
+line = AgentConnection.of_this_process()
 line.tell(Ready("a card"))
 while said := line.hear():
-    if isinstance(said, Seat):
+    if isinstance(said, RankAssignment):
         line.tell(InLoop(True))
         line.tell(Following(said.epoch))
         line.tell(Trouble(said.epoch - 1, "it is over"))
@@ -148,11 +163,11 @@ while said := line.hear():
 # Each membership fails; the second process of a seat ends well.
 FAILS = """
 import os, sys
-from paceline.elastic.line import InLoop, Line, Ready, Seat, Stop, Stopped, Trouble
-line = Line.of_this_process()
+from paceline.elastic.agent_connection import (AgentConnection, InLoop, RankAssignment, Ready, Stop, Stopped, Trouble)
+line = AgentConnection.of_this_process()
 line.tell(Ready("a card"))
 while said := line.hear():
-    if isinstance(said, Seat):
+    if isinstance(said, RankAssignment):
         if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
             sys.exit()
         line.tell(InLoop(True))
@@ -165,10 +180,10 @@ while said := line.hear():
 # Local rank 1 fails behind its loop. The other ends well, and a replacement waits until then.
 BEHIND = """
 import os, sys
-from paceline.elastic.line import Following, InLoop, Line, Ready, Seat, Stop
-line = Line.of_this_process()
+from paceline.elastic.agent_connection import Following, InLoop, AgentConnection, Ready, RankAssignment, Stop
+line = AgentConnection.of_this_process()
 line.tell(Ready("a card"))
-while not isinstance(said := line.hear(), Seat):
+while not isinstance(said := line.hear(), RankAssignment):
     pass
 for said in (InLoop(True), Following(said.epoch), InLoop(False)):
     line.tell(said)
@@ -181,13 +196,16 @@ while not isinstance(line.hear(), Stop):
 # Local rank 1 comes late, and computes for ever as local rank 2 dies in its loop.
 BUSY = """
 import os, pathlib
-from paceline.elastic.line import Following, InLoop, Line, Ready, Seat, Stop, Stopped
-line = Line.of_this_process()
+from paceline.elastic.agent_connection import (
+    AgentConnection, Following, InLoop, RankAssignment, Ready, Stop,
+    Stopped,
+)
+line = AgentConnection.of_this_process()
 if os.environ["LOCAL_RANK"] == "1":
     pathlib.Path(__file__).with_name("pipe").read_text()  # until the test closes it
 line.tell(Ready("a card"))
 while said := line.hear():
-    if isinstance(said, Seat):
+    if isinstance(said, RankAssignment):
         for word in (InLoop(True), Following(said.epoch)):
             line.tell(word)
         if os.environ["LOCAL_RANK"] == "2":
@@ -201,18 +219,21 @@ while said := line.hear():
 # Local rank 0 ends well. The other has a further step, and writes down whether it is told that training is over.
 GOES_ON = """
 import os, pathlib, sys
-from paceline.elastic.line import Following, InLoop, Line, Ready, Seat, Stop, Stopped, Trouble
-line = Line.of_this_process()
+from paceline.elastic.agent_connection import (
+    AgentConnection, Following, InLoop, RankAssignment, Ready, Stop, Stopped,
+    Trouble,
+)
+line = AgentConnection.of_this_process()
 line.tell(Ready("a card"))
 while said := line.hear():
-    if isinstance(said, Seat) and said.size == 2:
+    if isinstance(said, RankAssignment) and said.size == 2:
         for word in (InLoop(True), Following(said.epoch)):
             line.tell(word)
         if os.environ["LOCAL_RANK"] == "0":
             line.tell(InLoop(False, is_through=sys.argv[1] == "through"))
             sys.exit()
         line.tell(Trouble(said.epoch, "the connection was closed"))
-    elif isinstance(said, Seat):
+    elif isinstance(said, RankAssignment):
         pathlib.Path(__file__).with_name("told").write_text(str(said.others_ended))
         line.tell(InLoop(False))
         sys.exit("there is no further step")
@@ -224,12 +245,15 @@ while said := line.hear():
 # its seat stays empty.
 NEVER_STEPS = """
 import os, sys
-from paceline.elastic.line import CaughtUp, Following, InLoop, Line, Pause, Ready, Receive, Seat, Stop, Stopped
-line = Line.of_this_process()
+from paceline.elastic.agent_connection import (
+    AgentConnection, CaughtUp, Following, InLoop, Pause, RankAssignment, Ready, Receive, Stop,
+    Stopped,
+)
+line = AgentConnection.of_this_process()
 line.tell(Ready("a card"))
 step = 0
 while said := line.hear():
-    if isinstance(said, Seat):
+    if isinstance(said, RankAssignment):
         line.tell(Following(said.epoch))
         if os.environ["LOCAL_RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
             sys.exit(1)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import Work
-from paceline.comm.device import Mark
+from paceline.comm.device import StreamEvent
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.dense_bucket import DenseBucket
@@ -96,7 +96,7 @@ class PieceSync(GradientSync):
         self._defer = defer
         self.buckets = list(buckets)
         self._ready: list[DenseBucket | None] = [None] * len(self.buckets)
-        self.arrived: Mark | None = None
+        self.arrived: StreamEvent | None = None
         self._pieces = pieces
         self._group = process_group
         counts = [0] * len(self.buckets)
@@ -200,7 +200,7 @@ class PieceSync(GradientSync):
         progress.waited_s += time.perf_counter() - before_s
         if times is not None:
             times.arrive(bucket.index, since)
-            self.arrived = Mark([bucket.parameters[0].device])
+            self.arrived = StreamEvent([bucket.parameters[0].device])
 
     def wait(self) -> None:
         """Wait for all buckets, as `wait_for`; gradients are undefined if one fails."""

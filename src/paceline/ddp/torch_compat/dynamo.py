@@ -71,13 +71,13 @@ def refuse_compiled_autograd() -> None:
 
 
 def may_compile(function: Function) -> Function:
-    """Mark a function of a skipped package as one that dynamo may look into."""
+    """StreamEvent a function of a skipped package as one that dynamo may look into."""
     function._may_compile = True  # type: ignore[attr-defined]
     return function
 
 
 def runs_module(function: Function) -> Function:
-    """Mark a function of a skipped package that runs the wrapped module, which dynamo may compile."""
+    """StreamEvent a function of a skipped package that runs the wrapped module, which dynamo may compile."""
     function._runs_module = True  # type: ignore[attr-defined]
     return function
 

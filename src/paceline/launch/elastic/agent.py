@@ -19,7 +19,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from paceline.elastic.line import (
+from paceline.elastic.agent_connection import (
     CaughtUp,
     Ended,
     Following,
@@ -27,11 +27,11 @@ from paceline.elastic.line import (
     InLoop,
     Message,
     Pause,
+    RankAssignment,
     Ready,
     Receive,
     Refused,
     Saved,
-    Seat,
     Stop,
     Stopped,
     Trouble,
@@ -39,7 +39,7 @@ from paceline.elastic.line import (
 )
 from paceline.launch.command_line import LaunchArguments
 from paceline.launch.elastic.plan import NOT_STARTED, Decider, Member, OneHost, Plan, Proposal, Start
-from paceline.launch.elastic.seats import LOOK_S, Phase, Rank, Seats
+from paceline.launch.elastic.rank_assignments import LOOK_S, Phase, Rank, RankAssignments
 from paceline.launch.elastic.several_hosts import connected
 from paceline.launch.elastic.starting import EpochStores, Starter
 from paceline.launch.hang_watch import HangWatch
@@ -148,7 +148,7 @@ class Agent:
         self._has_said_missing = False
         self._num_given = 0  # to ranks of other hosts
         self.is_over = False
-        self._seats = Seats(arguments, starter, start, decider.name, note, self._take, self._stop)
+        self._seats = RankAssignments(arguments, starter, start, decider.name, note, self._take, self._stop)
 
     def end(self, number: signal.Signals) -> None:
         """End all processes: by a signal, and by force if they take too long."""
@@ -420,7 +420,7 @@ class Agent:
             rank.rank, rank.step, rank.phase = numbers[rank.member], None, Phase.TRAINING
             rank.follows = False
             rank.process.tell(
-                Seat(plan.epoch, rank.rank, size, len(here), store, lost, num_new, why, names, ends)
+                RankAssignment(plan.epoch, rank.rank, size, len(here), store, lost, num_new, why, names, ends)
             )
         if here and self._epoch != NOT_STARTED:
             gone = f"without rank(s) {', '.join(map(str, lost))}" if lost else ""

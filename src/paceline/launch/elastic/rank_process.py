@@ -9,7 +9,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from paceline.elastic.line import FD, Line, Message
+from paceline.elastic.agent_connection import FD, AgentConnection, Message
 from paceline.errors import ProtocolError
 from paceline.host.processes import Vitals, VitalSigns
 from paceline.launch.elastic.output import Output
@@ -19,7 +19,7 @@ class RankProcess:
     """Starts it, with this environment alone; `line` hears and tells, `pidfd` is readable once it has ended."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], output: Output) -> None:
-        self.line, theirs = Line.pair()
+        self.line, theirs = AgentConnection.pair()
         self._output = output
         with theirs, output.opened() as (stdout, stderr):
             self._process = subprocess.Popen(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.distributed import run as torchrun
 
-from paceline.elastic.line import LOST_AFTER
+from paceline.elastic.agent_connection import LOST_AFTER
 from paceline.host.addresses import LOOPBACK
 from paceline.launch.command_line import LaunchArguments
 from paceline.launch.elastic.output import Output, Outputs

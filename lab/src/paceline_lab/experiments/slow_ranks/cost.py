@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import median, quantiles
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -87,7 +87,7 @@ def measure(config: Config, tell: TellProgress) -> list[list[Block]]:
 
     for _ in range(10):
         step()
-    recorder = model.membership.model.recording.recorder
+    recorder = cast("Any", model.membership.model).recording.recorder
     schedule = list(turns(2, config.rounds))
     found = []
     for number, turn in enumerate(schedule):

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -171,7 +171,7 @@ def _steps(
     recorded = None
     if isinstance(model, paceline.DistributedDataParallel):
         recorder = Recorder(header_of_rank(folder, "paceline", "cpu", rank, dist.get_world_size()), folder)
-        ours: OurSteps = model.membership.model.recording
+        ours: OurSteps = cast("Any", model.membership.model).recording
         ours.record_by(recorder)
     else:
         header = header_of_rank(folder, "torch", "cpu", rank, dist.get_world_size())

@@ -390,18 +390,23 @@ def _fail_in_recovery(faults: Faults, notes: Notes) -> None:
 def _note_parts(notes: Notes) -> None:
     """Note the times of each membership change: when the rank heard of the last one's end, and each part after it."""
     from paceline.ddp.membership import Membership
-    from paceline.elastic.elastic import Crew
+    from paceline.elastic.elastic import ElasticClient
 
-    next_seat, opens, goes_on, opens_beside = Crew.next_seat, Crew.open, Crew.go_on, Membership.open_groups
+    next_seat, opens, goes_on, opens_beside = (
+        ElasticClient.next_seat,
+        ElasticClient.open,
+        ElasticClient.go_on,
+        Membership.open_groups,
+    )
     times: dict[str, float] = {}
 
-    def seated(crew: Crew, *given: Any) -> Any:
+    def seated(crew: ElasticClient, *given: Any) -> Any:
         times.update(heard=crew.watcher.since_s, left=time.monotonic())
         seat = next_seat(crew, *given)
         times["seat"] = time.monotonic()
         return seat
 
-    def opened(crew: Crew, *given: Any) -> Any:
+    def opened(crew: ElasticClient, *given: Any) -> Any:
         standings = opens(crew, *given)
         times["open"] = time.monotonic()
         return standings
@@ -412,12 +417,12 @@ def _note_parts(notes: Notes) -> None:
         times["beside"] = time.monotonic()
         return groups
 
-    def gone_on(crew: Crew, *given: Any) -> None:
+    def gone_on(crew: ElasticClient, *given: Any) -> None:
         goes_on(crew, *given)
         notes.write(what="moved", **times)
 
     for name, method in (("next_seat", seated), ("open", opened), ("go_on", gone_on)):
-        setattr(Crew, name, method)
+        setattr(ElasticClient, name, method)
     setattr(Membership, "open_groups", opened_beside)  # noqa: B010
 
 

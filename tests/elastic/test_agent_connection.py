@@ -2,15 +2,15 @@
 
 import pytest
 
-from paceline.elastic.line import Line, Ready, Seat, Stop, decode, difference
+from paceline.elastic.agent_connection import AgentConnection, RankAssignment, Ready, Stop, decode, difference
 from paceline.errors import ProtocolError
 
 
 def test_messages_arrive_as_they_were_sent():
     """In order, with tuples."""
-    agent, theirs = Line.pair()
-    rank = Line(theirs)
-    seat = Seat(3, 1, 2, 2, ("127.0.0.1", 5), (0, 2), 1, "rank 0 ended", ("a:1", "b:0"))
+    agent, theirs = AgentConnection.pair()
+    rank = AgentConnection(theirs)
+    seat = RankAssignment(3, 1, 2, 2, ("127.0.0.1", 5), (0, 2), 1, "rank 0 ended", ("a:1", "b:0"))
     agent.tell(Stop(2, "why"))
     agent.tell(seat, waits=False)
     assert rank.hear() == Stop(2, "why")
@@ -25,7 +25,7 @@ def test_messages_arrive_as_they_were_sent():
 
 def test_an_agent_does_not_wait_for_a_rank_that_does_not_read():
     """It is told that the message was not sent."""
-    agent, theirs = Line.pair()
+    agent, theirs = AgentConnection.pair()
     with theirs:
         assert not all(agent.tell(Stop(0, "x" * 1000), waits=False) for _ in range(10_000))
     agent.close()

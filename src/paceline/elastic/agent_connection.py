@@ -119,7 +119,7 @@ class Pause:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankAssignment:
     """The rank's place in the next membership."""
 
     epoch: int
@@ -161,14 +161,14 @@ Message = (
     | Receive
     | Stop
     | Pause
-    | Seat
+    | RankAssignment
     | Refused
     | Ended
 )
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Message)}
 
 
-class Line:
+class AgentConnection:
     """One end of the socket. Messages arrive whole and in order."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -177,13 +177,13 @@ class Line:
         """Ends of sockets that have come with messages."""
 
     @classmethod
-    def pair(cls) -> tuple[Line, socket.socket]:
+    def pair(cls) -> tuple[AgentConnection, socket.socket]:
         """The agent's end, and the rank's, to be inherited."""
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(mine), theirs
 
     @classmethod
-    def of_this_process(cls) -> Line | None:
+    def of_this_process(cls) -> AgentConnection | None:
         """The rank's end; None without an agent that waits for it. Not for this process's own children."""
         number = os.environ.get(FD)
         if number is None:
@@ -226,7 +226,7 @@ class Line:
 
 
 def decode(words: bytes) -> Message:
-    """The message that `Line.tell` sent. Raises ProtocolError if it is none."""
+    """The message that `AgentConnection.tell` sent. Raises ProtocolError if it is none."""
     try:
         fields = json.loads(words)
         kind = _KINDS[fields.pop("kind")]

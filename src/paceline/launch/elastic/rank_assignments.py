@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from paceline.elastic.line import InLoop, Message
+from paceline.elastic.agent_connection import InLoop, Message
 from paceline.host.processes import is_stopped
 from paceline.launch.command_line import LaunchArguments
 from paceline.launch.elastic.plan import NOT_STARTED, Member, Start
@@ -74,7 +74,7 @@ class Rank:
         return f"{who} (pid {self.process.pid})"
 
 
-class Seats:
+class RankAssignments:
     """The processes of a host, in the order of their starts.
 
     `start` says how they begin, None: the job has begun without this host; `name` is the agent's in plans. What a rank
