@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 examples/large_minibatch.py
     torchrun --nproc-per-node 2 examples/large_minibatch.py --scaling none
 
-The second keeps the rate of the small batch, for comparison. Needs scikit-learn, which contains the images.
+The second command keeps the rate of the small batch, for comparison. The script needs scikit-learn, which contains the
+images.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from paceline.optim import Curve, parameter_groups
 from paceline.recipes import LargeMinibatch, convert_ghost_batchnorm, init_output_layer, zero_init_residual
 from paceline.reductions import GradientNoiseScale
 
-REFERENCE_BATCH = 32  # samples of one step ...
-REFERENCE_RATE = 0.02  # ... and the learning rate that is right for them
-GHOST_BATCH = 16  # samples that batch normalisation takes its statistics over, however many a rank trains
+REFERENCE_BATCH = 32  # samples of one step
+REFERENCE_RATE = 0.02  # the learning rate that suits that batch
+GHOST_BATCH = 16  # samples that batch normalization takes its statistics over, for any share of a rank
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Two convolutions with a shortcut around them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -41,12 +42,12 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (B, width, H, W) to the same."""
+        """Map (B, width, H, W) to the same shape."""
         return nn.functional.relu(x + self.body(x))
 
 
 def make_network() -> nn.Module:
-    """Return a small residual network, initialised and normalised as the recipe asks for."""
+    """Return a small residual network, initialized and normalized as the recipe asks for."""
     network = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1, bias=False),
         nn.BatchNorm2d(16),
@@ -72,7 +73,7 @@ def digits() -> tuple[TensorDataset, Tensor, Tensor]:
 
 
 def main() -> None:
-    """Train; rank 0 prints what the recipe derived, and rate and test accuracy of each epoch."""
+    """Train. Rank 0 prints the derived settings, and the rate and test accuracy of each epoch."""
     options = argparse.ArgumentParser(description="Train by the large-minibatch recipe.")
     options.add_argument("--epochs", type=int, default=8)
     options.add_argument("--batch", type=int, default=64, help="Samples of one rank in one micro-step.")

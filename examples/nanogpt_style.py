@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=2 examples/nanogpt_style.py
 
 Gradient accumulation sets `model.require_backward_grad_sync` instead of using `no_sync()`, as that script does.
-To train with torch's class instead, change the import of DDP; nothing else.
+To train with torch's class instead, change only the import of DDP.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline import DistributedDataParallel as DDP
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention of each position to those before it."""
+    """Attention of each position to itself and the positions before it."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a layer norm and beside a residual connection."""
+    """Attention and a feed-forward layer, each with a layer norm before it and a residual connection around it."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Gpt(nn.Module):
 
 
 def learning_rate(step: int, num_steps: int, peak: float) -> float:
-    """Linear warm-up, then a cosine to a tenth."""
+    """Return the learning rate: a linear warm-up, then a cosine to a tenth."""
     warm_up = max(1, num_steps // 10)
     if step < warm_up:
         return peak * (step + 1) / warm_up
@@ -93,7 +93,7 @@ def learning_rate(step: int, num_steps: int, peak: float) -> float:
 
 
 def main() -> None:
-    """Train, write a checkpoint and the loss curve."""
+    """Train. Write a checkpoint and the loss curve."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--accumulate", type=int, default=4, help="micro-steps in a step, over all ranks")

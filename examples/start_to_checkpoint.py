@@ -1,10 +1,10 @@
-"""From start to checkpoint: data, model, mixed precision, clipping, a schedule, save, resume, evaluate.
+"""A training from start to checkpoint: data, model, mixed precision, clipping, a schedule, resume, evaluation.
 
     paceline run --nproc-per-node 2 examples/start_to_checkpoint.py --stop-after 50
     paceline run --nproc-per-node 3 examples/start_to_checkpoint.py
 
-The second command goes on where the first one saved, on another number of ranks. `torchrun` starts the script, too.
-Needs scikit-learn, which contains the images.
+The second command continues from the checkpoint of the first one, on another number of ranks. `torchrun` starts the
+script, too. It needs scikit-learn, which contains the images.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ def make_data() -> tuple[TensorDataset, TensorDataset]:
 
 
 def save(parts: dict[str, Any]) -> None:
-    """Write all states at once: the file is replaced only when the new one is complete."""
+    """Write all states. The file is replaced only when the new one is complete."""
     unfinished = CHECKPOINT.with_suffix(".new")
     torch.save({name: part.state_dict() for name, part in parts.items()}, unfinished)
     unfinished.replace(CHECKPOINT)
 
 
 def resume(parts: dict[str, Any], device: torch.device) -> None:
-    """Load what `save` wrote, on any number of ranks."""
+    """Load the states that `save` wrote, on any number of ranks."""
     saved = torch.load(CHECKPOINT, map_location=device)
     for name, part in parts.items():
         part.load_state_dict(saved[name])
 
 
 def evaluate(model: nn.Module, test: TensorDataset, device: torch.device) -> float:
-    """Return the accuracy; each rank takes a part of the images, and the counts are added."""
+    """Return the accuracy. Each rank takes a part of the images, and the counts are added."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     x, y = (tensor[rank::num_ranks].to(device) for tensor in test.tensors)
     model.eval()
@@ -64,20 +64,20 @@ def evaluate(model: nn.Module, test: TensorDataset, device: torch.device) -> flo
 
 
 def train_step(model: Any, batches: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> float:
-    """Train one step in bfloat16 with clipped gradients; return the loss of this rank's samples."""
+    """Train one step in bfloat16 with clipped gradients. Return the loss of this rank's samples."""
     with model.accumulate(batches) as micro_batches:
         for x, y in micro_batches:
             with torch.autocast(device.type, torch.bfloat16):
                 loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
             loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # of reduced gradients, so the same on all ranks
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # reduced gradients have one norm on all ranks
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
 
 
 def main() -> None:
-    """Train, or go on from a checkpoint; rank 0 prints."""
+    """Train from the start or from a checkpoint. Rank 0 prints."""
     options = argparse.ArgumentParser(description="Train on handwritten digits, from start to checkpoint.")
     options.add_argument("--stop-after", type=int, help="Steps until this run ends, as if it was stopped.")
     stop_after = options.parse_args().stop_after

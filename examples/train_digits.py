@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/train_digits.py --epochs 5
     paceline run --nproc-per-node 2 examples/train_digits.py --epochs 5
 
-`paceline run` takes torchrun's flags. Needs scikit-learn, which contains the images.
+`paceline run` takes torchrun's flags. The script needs scikit-learn, which contains the images.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def digits(device: torch.device) -> tuple[TensorDataset, torch.Tensor, torch.Ten
 
 
 def main() -> None:
-    """Train; rank 0 prints loss and test accuracy of each epoch."""
+    """Train. Rank 0 prints loss and test accuracy of each epoch."""
     options = argparse.ArgumentParser(description="Train on handwritten digits.")
     options.add_argument("--epochs", type=int, default=5)
     options.add_argument("--batch", type=int, default=32, help="Samples of one rank in one step.")

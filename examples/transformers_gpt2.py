@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=2 examples/transformers_gpt2.py
 
-To train with torch's class instead, change the import of DDP; nothing else.
+To train with torch's class instead, change only the import of DDP.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK_SIZE = 48
 
 
 def main() -> None:
-    """Train, write a checkpoint and the loss curve."""
+    """Train. Write a checkpoint and the loss curve."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw")

@@ -1,9 +1,9 @@
-"""Train on ranks of different speed, with equal shares and with shares by speed: the same model, sooner.
+"""Train on ranks of different speed, with equal shares and with shares by speed, which give the same model sooner.
 
     paceline run --nproc-per-node 3 examples/unequal_machines.py
 
-So that one machine can show it, ranks sleep for each sample, the last one `--slowness` times as long as the others. On
-machines that really differ, leave out `slowed`. Needs scikit-learn, which contains the images.
+To show it on one machine, ranks sleep for each sample, the last one `--slowness` times as long as the others. On
+machines that really differ, leave out `slowed`. The script needs scikit-learn, which contains the images.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import DistributedDataParallel
 from paceline.data import GlobalBatch, GlobalShuffle
 
-SAMPLE_S = 0.001  # that a fast rank takes for a sample
+SAMPLE_S = 0.001  # the time that a fast rank takes for a sample
 
 
 def digits() -> TensorDataset:
-    """1,797 images of 8 x 8 pixels."""
+    """Return 1,797 images of 8 x 8 pixels."""
     images, labels = load_digits(return_X_y=True)
     return TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
 
 
 def slowed(num_samples: int, slowness: float) -> None:
-    """Stand in for a slow machine."""
+    """Sleep as long as a slow machine computes."""
     time.sleep(num_samples * SAMPLE_S * slowness)
 
 
 def train(balance: str | None, epochs: int, slowness: float) -> tuple[float, nn.Module, list[int]]:
-    """Return the median step of the last epoch in ms, the model and each rank's samples of a step."""
+    """Return the median step of the last epoch in ms, the model, and each rank's samples per step."""
     torch.manual_seed(0)
     data = digits()
     shuffle = GlobalShuffle(data, GlobalBatch((32,) * dist.get_world_size()))
@@ -60,7 +60,7 @@ def train(balance: str | None, epochs: int, slowness: float) -> tuple[float, nn.
 
 
 def main() -> None:
-    """Train twice and compare; rank 0 prints."""
+    """Train twice and compare. Rank 0 prints."""
     options = argparse.ArgumentParser(description="Train on ranks of different speed.")
     options.add_argument("--epochs", type=int, default=4)
     options.add_argument(
