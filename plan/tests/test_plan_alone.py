@@ -92,7 +92,7 @@ def test_a_shipped_workload_is_planned_without_torch(tmp_path: Path) -> None:
 @pytest.mark.lab
 @pytest.mark.timeout(300)  # a profile of all calls slows both processes down
 def test_a_script_is_planned_by_at_most_20_files(tmp_path: Path) -> None:
-    """The ways of docs/architecture.md: files of which a function runs, from the command to the last line printed."""
+    """The way of README.md: files of which a function runs, from the command to the last line printed."""
     (tmp_path / "train.py").write_text(SCRIPT)
     planned = run(TRACED, tmp_path, "plan", "--to", "2", "--steps", "2", "train.py")
     assert planned.returncode == 0, planned.stderr
@@ -107,7 +107,7 @@ def test_a_script_is_planned_by_at_most_20_files(tmp_path: Path) -> None:
     )
     assert "paceline_plan/forecast.py" in ours
     assert "observe/workload_recording.py" in ours
-    page = (PACKAGES[""].parents[1] / "docs" / "architecture.md").read_text()
+    page = (PACKAGES["paceline_plan/"].parents[1] / "README.md").read_text()
     told = re.findall(
         r"`([\w/]+\.py)`", page.partition("## How a script is planned")[2].partition("\n\n1. ")[2]
     )

@@ -201,9 +201,9 @@ def test_every_message_that_points_into_the_docs_points_at_a_heading():
 def test_where_x_is_decided_is_a_file():
     """Each file that the architecture's table names for a question, or for something to add, is there."""
     page = (REPOSITORY / "docs/architecture.md").read_text()
-    section = page[page.index("## Where is X decided?") : page.index("## A gradient's way")]
+    section = page[page.index("## Where is X decided?") : page.index("## Forward overlap")]
     paths = re.findall(r"`([\w/]+\.\w+)`", section)
-    assert len(paths) > 30
+    assert len(paths) > 20
     missing = [path for path in paths if not any((root / path).is_file() for root in _ROOTS)]
     assert not missing, f"docs/architecture.md names {missing}"
 
