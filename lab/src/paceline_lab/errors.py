@@ -18,7 +18,7 @@ class EmulationError(PacelineError, RuntimeError):
 
 
 class InterruptedEmulationError(EmulationError):
-    """A signal asked for the end; every host, and what ran on it, is gone.
+    """A signal ended the emulation; every host, and every process on it, is gone.
 
     Attributes:
         signal: Number of the signal.
@@ -30,4 +30,4 @@ class InterruptedEmulationError(EmulationError):
 
 
 class UnsupportedError(EmulationError):
-    """This machine, or this user's rights, do not allow what was asked for; nothing was created."""
+    """This machine, or this user's rights, do not allow the cluster; nothing was created."""

@@ -33,7 +33,7 @@ COLUMNS = (
 
 
 def explain(config: ReduceConfig, ranks: Ranks) -> tuple[str, ...]:
-    """Return, a sentence a size, which algorithm our backend takes on these ranks, and why."""
+    """Return for each size which algorithm Paceline's backend takes on these ranks, and why."""
     title = f"what the backend chooses on {ranks.num_ranks} ranks"
     return tuple(ranks.run(_choices, config, title)[0])
 
@@ -119,7 +119,7 @@ def _notes(config: ReduceConfig, ranks: Ranks) -> tuple[str, ...]:
 
 
 def _memory_notes(measured: Measured, ranks: Ranks) -> tuple[str, ...]:
-    """Return how far ours is from what the memory allows, where no network is between the ranks."""
+    """Return how near Paceline comes to the memory's limit, where no network is between the ranks."""
     if "paceline" not in measured.times_s or ranks.rate_bytes_per_s:
         return ()
     rate = measured.copy_bytes_per_s

@@ -76,7 +76,7 @@ class GroupExchange(Exchange):
 
 
 class ResidentExchange(GroupExchange):
-    """A group of ours whose buffers live in the memory that it shares, as those of our DistributedDataParallel do."""
+    """A Paceline group whose buffers lie in shared memory, as those of its DistributedDataParallel do."""
 
     def make_buffer(self, num_elements: int) -> Buffer:
         import torch  # noqa: PLC0415

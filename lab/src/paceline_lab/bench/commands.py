@@ -173,7 +173,7 @@ def bench_profile(workload: str, out: Path, device: str, steps: int) -> Profile:
 
 
 def workload_rows() -> list[dict[str, Any]]:
-    """Return what can be trained: sizes, and how long timed compute takes by default."""
+    """Return the workloads: their sizes, and how long timed compute takes by default."""
     rows = []
     for name in WORKLOADS:
         profile = default_profile(name)

@@ -81,7 +81,7 @@ def owners(model: nn.Module) -> dict[str, tuple[nn.Module, list[nn.Parameter]]]:
 
 
 def _count(workload: Workload) -> Mapping[str, float]:
-    """Run one forward on the meta device and count what each module that owns parameters does."""
+    """Run one forward on the meta device and count the operations of each module that owns parameters."""
     batch = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, workload.make_batch(0, 0))
     counted: dict[str, float] = {}
     with torch.device("meta"):

@@ -40,7 +40,7 @@ HOOKS: dict[str, Callable[[nn.Module], None]] = {"fp16": _fp16, "powersgd": _pow
 
 
 class Parallel:
-    """A module in parallel training: what a training loop calls. Peers differ in what is behind each call."""
+    """A module in parallel training, with the calls of a training loop. Each library implements them."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer

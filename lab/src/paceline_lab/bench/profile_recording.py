@@ -143,7 +143,7 @@ def _profile(workload: str, source: str, layers: tuple[Layer, ...], steps: list[
 
 
 def _durations(order: list[str], steps: list[tuple[Mapping[str, float], float]]) -> dict[str, float]:
-    """Return the median time of each layer; what comes after the last one counts as its own."""
+    """Return the median time of each layer; the time after the last layer counts as its own."""
     samples: dict[str, list[float]] = {name: [] for name in order}
     for ends_s, whole_s in steps:
         now_s = 0.0

@@ -21,7 +21,7 @@ TellProgress = Callable[[float], None]  # the share of the work that is done, 0 
 
 
 def save_task(folder: Path, task: Callable[..., Any], config: Any) -> None:
-    """Write down what the ranks are to do: a function at the top level of a module, and its configuration."""
+    """Write the ranks' task: a function at the top level of a module, and its configuration."""
     (folder / _TASK).write_bytes(pickle.dumps((task.__module__, task.__qualname__, config)))
 
 
@@ -39,7 +39,7 @@ def run_task(folder: Path, rank: int) -> None:
 
 
 def read_result(folder: Path, rank: int) -> Any:
-    """Return what a rank left.
+    """Return the result that a rank wrote.
 
     Raises:
         FileNotFoundError: It left nothing.

@@ -261,7 +261,7 @@ def choose_place(hosts: int | None, *, ranks_per_host: int | str | None = None, 
 
 
 def slowest_rate_bytes_per_s(spec: ClusterSpec) -> float | None:
-    """Return what the slowest host can send or receive, all its links together; None where none is limited."""
+    """Return the rate of the slowest host, all its links together; None where none is limited."""
     rates = [rate for rate in (*spec.rate_bits_per_s, *spec.port_rate_bits_per_s) if rate is not None]
     return min(rates) / 8 * spec.links if rates else None
 

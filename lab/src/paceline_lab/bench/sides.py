@@ -222,7 +222,7 @@ class Trainee:
         return [parameter.detach() for parameter in self.module.parameters()]
 
     def last_answer(self) -> list[Tensor]:
-        """Run one more forward and backward and return what has to be the same on all ranks.
+        """Run one more forward and backward and return the tensors that must be equal on all ranks.
 
         Contract:
             Collective; nothing trains afterwards. No optimizer's step: DeepSpeed drops the gradients in it.

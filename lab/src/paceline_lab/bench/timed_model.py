@@ -219,7 +219,7 @@ def workload_bytes(name: str, profile: Profile | None, scale: float, *, quick: b
 
 
 def planned(profile: Profile, scale: float = 1.0) -> RecordedWorkload:
-    """Return what the simulator takes: the profile's times, and float32 bytes divided by `scale`."""
+    """Return the simulator's input: the profile's times, and float32 bytes divided by `scale`."""
     return RecordedWorkload(
         profile.workload,
         profile.source,

@@ -117,7 +117,7 @@ def profile(
 
 @bench.command()
 def workloads(as_json: AsJson = False) -> None:
-    """List what can be trained, its size, and how long timed compute takes by default."""
+    """List the workloads, their sizes, and how long timed compute takes by default."""
     from rich.console import Console
 
     from paceline_lab.bench.commands import workload_rows

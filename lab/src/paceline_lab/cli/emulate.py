@@ -122,7 +122,7 @@ def _run(
 
 
 def _show(outcome: Outcome, console: Console, *, as_json: bool) -> int:
-    """Print what came of a job; returns its exit code."""
+    """Print the end of a job, and return its exit code."""
     console.print(_traffic(outcome))
     for remark in outcome.remarks():
         console.print(remark, markup=False)

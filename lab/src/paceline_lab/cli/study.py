@@ -19,7 +19,7 @@ Folder = Annotated[Path, typer.Option("--report", help="Folder for the JSON file
 
 
 class _Studies(typer.core.TyperGroup):
-    """Knows each experiment by its line of the registry, and imports it when it is run or asked for its options."""
+    """The group of studies. It lists them from the registry, and imports a study when it runs."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

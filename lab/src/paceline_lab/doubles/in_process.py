@@ -66,7 +66,7 @@ class InProcessWorld:
         self._failure: ProtocolError | None = None
 
     def run(self, task: Callable[[InProcessGroup], _T]) -> list[_T]:
-        """Call `task` with every rank's group, each on a thread of its own; returns what it returned, rank by rank.
+        """Call `task` with every rank's group, each on a thread of its own, and return the results by rank.
 
         Raises:
             BaseException: Error of the first rank on which `task` raised. The other ranks' collectives raise.

@@ -108,7 +108,7 @@ class RoundRobin(dist.ProcessGroup):
         return work
 
     def _launch_allowed(self) -> None:
-        """Launch what waits, in order, as far as the bound allows; one thread at a time does so for all."""
+        """Launch waiting collectives in order, within the bound. One thread at a time does it for all."""
         with self._lock:
             if self._is_launching:
                 return  # the launching thread looks again

@@ -239,7 +239,7 @@ def _cores(cluster: EmulatedCluster, host: int) -> Finding:
 
 
 def path_rate(spec: ClusterSpec, source: int, target: int) -> float | None:
-    """The slowest of what lies between two hosts; None if nothing is limited."""
+    """Return the lowest rate between two hosts; None if nothing is limited."""
     limits = [spec.rate_bits_per_s[source], spec.port_rate_bits_per_s[target]]
     if spec.rack_of(source) != spec.rack_of(target):
         limits.append(spec.uplink_bits_per_s)

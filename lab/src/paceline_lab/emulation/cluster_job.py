@@ -197,7 +197,7 @@ class Job:
         )
 
     def close(self) -> None:
-        """End what still runs, and remove the job's files."""
+        """End the processes that still run, and remove the job's files."""
         self._stop([agent for agent in self._agents if agent.poll() is None])
         for reader in self._readers:
             reader.join()
@@ -286,7 +286,7 @@ class _Processor:
 
 
 def check_script(argv: Sequence[str]) -> None:
-    """Refuse what is not there to run, before anything is made.
+    """Refuse a script that does not exist, before anything is made.
 
     Raises:
         ConfigurationError: Names what was looked for and where.

@@ -52,7 +52,7 @@ def has_netem(ip: IPRoute, interface: int) -> bool:
 
 
 def add_netem(ip: IPRoute, interface: int, spec: ClusterSpec) -> None:
-    """Delay what an interface sends."""
+    """Delay the packets that an interface sends."""
     ip.tc(
         "add",
         "netem",
@@ -65,7 +65,7 @@ def add_netem(ip: IPRoute, interface: int, spec: ClusterSpec) -> None:
 
 
 def set_netem(ip: IPRoute, interface: int, delay_s: float) -> None:
-    """Change the delay of what an interface sends; the jitter ends, because it was drawn around another one."""
+    """Change the delay of an interface; the jitter ends, because it was drawn around another delay."""
     ip.tc("change", "netem", interface, 0x10000, delay=round(delay_s * 1e6), jitter=0, limit=_NETEM_LIMIT)
 
 

@@ -140,7 +140,7 @@ def _allowed(what: str) -> Iterator[None]:
 
 
 def _isolate() -> None:
-    """Move into a network namespace of our own: as root, or else within a user namespace in which we are root."""
+    """Move into a new network namespace: as root, or within a user namespace in which this process is root."""
     try:
         try:
             namespaces.unshare(namespaces.NEW_NET)

@@ -139,7 +139,7 @@ def ask(address: str, port: int, times: int) -> dict[str, Any]:
 
 
 def spin(seconds: float) -> dict[str, Any]:
-    """Compute, and say how much of the time a core was ours."""
+    """Compute, and return the share of the time in which this process had a core."""
     started_s, ends_s = time.process_time(), time.monotonic() + seconds
     while time.monotonic() < ends_s:
         pass

@@ -53,7 +53,7 @@ _LINKS_UP_S = 5.0  # so long they are waited for
 
 
 class Network:
-    """The switch's side of a cluster, and what the hosts' sides were given.
+    """The switch's side of a cluster, and the settings of the hosts' sides.
 
     Args:
         spec: Cluster to build.
@@ -146,7 +146,7 @@ class Network:
         return records
 
     def _counters_of_link(self, host: int, link: int) -> dict[str, int]:
-        """Read at the switch's port, which receives what the host sends, and at the host's end."""
+        """Return counters of the switch's port, which receives what the host sends, and of the host's end."""
         port, at_host = self._index(_port_name(host, link)), index_of(self._ip_of[host], f"eth{link}")
         stats = self.ip.get_links(port)[0].get_attr("IFLA_STATS64")
         stats_at_host = self._ip_of[host].get_links(at_host)[0].get_attr("IFLA_STATS64")

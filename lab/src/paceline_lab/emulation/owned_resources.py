@@ -45,7 +45,7 @@ def remove(owner: str) -> None:
 
 
 def remove_orphans() -> list[str]:
-    """Remove what owners that have ended left behind; returns the names of what was removed."""
+    """Remove the resources of owners that have ended, and return their names."""
     removed = []
     for place in _cgroup_places():
         for folder in place.folder.glob(f"{_PREFIX}*"):
@@ -158,7 +158,7 @@ def find_cgroup_place() -> CgroupPlace | None:
 
 
 def _cgroup_places() -> list[CgroupPlace]:
-    """Our own group first, then the hierarchy's root: version 2 has no quotas below a group that holds processes."""
+    """Yield this process's group, then the hierarchy's root: version 2 has no quotas below a group with processes."""
     found = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():

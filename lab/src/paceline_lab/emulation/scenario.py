@@ -176,7 +176,7 @@ class Scenario:
 
     @classmethod
     def parse(cls, text: str, name: str = "scenario") -> Scenario:
-        """The scenario of a text; `name` is what errors call it."""
+        """Return the scenario of a text; errors call it `name`."""
         scenes: list[tuple[str | None, list[tuple[float, Change]]]] = [(None, [])]
         for number, line in enumerate(text.splitlines(), start=1):
             words = line.partition("#")[0].strip()
@@ -227,7 +227,7 @@ class Scenario:
 
 
 class Director:
-    """Carries out a scenario beside a job; a context manager, whose end is the scenario's.
+    """A context manager that performs a scenario during a job; its end is the scenario's.
 
     Args:
         scenario: Changes and their times.

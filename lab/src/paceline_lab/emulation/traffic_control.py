@@ -48,7 +48,7 @@ def shape(
     *,
     priority: bool = False,
 ) -> None:
-    """Limit what a device sends to a rate, with a finite queue; with `priority` one queue per DSCP class selector."""
+    """Limit a device's sending to a rate, with a finite queue; with `priority` one queue per DSCP class selector."""
     if rate_bits_per_s is None:
         return
     index = index_of(ip, name)
@@ -65,7 +65,7 @@ def shape(
 
 
 def reshape(ip: IPRoute, name: str, rate_bits_per_s: float, mtu: int, *, priority: bool = False) -> None:
-    """Change the rate of a device that was shaped with one; what waits in its queues stays there."""
+    """Change the rate of a device that was shaped with one; its queues keep their packets."""
     index = index_of(ip, name)
     for number, limits in _classes(rate_bits_per_s, mtu, priority=priority):
         ip.tc("change-class", "htb", index, number, **limits)

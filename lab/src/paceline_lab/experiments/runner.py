@@ -189,7 +189,7 @@ def cluster_or_loopback(hosts: int | None, rate: str, cpu: str = "") -> Ranks:
 
 
 def refuse_unequal(sides: Iterable[str]) -> None:
-    """Refuse times of sides whose ranks' parameters differ; raise WrongAnswerError if there are any."""
+    """Raise WrongAnswerError if there are sides whose ranks' parameters differ."""
     if unequal := list(sides):
         raise WrongAnswerError(
             f"the ranks' parameters differ with {', '.join(unequal)}: its times mean nothing."

@@ -134,7 +134,7 @@ def show_time(duration_s: float) -> str:
 
 
 def show_ratio(ratio: float, what: str) -> str:
-    """`29 % shorter than torch's`, or `as long as torch's`: a length over that of `what`."""
+    """Return a length over that of `what`: `29 % shorter than torch's`, or `as long as torch's`."""
     percent = 100 * abs(ratio - 1)
     if percent < 1.5:
         return f"as long as {what}"

@@ -210,5 +210,5 @@ _WORKLOADS = {
 
 
 def workload_name(workload: str) -> str:
-    """Return what a workload is called in pictures."""
+    """Return the name of a workload in pictures."""
     return _WORKLOADS.get(workload, workload)

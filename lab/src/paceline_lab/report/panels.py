@@ -342,7 +342,7 @@ class Stacks(Panel):
 
 @dataclass(frozen=True)
 class Lanes(Panel):
-    """Spans of time in lanes, one above the other: what went on when.
+    """Spans of time in lanes, one above the other.
 
     Attributes:
         lanes: From the top: what stands at the left, and its spans as (part, begin, end).

@@ -31,7 +31,7 @@ class ReportFolder:
 
     @classmethod
     def prepare(cls, path: Path) -> ReportFolder:
-        """Make the folder, before the work whose result it is to hold.
+        """Make the folder before the measurement whose result it will hold.
 
         Raises:
             ConfigurationError: It cannot be made or written to.
@@ -56,7 +56,7 @@ class ReportFolder:
 
 
 def stored_report(path: Path) -> dict[str, Any]:
-    """Return what a report holds that was stored before.
+    """Return the content of a stored report.
 
     Raises:
         ConfigurationError: It cannot be read, or is none.
@@ -120,7 +120,7 @@ class Report:
         return json.dumps(record, indent=1, default=_jsonable)
 
     def record(self) -> dict[str, Any]:
-        """Return the report as it is read back from its file: what pictures are drawn from, now and later."""
+        """Return the report as it is read back from its file. Pictures are drawn from this."""
         record: dict[str, Any] = json.loads(self.to_json())
         return record
 

@@ -93,7 +93,7 @@ class MlstmWorkload(SizedWorkload):
 
     @classmethod
     def of_scale_study(cls, hidden_size: int) -> "MlstmWorkload":
-        """Return what the scalability study trained: segments of 256 bytes, 256 streams a rank."""
+        """Return the workload of the scalability study: segments of 256 bytes, 256 streams per rank."""
         return cls(embedding_size=64, hidden_size=hidden_size, segment_length=256, batch_size=256)
 
     def operations(self) -> dict[str, float]:

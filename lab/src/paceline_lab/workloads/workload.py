@@ -26,7 +26,7 @@ class Workload(ABC):
         """Return the loss and what the next step carries over (a recurrent state; None at first)."""
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return what updates the parameters."""
+        """Return the optimizer of the parameters."""
         return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
 
     def answer(self, model: nn.Module) -> list[Tensor]:
@@ -34,7 +34,7 @@ class Workload(ABC):
         return [parameter.detach() for parameter in model.parameters()]
 
     def notes(self) -> tuple[str, ...]:
-        """Return what a reader of the figures must know about the data."""
+        """Return remarks on the data that a reader of the figures needs."""
         return ()
 
 

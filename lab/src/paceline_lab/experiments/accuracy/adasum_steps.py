@@ -115,7 +115,7 @@ def windows(folder: Path | None) -> tuple[Tensor, Tensor]:
 
 
 class Neighbours(nn.Module):
-    """Adds to each byte what a convolution makes of it and the bytes beside it.
+    """Adds to each byte a convolution of it and the bytes next to it.
 
     Without it this model stays for hundreds of steps at what the bytes' frequencies tell, until attention has learnt
     which bytes stand beside each other.
@@ -141,7 +141,7 @@ def network() -> MaskedWordModel:
 
 
 def batch(content: Tensor, num: int, source: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Windows with masked bytes, shape (num, LENGTH), and what stood there."""
+    """Return windows with masked bytes, shape (num, LENGTH), and the original bytes."""
     starts = torch.randint(len(content) - LENGTH, (num, 1), generator=source)
     words = content[starts + torch.arange(LENGTH)]
     masked = torch.rand(words.shape, generator=source) < MASKED_SHARE

@@ -78,7 +78,7 @@ def slices(inputs: Tensor, labels: Tensor, num_ranks: int) -> Iterator[tuple[Ten
 
 
 def has_batch_statistics(model: nn.Module) -> bool:
-    """Return whether what a sample's output is depends on the others of its batch."""
+    """Return whether a sample's output depends on the other samples of its batch."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
@@ -123,7 +123,7 @@ class RankReductions:
 
     @torch.no_grad()
     def reduce(self, of_ranks: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Return what every rank gets: one tensor a parameter."""
+        """Return the result of every rank: one tensor per parameter."""
         messages = [self._message(rank, tensors) for rank, tensors in enumerate(of_ranks)]
         pending = []
         for reduction, message in zip(self._reductions, messages, strict=True):

@@ -191,7 +191,7 @@ class Plan:
 
 
 def quick_plan() -> Plan:
-    """Seconds: what the tests run."""
+    """Return a plan of some seconds, for tests."""
     rows = choose_rows(["unscaled", "linear", "gradual warm-up"])
     return Plan(TASKS["digits"], tuple(rows), factors=(16,), tuned_factors=(), num_seeds=4, grid=(1.0,))
 

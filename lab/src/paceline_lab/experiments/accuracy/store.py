@@ -136,7 +136,7 @@ class Store(TrialStore[Trial, Outcome]):
 
     @classmethod
     def holding(cls, outcomes: Iterable[tuple[Trial, Outcome]]) -> Store:
-        """Return a store of these trials, whose file is nowhere: to look at, not to add to."""
+        """Return a store of these trials without a file, to which none can be added."""
         store = cls(Path(os.devnull))
         store._outcomes = dict(outcomes)
         return store

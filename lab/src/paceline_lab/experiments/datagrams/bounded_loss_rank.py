@@ -48,7 +48,7 @@ Samples = dict[str, list[dict[str, float]]]
 
 
 def main() -> None:
-    """Read the case from the command line; rank 0 prints what each side took."""
+    """Read the case from the command line; rank 0 prints the times of each side."""
     case = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -57,7 +57,7 @@ def run_job(
 
 
 def keep(path: Path, case: str, samples: Mapping[str, Any], summary: Mapping[str, Any], **about: Any) -> None:
-    """Write a case beside those that were measured before; `about` is kept once for the file."""
+    """Write a case next to those that were measured before; `about` is kept once for the file."""
     stored: dict[str, Any] = (
         json.loads(path.read_text()) if path.exists() else {"samples": {}, "summaries": {}}
     )

@@ -140,7 +140,7 @@ def _costs_of(config: Config, parts: Path | None) -> dict[str, dict[str, Cost]]:
 
 
 def _ratios(costs: dict[str, Cost]) -> dict[str, dict[str, float]]:
-    """Over `none`, by what is counted and heuristic; of reconstructions: the part of the fit's own."""
+    """Return ratios over `none` by measure and heuristic; for reconstructions, the part of the fit's own time."""
     seconds = {name: statistics.median(cost.times_s) for name, cost in costs.items()}
     values = {name: cost.num_kernel_values for name, cost in costs.items()}
     return {

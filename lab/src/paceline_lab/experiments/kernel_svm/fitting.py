@@ -184,7 +184,7 @@ def measure(config: Config, tell: TellProgress) -> Outcome:
 
 
 def _is_long(side: str, times: list[float], long_s: float) -> bool:
-    """Say whether a side need not fit again; our first fit may have waited for the compiler."""
+    """Return whether a side need not fit again. Paceline's first fit may have waited for the compiler."""
     needed = 1 if side.startswith("sklearn") else 2
     return len(times) >= needed and min(times) > long_s
 

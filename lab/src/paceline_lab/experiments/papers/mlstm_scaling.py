@@ -245,7 +245,7 @@ def _efficiencies(points: Iterable[tuple[float, float]]) -> list[tuple[float, fl
 
 
 def link_label(proportion: float) -> str:
-    """Return what a link is called."""
+    """Return the name of a link in the report."""
     return f"rate {proportion:g}"
 
 

@@ -122,7 +122,7 @@ def scale_for(
     communication_to_compute: float,
     num_bytes: int = 0,
 ) -> float:
-    """Return what the gradients' bytes have to be divided by.
+    """Return the divisor of the gradients' bytes.
 
     Args:
         profile: Times of the model.

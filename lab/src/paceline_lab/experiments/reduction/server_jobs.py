@@ -28,7 +28,7 @@ _TOLD = "PACELINE_BENCHMARK_WORKER"  # what a worker is told, in its environment
 def run_workers(
     spec: ClusterSpec, num_workers: int, module: str, told: Mapping[str, Any], patience_s: float
 ) -> tuple[Any, float]:
-    """Run a worker on each of the first hosts, a server on each other; what rank 0 printed, and how busy it was.
+    """Run a worker on each of the first hosts, a server on each other; return rank 0's output and the load.
 
     Args:
         spec: The cluster.

@@ -211,7 +211,7 @@ def _begin_together(link: LossyTransport) -> None:
 
 
 def _together(everyone: Sequence[tuple[_Trained, str]]) -> dict[str, Any]:
-    """One side's steps: seconds from the last rank's beginning to the last one's end, mean loss, what was lost."""
+    """Return of one side's steps: seconds from the last begin to the last end, mean loss, lost share."""
 
     def each(name: str, combine: Callable[[Sequence[float]], float]) -> list[float]:
         return [combine(step) for step in zip(*(getattr(seen, name) for seen, _ in everyone), strict=True)]

@@ -28,7 +28,7 @@ _OF_LINKS = 1000  # clean runs on links have seeds from here on, beside those of
 
 @dataclass(frozen=True)
 class Grade:
-    """One case; what was said stays beside it.
+    """One graded case, with the doctor's answer.
 
     Attributes:
         cause: Cause of the injection.
@@ -91,7 +91,7 @@ def grades_of(recorded: Mapping[Case, Recorded]) -> list[Grade]:
 
 
 def grade_rank(recorded: Recorded) -> Grade:
-    """Compare what is said of the slow steps with what was done; with the steps before and after."""
+    """Compare the doctor's answers for the slow steps with the injection, and with the steps before and after."""
     case, of = recorded.case, recorded.case.of
     diagnosis = diagnose(recorded.runs[SLOW])
     finding = diagnosis.finding

@@ -42,7 +42,7 @@ def main(
     report: ReportFolder = REPORT_FOLDER,
     as_json: AsJson = False,
 ) -> None:
-    """Let ranks hang, and others take long, and read what is said of it."""
+    """Let ranks hang, or take long, and grade the messages about it."""
     kinds = how or ([next(iter(HANGS))] if quick else [*HANGS, *LONG])
     wrappers = _WRAPPERS[:1] if quick else _WRAPPERS
     cases = [

@@ -60,7 +60,7 @@ def is_possible() -> bool:
 
 
 def links_of(seed: int) -> list[Case]:
-    """All of a seed; the clean one, which the others are compared with, first."""
+    """Return all cases of a seed; first the clean one, which the others are compared with."""
     return [Case(name, strength, seed) for name, of in LINK_CAUSES.items() for strength in of.strengths]
 
 
@@ -75,7 +75,7 @@ def record_apart(cases: Sequence[Case], file: Path) -> None:
 
 
 def record_link(case: Case, file: Path) -> None:
-    """Train on three hosts with this case's links, and store what was recorded."""
+    """Train on three hosts with this case's links, and store the records."""
     of, culprit = LINK_CAUSES[case.cause], -1
     options: dict[str, Any] = {"hosts": _HOSTS, "rate": _RATE, "offload": False}
     if case.cause != CLEAN_LINKS:

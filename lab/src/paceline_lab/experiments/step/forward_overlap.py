@@ -72,7 +72,7 @@ TARGET_TO_LEAST = 1.05
 
 @dataclass(frozen=True)
 class Floor:
-    """Seconds that no order of sending goes below, and what they are made of.
+    """A lower bound of a step for any order of sending, in seconds, and its parts.
 
     Attributes:
         computation_s: Forward, backward and the optimizer of the slowest rank.

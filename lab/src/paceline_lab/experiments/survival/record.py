@@ -110,7 +110,7 @@ def quantile(ordered: Sequence[float], part: float) -> float:
 
 
 class Report:
-    """Cases in a file, of which this process and others add some."""
+    """A file of cases, to which several processes add."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

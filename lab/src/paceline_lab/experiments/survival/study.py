@@ -52,7 +52,7 @@ _ALL_LOST = "were lost, and with them what they had trained"
 
 @dataclass(frozen=True)
 class Performed:
-    """A case that was run: what it was, what came out, what happened, how long training stood still and why."""
+    """A case that was run: its settings and outcome, its events, and its standstills with their cause."""
 
     job: Job
     outcome: Outcome
@@ -80,7 +80,7 @@ def perform(seed: int, on_hosts: bool, folder: Path) -> Performed:
 
 
 def case_of(seed: int, performed: Performed, took_s: float) -> Case:
-    """Count what came out."""
+    """Return the counts of an outcome."""
     outcome = performed.outcome
     args = parser_of().parse_args(["/", *performed.job.options])
     counts = trained(outcome, args.samples, args.epochs)
@@ -176,7 +176,7 @@ def _search(report: Report, seeds: Sequence[int], on_hosts: bool) -> None:
 
 
 def _run(seed: int, on_hosts: bool, is_shown: bool = False) -> Case:
-    """One case; what it printed is printed if it failed, or `is_shown`."""
+    """Run one case; print its output if it failed, or `is_shown`."""
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         performed = perform(seed, on_hosts, Path(folder))

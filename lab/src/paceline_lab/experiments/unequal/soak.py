@@ -72,7 +72,7 @@ class Outcome:
 
 
 class Fragile(nn.Module):
-    """A network that stalls, or runs out of memory, when told to."""
+    """A network that can be made to stall, or to run out of memory."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -141,7 +141,7 @@ class Training:
 
 
 def first_shares(case: Case, side: str) -> GlobalBatch:
-    """Equal shares, or for the side that is told, shares by speed."""
+    """Return equal shares, or for the side with fixed shares, shares by speed."""
     if side == FIXED:
         speeds = [Speed(0.0, float(slowness)) for slowness in case.slowness]
         return GlobalBatch(best_shares(speeds, case.size))

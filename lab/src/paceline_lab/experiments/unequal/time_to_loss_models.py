@@ -171,7 +171,7 @@ class Task:
     sample_size: float = 1.0
 
     def loss(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-        """The mean over what `count` counts."""
+        """Return the mean over the tokens or images that `count` counts."""
         if self.rate is None:
             loss: Tensor = model(batch[0])
             return loss

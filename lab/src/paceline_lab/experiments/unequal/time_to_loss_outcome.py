@@ -113,7 +113,7 @@ class Outcome:
         return Summary.of(steps).median
 
     def largest_difference(self) -> float:
-        """Between the smoothed losses of torch and of our automatic shares, relative."""
+        """Return the largest relative difference of the smoothed losses of torch and of automatic shares."""
         pairs = zip(smoothed(self.runs[TORCH]["loss"]), smoothed(self.runs[AUTO]["loss"]), strict=True)
         return max(abs(ours / theirs - 1) for theirs, ours in pairs)
 
