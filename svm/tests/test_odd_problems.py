@@ -12,6 +12,7 @@ from sklearn import svm as theirs
 
 import paceline_svm as ours
 from harness.svm_oracle import truth, working_sets_of
+from paceline_svm import placement
 
 pytestmark = pytest.mark.compiles
 
@@ -63,6 +64,43 @@ def test_the_gap_is_true_and_the_objective_libsvms(problem, C, gamma, working_se
     distance = np.abs(mine.dual_coef_).sum() * tol
     assert one.objective <= two.objective + distance + 1e-9 * scale
     assert one.imbalance <= 1e-12 * scale
+
+
+@pytest.mark.parametrize("largest", [placement.LARGEST, 0])
+@pytest.mark.parametrize("gone", [[2], [0], [3, 1]])
+def test_a_class_without_weight_is_never_predicted(gone, largest, monkeypatch):
+    """By `class_weight` or by its samples' weights: the model of the other classes, however pairs are solved."""
+    monkeypatch.setattr(placement, "LARGEST", largest)
+    generator = np.random.default_rng(0)
+    y = np.arange(80) % 4
+    X = generator.normal(size=(80, 3)) + 1.5 * y[:, None]
+    keeps = ~np.isin(y, gone)
+    others = [label for label in range(4) if label not in gone]
+    settings = {"kernel": "linear", "probability": True, "random_state": 0}
+    expected = ours.SVC(**settings).fit(X[keeps], y[keeps])
+    by_class = ours.SVC(**settings, class_weight=dict.fromkeys(gone, 0)).fit(X, y)
+    by_sample = ours.SVC(**settings).fit(X, y, keeps * 1.0)
+    for model in (by_class, by_sample):
+        assert model.classes_.tolist() == [0, 1, 2, 3]
+        assert model.n_support_[others].tolist() == expected.n_support_.tolist()
+        assert not model.n_support_[gone].any()
+        assert np.array_equal(model.predict(X), expected.predict(X))
+        assert np.isfinite(model.decision_function(X)).all()
+        assert not np.isin(model.decision_function(X).argmax(axis=1), gone).any()
+        assert np.allclose(model.predict_proba(X)[:, others], expected.predict_proba(X), atol=1e-6)
+        assert np.isneginf(model.predict_log_proba(X)[:, gone]).all()
+        assert model.coef_.shape == (6, 3)
+    by_function = ours.SVC(kernel=lambda a, b: a @ b.T, class_weight=dict.fromkeys(gone, 0)).fit(X, y)
+    assert np.array_equal(by_function.predict(X), expected.predict(X))
+
+
+def test_one_class_with_weight_is_not_enough():
+    X, y = np.arange(12.0).reshape(6, 2), np.array([0, 0, 1, 1, 2, 2])
+    for given_class_weight, weights in (({1: 0, 2: 0}, None), ({1: 0}, y != 2)):
+        with pytest.raises(ValueError, match="all samples with positive weights belong to the same class"):
+            ours.SVC(class_weight=given_class_weight).fit(X, y, weights)
+    with pytest.raises(ValueError, match="all classes have the weight 0"):
+        ours.SVC(class_weight=dict.fromkeys(range(3), 0)).fit(X, y)
 
 
 def test_two_points_have_a_closed_form():

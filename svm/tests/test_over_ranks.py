@@ -345,6 +345,7 @@ def fit_the_rest(rank, num_ranks):
         SVC(**tight).fit(sp.csr_matrix(X[cut]), three[cut]).decision_function(sp.csr_matrix(X)),
         SVC(**tight, rows="all").fit(X, three).decision_function(X),
         SVC(**tight, class_weight="balanced").fit(X[cut], y[cut], weights[cut]).decision_function(X),
+        SVC(**tight, class_weight={1: 0}).fit(X[cut], three[cut]).decision_function(X),
         SVC(kernel="linear", tol=1e-6).fit(X[cut], y[cut]).decision_function(X),
         SVC(kernel="precomputed", tol=1e-6).fit((X @ X.T)[cut], y[cut]).decision_function(X @ X.T),
         SVC(kernel=lambda a, b: a @ b.T, tol=1e-6).fit(X[cut], y[cut]).decision_function(X),
@@ -363,6 +364,7 @@ def fit_the_rest_alone():
     return [
         *[SVC(**tight).fit(X, three).decision_function(X)] * 2,
         SVC(**tight, class_weight="balanced").fit(X, y, weights).decision_function(X),
+        SVC(**tight, class_weight={1: 0}).fit(X, three).decision_function(X),
         *[linear] * 3,
         SVR(tol=1e-6).fit(X, X[:, 0] ** 2).predict(X),
         OneClassSVM(tol=1e-6).fit(X, sample_weight=weights).decision_function(X),

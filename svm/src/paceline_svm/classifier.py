@@ -37,7 +37,8 @@ class SVC(PairwiseVotes, KernelMachine):
         tol: Largest violation of optimality, over all samples.
         cache_size: Megabytes for kernel rows on each rank; at least one working set's rows are kept. `auto` is 500. If
             no sample may be shrunk, it grows by the rows that would be computed again, up to half of the free memory.
-        class_weight: Factors of C by class, or `balanced`.
+        class_weight: Factors of C by class, or `balanced`. A class of weight 0, or whose samples have none, is in
+            `classes_`, but is never predicted.
         verbose: Print a line a working set to stderr on rank 0; or a function that takes a `Progress`.
         max_iter: Limit of pair updates (LIBSVM's iterations) for each pair of classes; -1 for none.
         decision_function_shape: `ovr` or `ovo`.
@@ -173,7 +174,12 @@ class SVC(PairwiseVotes, KernelMachine):
             )
         return np.asarray(np.searchsorted(self.classes_, part.y), np.float64)
 
+    def _counts(self, data: TrainingSet) -> NDArray[np.bool_]:
+        """Which samples of all ranks are of a class that counts."""
+        return np.asarray(self.class_weight_[data.all_targets.astype(np.int64)] > 0)
+
     def _solve_all(self, data: TrainingSet, matrix: Samples) -> None:
+        data, matrix = data.subset(self._counts(data), matrix)
         start = self._start(data, (len(self.classes_) - 1, data.num_rows))
         pairs = Pairs.of(data, matrix, len(self.classes_), self.C * self.class_weight_, start)
         solutions, table = pairs.solve(self._kernel, self._settings())
@@ -212,7 +218,7 @@ class SVC(PairwiseVotes, KernelMachine):
         for left_out in np.unique(fold):
             model: SVC = copy.copy(self)
             model.probability = model.warm_start = False
-            model._solve_all(data.subset(fold != left_out), matrix.take(np.flatnonzero(mine != left_out)))
+            model._solve_all(*data.subset(fold != left_out, matrix))
             at = np.flatnonzero(mine == left_out)
             values[at] = model._values_of_pairs(data.samples.take(at).rows)  # type: ignore[attr-defined]
         doing = "calibrating"
@@ -237,7 +243,10 @@ class SVC(PairwiseVotes, KernelMachine):
 
     def _check_all(self, data: TrainingSet) -> None:
         super()._check_all(data)
-        if len(np.unique(data.all_targets)) < len(self.classes_):
+        present = np.unique(data.all_targets[self._counts(data)])
+        if len(present) == 0:
+            raise ConfigurationError("Invalid input - all classes have the weight 0 in class_weight.")
+        if len(present) == 1:
             raise ConfigurationError(
                 "Invalid input - all samples with positive weights belong to the same class."
             )

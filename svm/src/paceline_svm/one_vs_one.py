@@ -26,7 +26,7 @@ from paceline.errors import ConfigurationError
 from paceline_svm import placement
 from paceline_svm.kernels import Kernel
 from paceline_svm.placement import solve
-from paceline_svm.problem import Extent, Problem, Solution, SolverSettings, feasible
+from paceline_svm.problem import Counters, Extent, Problem, Solution, SolverSettings, feasible
 from paceline_svm.sample_forms import Samples, fits_on_every_rank, gather_samples
 from paceline_svm.small_problems import SmallProblems
 from paceline_svm.training_set import TrainingSet
@@ -74,11 +74,18 @@ class Pairs:
         counts = self.counts.tolist()
         pairs = list(itertools.combinations(range(len(counts)), 2))
         table = np.zeros((len(counts) - 1, len(self.data.samples)))
-        small = [(one, other) for one, other in pairs if counts[one] + counts[other] <= placement.LARGEST]
+        # A class without samples loses by the margin 1 everywhere: there is nothing to solve.
+        found = {
+            (one, other): _decided((counts[one] > 0) - (counts[other] > 0))
+            for one, other in pairs
+            if not (counts[one] and counts[other])
+        }
+        few = [(one, other) for one, other in pairs if counts[one] + counts[other] <= placement.LARGEST]
+        small = [pair for pair in few if pair not in found]
         extent = self.data.extent(np.ones(len(self.all_costs), np.bool_))
         if not fits_on_every_rank(extent.num_numbers, settings.cache_bytes):
             small = []
-        found = self._solve_small(small, extent, kernel, settings, table)
+        found |= self._solve_small(small, extent, kernel, settings, table)
         for pair in pairs:
             if pair not in found:
                 found[pair] = self._solve_large(pair, kernel, settings, table)
@@ -159,6 +166,11 @@ class Pairs:
         return feasible(last, np.where(is_one, 0.0, -cost), np.where(is_one, cost, 0.0))
 
 
+def _decided(value: int) -> Solution:
+    """Return a problem without coefficients, whose decision function is this value."""
+    return Solution(np.zeros(0), -float(value), 0.0, 0.0, True, Counters(*[0] * len(Counters._fields)))
+
+
 def _members(bounds: NDArray[np.int64]) -> NDArray[np.int64]:
     """Samples of pairs of ranges (a, b, c, d), one pair after another."""
     begins, sizes = bounds[:, ::2].ravel(), (bounds[:, 1::2] - bounds[:, ::2]).ravel()
@@ -230,12 +242,18 @@ class PairwiseVotes(ClassifierMixin):  # type: ignore[misc]
         """Probabilities of the classes, shape (N, K); needs `probability=True` before `fit`."""
         check_is_fitted(self)
         values = self._values_of_pairs(self._seen_rows(X))
-        return coupled(expit(-(self.probA_ * values + self.probB_)), len(self.classes_))
+        one, other = self._pairs()
+        is_present = self.n_support_ > 0
+        pairwise = expit(-(self.probA_ * values + self.probB_))[:, is_present[one] & is_present[other]]
+        found = np.zeros((len(values), len(self.classes_)))
+        found[:, is_present] = coupled(pairwise, int(is_present.sum()))
+        return found
 
     @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
     def predict_log_proba(self, X: Any) -> NDArray[np.float64]:
         """Logarithms of `predict_proba`."""
-        return np.asarray(np.log(self.predict_proba(X)))
+        with np.errstate(divide="ignore"):  # of a class that is never predicted
+            return np.asarray(np.log(self.predict_proba(X)))
 
     def _values_of_pairs(self, X: Any) -> NDArray[np.float64]:
         """Decision values of all pairs, one pair included, positive for the first class; shape (N, pairs)."""
@@ -263,7 +281,10 @@ class PairwiseVotes(ClassifierMixin):  # type: ignore[misc]
         if ends[-1] * X.shape[0] <= _FEW_VALUES and not callable(self.kernel):
             block = self._kernel_values(X)
             return np.stack([self._table[:, chosen] @ block[chosen] for chosen in members])
-        return np.stack([self._expansion(X, chosen).T for chosen in members])
+        nothing = np.zeros((len(self._table), X.shape[0]))
+        return np.stack(
+            [self._expansion(X, chosen).T if chosen.stop > chosen.start else nothing for chosen in members]
+        )
 
     def _pairs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """First and second class of every pair."""

@@ -283,10 +283,12 @@ class TrainingSet:
         """As `part`, of all samples."""
         return self.part(np.ones(len(self.all_ids), np.bool_), matrix)
 
-    def subset(self, of_all: NDArray[np.bool_]) -> TrainingSet:
-        """Some samples as a training set; they keep their numbers."""
+    def subset(self, of_all: NDArray[np.bool_], matrix: Samples) -> tuple[TrainingSet, Samples]:
+        """Return some samples as a training set, and what the kernel sees of them; they keep their numbers."""
+        if of_all.all():
+            return self, matrix
         mine = np.flatnonzero(of_all[np.searchsorted(self.all_ids, self.samples.ids)])
-        return dataclasses.replace(
+        part = dataclasses.replace(
             self,
             samples=self.samples.take(mine),
             targets=self.targets[mine],
@@ -298,6 +300,7 @@ class TrainingSet:
             all_sizes=self.all_sizes[of_all],
             all_ranks=self.all_ranks[of_all],
         )
+        return part, matrix.take(mine)
 
     def everywhere(self, samples: Samples, positions: NDArray[np.int64]) -> Samples:
         """Those of all ranks' samples on every rank, by ascending number.
