@@ -145,6 +145,9 @@ class SVC(PairwiseVotes, KernelMachine):
         # Pairs of classes are dealt out.
         return super()._needs_one(X, y) and len(np.unique(y)) == 2
 
+    def _alike(self, X: Any, y: Any, weights: Any) -> dict[str, str]:
+        return {**super()._alike(X, y, weights), "y": "text" if y.dtype.kind == "U" else str(y.dtype)}
+
     def _labels(self, y: Any) -> Any:
         labels, counts = np.unique(y, return_counts=True)
         return None if self.rows == "all" else (labels.tolist(), counts.tolist())

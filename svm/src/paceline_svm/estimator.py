@@ -34,7 +34,10 @@ from paceline_svm.training_set import (
     Part,
     TrainingSet,
     agreed,
+    check_alike,
+    checksum,
     communicator_for,
+    in_words,
     mean_of_features,
     variance,
 )
@@ -42,6 +45,7 @@ from paceline_svm.validation import Validation, called
 
 _CACHE_BYTES = 500e6
 _MEMORY_RATIO = 0.5  # of the memory that is there, which the ranks' caches may grow to together
+_OF_RANK_0 = ("verbose", "random_state")  # parameters that may differ: rank 0's count
 _WIDE = 64  # features from which products cost more than exponentials
 
 
@@ -65,17 +69,13 @@ class KernelMachine(Validation):
         Collective: one exchange of facts and one of what every sample is, before the solver's own.
         """
         communicator = communicator_for(self.rows if isinstance(self.rows, str) else "own")
-        part, facts = agreed(communicator.introduce, lambda: self._told(communicator, X, y, sample_weight))
+        part, known = self._introduced(communicator, X, y, sample_weight)
         if self._is_for_one(part, communicator):
             if communicator.rounds_alike:
-                facts = [facts[communicator.rank]]
+                known = [known[communicator.rank]]
                 communicator = Alone()
             else:
-                dealt = self._dealt(communicator)
-                part, facts = agreed(
-                    communicator.introduce, lambda: self._told(communicator, X, y, sample_weight, dealt)
-                )
-        known = [Facts(*one) for one in facts]
+                part, known = self._introduced(communicator, X, y, sample_weight, self._dealt(communicator))
         targets = self._encoded(part, known)
         self._check_facts(known)
         num_rows = known[0].num_rows if self.rows == "all" else sum(one.num_rows for one in known)
@@ -92,6 +92,17 @@ class KernelMachine(Validation):
         self._check_all(data)
         with thread_pool(), shown(always=bool(self.verbose) and not callable(self.verbose)):
             self._solve_all(data, matrix)
+
+    def _introduced(
+        self, communicator: Communicator, X: Any, y: Any, sample_weight: Any, dealt: slice | None = None
+    ) -> tuple[Part, list[Facts]]:
+        """Return this rank's part of the rows, and the facts of all ranks, which fit. Collective; as `_told`."""
+        part, told = agreed(
+            communicator.introduce, lambda: self._told(communicator, X, y, sample_weight, dealt)
+        )
+        known = [Facts(*one) for one in told]
+        check_alike([one.alike for one in known])
+        return part, known
 
     def _told(
         self, communicator: Communicator, X: Any, y: Any, sample_weight: Any, dealt: slice | None = None
@@ -112,6 +123,7 @@ class KernelMachine(Validation):
         part = Part.of(X, y, weights, dealt)
         facts = Facts.of(
             part,
+            self._alike(X, y, weights) if communicator.num_ranks > 1 else {},
             self._labels(y),
             with_moments=self.gamma == "scale" and self._kernel_name() != "precomputed",
             with_sums=self._is_centred(part.samples),
@@ -131,6 +143,19 @@ class KernelMachine(Validation):
     def _needs_one(self, X: Any, y: Any) -> bool:
         """Whether one rank solves the problem of these rows faster than all together."""
         return not callable(self.kernel) and is_for_one(X)
+
+    def _alike(self, X: Any, y: Any, weights: Any) -> dict[str, str]:
+        """Return what has to be the same on every rank, in words: the settings, and of what kind the data are."""
+        settings = {**self.get_params(deep=False), "shrinking": self._shrinking()}
+        alike = {name: in_words(value) for name, value in settings.items() if name not in _OF_RANK_0}
+        alike["the estimator"] = type(self).__name__
+        alike["X"] = f"{'sparse' if sp.issparse(X) else 'dense'} {X.dtype} of {X.shape[1]} features"
+        if getattr(self, "warm_start", False):
+            last = checksum(self.support_, self._table) if hasattr(self, "_table") else "none"
+            alike["the last fit"] = last
+        if self.rows == "all":
+            alike["the content of X, y and sample_weight"] = checksum(X, y, weights)
+        return alike
 
     def _labels(self, y: Any) -> Any:
         """What other ranks have to know of the targets."""

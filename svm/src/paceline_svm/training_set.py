@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import numbers
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -33,6 +35,7 @@ from paceline_svm.sample_forms import (
 
 _T = TypeVar("_T")
 ROWS = ("own", "all", "alone")
+_MOST_SHOWN = 3  # differences of a rank
 
 
 def communicator_for(rows: str) -> Communicator:
@@ -69,6 +72,52 @@ def agreed(
         rank, words = min(wrong.items())
         raise ConfigurationError(f"rank {rank} cannot fit, so none can: {words}")
     return found, [facts for _, facts in told]
+
+
+def check_alike(of_ranks: list[dict[str, str]]) -> None:
+    """Refuse to fit where a rank has something else than rank 0, alike on every rank.
+
+    Args:
+        of_ranks: What each rank has, in words, by what it is.
+    """
+    first = of_ranks[0]
+    for rank, other in enumerate(of_ranks):
+        different = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if different:
+            words = "; ".join(
+                f"{name}: {first.get(name, 'none')} on rank 0, {other.get(name, 'none')} on rank {rank}"
+                for name in different[:_MOST_SHOWN]
+            )
+            raise ConfigurationError(
+                f"ranks 0 and {rank} cannot fit one model: {words}. Pass the same settings, and data of one kind, on "
+                "every rank. Nothing was fitted."
+            )
+
+
+def in_words(value: Any) -> str:
+    """Return a parameter as text that is the same on every rank if it is the same parameter."""
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    if isinstance(value, (bool, np.bool_)):
+        return str(bool(value))
+    if isinstance(value, numbers.Real):  # 1 or numpy's 1.0
+        return repr(float(value)).removesuffix(".0")
+    if isinstance(value, dict):
+        pairs = sorted(f"{in_words(key)}: {in_words(item)}" for key, item in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    return str(value)
+
+
+def checksum(*given: Any) -> str:
+    """Return a checksum of arrays, dense or CSR; None counts as an empty one."""
+    found = 0
+    for one in given:
+        for array in (one.data, one.indices, one.indptr) if sp.issparse(one) else (one,):
+            numbers_of = np.asarray([] if array is None else array)
+            if numbers_of.dtype.kind == "O":  # text, as `check_classification_targets` has seen
+                numbers_of = numbers_of.astype("U")
+            found = zlib.crc32(np.ascontiguousarray(numbers_of).ravel().view(np.uint8).data, found)
+    return f"checksum {found:08x}"
 
 
 @dataclass(frozen=True)
@@ -115,6 +164,7 @@ class Facts(NamedTuple):
         num_samples: That take part.
         squares: Sum of their squared lengths.
         largest_square: Of these.
+        alike: What has to be the same on every rank, in words, by what it is.
         labels: Of all rows and how often each occurs, where ranks pass rows of their own to a classifier.
         moments: Of all features of all rows: how many, their sum, and the sum of their squared distances from their
             mean, or of sparse ones from zero. None where nothing needs their variance.
@@ -125,12 +175,15 @@ class Facts(NamedTuple):
     num_samples: int
     squares: float
     largest_square: float
+    alike: dict[str, str]
     labels: Any
     moments: Any
     sums: str
 
     @classmethod
-    def of(cls, part: Part, labels: Any, *, with_moments: bool, with_sums: bool) -> Facts:
+    def of(
+        cls, part: Part, alike: dict[str, str], labels: Any, *, with_moments: bool, with_sums: bool
+    ) -> Facts:
         samples = part.samples
         squares = samples.squares
         # What overflows is refused once all ranks know of it.
@@ -141,6 +194,7 @@ class Facts(NamedTuple):
                 len(samples),
                 float(squares.sum()),
                 float(squares.max(initial=0.0)),
+                alike,
                 labels,
                 moments(part.X) if with_moments else None,
                 base64.b64encode(sums.tobytes()).decode(),
