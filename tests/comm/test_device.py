@@ -12,7 +12,7 @@ from paceline.comm.device import (
     to_device,
     why_without_streams,
 )
-from paceline.ddp.non_finite import Seen
+from paceline.ddp.verdict import NonFiniteChecks
 
 CPU = torch.device("cpu")
 
@@ -54,6 +54,6 @@ def test_a_device_that_is_not_here_has_no_streams():
 
 
 def test_what_was_seen_on_the_host_is_said_at_once():
-    seen = Seen()
+    seen = NonFiniteChecks()
     assert not seen.any_of([torch.tensor(0.0)])
     assert seen.any_of([torch.tensor(0.0), torch.tensor(float("nan"))])

@@ -94,7 +94,7 @@ def forked(training):
 
 def has_left(training):
     """Whether the others have been told that this rank has left."""
-    detection = training.model._paceline_steps.membership.peers._failure_detection
+    detection = training.model._paceline_coordinator.membership.peers._failure_detection
     groups = [group for group in dist.distributed_c10d._world.pg_map if hasattr(group, "host")]
     in_memory = any(group.host.me.status.has_left for group in groups)
     return in_memory or detection._store.get(f"left/{training.rank}") is not None

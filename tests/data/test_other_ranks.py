@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler
 
 from paceline.data import Balance, GlobalBatch, GlobalShuffle, GlobalStream, StepWork, TokenShuffle
 from paceline.data.global_batch import cut_among
-from paceline.ddp.step_shares import Standing, StepShares
+from paceline.ddp.step_shares import DataPosition, StepShares
 from paceline.errors import ConfigurationError
 
 
@@ -147,9 +147,9 @@ def test_micro_steps_are_cut_where_these_move():
     """The size of a micro-step stays, and so does the global batch."""
     shuffle = GlobalShuffle(100, GlobalBatch((4, 4, 4), (1, 2, 3)), 0)
     shares = StepShares(shuffle, Balance(move="micro-steps"), 0, 3, torch.device("cpu"))
-    told = shares.standing(None)
-    assert told == Standing(0, 0, 4, 1, 12, 6, 1, 0)
-    others = [Standing(0, 0, 4, steps, 12, 6, 1, 0) for steps in (1, 3)]
+    told = shares.data_position(None)
+    assert told == DataPosition(0, 0, 4, 1, 12, 6, 1, 0)
+    others = [DataPosition(0, 0, 4, steps, 12, 6, 1, 0) for steps in (1, 3)]
     batch = told.batch_among(others)
     assert batch == GlobalBatch((4, 4), (2, 4))
     shares.follow(batch, 1, told, [0, 0])

@@ -90,7 +90,6 @@ HOOKS = {
         power_sgd(model),
         default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
     ),
-    "batched powerSGD": lambda model: (power_sgd(model), powerSGD_hook.batched_powerSGD_hook),
     "post localSGD": lambda _: (
         post_localSGD_hook.PostLocalSGDState(dist.group.WORLD, None, 100),
         post_localSGD_hook.post_localSGD_hook,
@@ -112,25 +111,17 @@ TOLERANCES = {
     "bf16 wrapper": 2e-2,
     "fp16 wrapper of powerSGD": 2e-3,
     "quantization per tensor": 5e-2,
-    "quantization per channel": 5e-2,
+    "quantization per channel": 1.5,  # has no useful bound
 }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("hook", sorted(set(HOOKS) - {"batched powerSGD", "quantization per channel"}))
+@pytest.mark.parametrize("hook", sorted(HOOKS))
 def test_hooks_give_the_mean(hook):
     """Every hook that approximates the mean does so within what its wire format loses; ranks hold the same bits."""
     (first, bits), (second, same_bits) = pool(2).run(mean_error, hook, 1, 5)
     assert bits == same_bits
     assert max(first, second) < TOLERANCES.get(hook, 1e-5)
-
-
-@pytest.mark.parametrize("hook", ["batched powerSGD", "quantization per channel"])
-def test_coarse_hooks_run_and_agree(hook):
-    """Hooks whose approximation has no useful bound: they run, and all ranks hold the same finite bits."""
-    (first, bits), (_, same_bits) = pool(2).run(mean_error, hook, 2, 5)
-    assert bits == same_bits
-    assert first < 1.5
 
 
 def against_torch(rank, _num_ranks, hook_name, seed):

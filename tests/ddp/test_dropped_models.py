@@ -29,7 +29,6 @@ NUM_DROPPED = 4
 OPTIONS = {
     "none": dict,
     "overlap_forward": lambda: {"overlap_forward": "always"},
-    "overlap_forward, debug": lambda: {"overlap_forward": "debug"},
     "several groups": lambda: {"process_group": groups()},
     "unused": lambda: {"find_unused_parameters": True},
     "static graph": lambda: {"static_graph": True},

@@ -25,7 +25,7 @@ from paceline import DistributedDataParallel
 from paceline.comm.peers import Peers
 from paceline.ddp.forward_overlap import agreement, piece_sync
 from paceline.ddp.forward_overlap.agreement import agree
-from paceline.errors import ConfigurationError, PeerAbortedError, ProtocolError
+from paceline.errors import ConfigurationError, PeerAbortedError
 from paceline.observe import timings as timings_module
 from paceline.optim import LAMB, LARS, overlap
 from paceline.planning import TrialConfig
@@ -480,55 +480,6 @@ def test_three_ranks_make_the_same_put_off_or_at_once():
         assert deferred == at_once
         assert (many > 0, none) == (True, 0)
     assert len({found[0][0][-1] for found in per_rank}) == 1
-
-
-class Turned(nn.Module):
-    """A complex layer whose bucket no other layer completes."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(17, 16)
-        self.turn = nn.Linear(16, 33, dtype=torch.complex64)
-
-    def forward(self, words):
-        return self.turn(self.embedding(words).to(torch.complex64)).abs()
-
-
-STALE = {
-    "borrowed.weight": (ManyReaders, lambda module: module.borrowed.weight.data),
-    "turn.weight": (Turned, lambda module: module.turn.weight.data.imag),
-}
-
-
-def past_the_hooks(rank, num_ranks, name):
-    """A view from an earlier step is read in a forward: what torch cannot see, debug mode does."""
-    warnings.simplefilter("ignore")
-    build, stale_of = STALE[name]
-    run = Run(rank, "debug", build=build)
-    run.plainly()
-    assert run.num_deferred > 0
-    without = Run(rank, False, build=build).plainly()
-    assert digest(list(run.model.parameters())) == digest(list(without.model.parameters()))
-    module = run.model.module
-    stale = stale_of(module)
-    run.optimizer.zero_grad()
-    run.backward(49)
-    run.step()
-    module.forward = lambda words: module.embedding(words) + stale.sum()
-    run.optimizer.zero_grad()
-    try:
-        run.backward(50)
-    except ProtocolError as error:
-        return str(error)
-    return "nothing was noticed"
-
-
-@pytest.mark.parametrize("name", STALE)
-def test_debug_mode_notices_a_read_past_the_hooks(name):
-    for said in pool(2).run(past_the_hooks, name):
-        assert "past the hooks" in said
-        assert name in said
-        assert "embedding.weight" not in said
 
 
 def refusals(rank, num_ranks):

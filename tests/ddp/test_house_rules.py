@@ -13,10 +13,7 @@ OTHERS = {
     ("mixed_precision.py", "atexit"),  # of a weakref.finalize
     ("sync_batch_norm.py", "atexit"),
     ("sync_batch_norm.py", "process_group"),  # of torch's layer
-    (
-        "torch_compat/state_names.py",
-        "_paceline_restored_names",
-    ),  # of torch's module, between two of its hooks
+    ("torch_compat/torch_surface.py", "_paceline_restored_names"),  # of the wrapper, between two of its hooks
     ("torch_compat/comm_hooks.py", "iter"),  # of the state of torch's PowerSGD
     ("torch_compat/dynamo.py", "_may_compile"),  # of a function
     ("torch_compat/dynamo.py", "_runs_module"),

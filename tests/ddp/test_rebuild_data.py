@@ -165,7 +165,9 @@ def lose_two(rank, _num_ranks, dies_in):
                 store.set(f"{rank} of {members}", b"")
                 if rank == 2:
                     store.wait([f"{other} of {members}" for other in members])
-                    where = {"standing": model._paceline_steps, "group_like": gradient_group}[dies_in]
+                    where = {"data_position": model._paceline_coordinator, "group_like": gradient_group}[
+                        dies_in
+                    ]
                     setattr(where, dies_in, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
                 try:
                     model.membership.rebuild(group)
@@ -180,7 +182,7 @@ def lose_two(rank, _num_ranks, dies_in):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("dies_in", ["standing", "group_like"], ids=["as they meet", "opening groups"])
+@pytest.mark.parametrize("dies_in", ["data_position", "group_like"], ids=["as they meet", "opening groups"])
 def test_a_rank_that_dies_in_a_rebuild_is_left_as_well(dies_in):
     """The others are told, still in the old membership, and go on in yet another group."""
     with Ranks(4, store="tcp") as ranks:

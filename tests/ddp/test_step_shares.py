@@ -91,5 +91,5 @@ def test_all_pause_behind_the_step_in_which_one_is_asked():
         for shares in every:
             shares.take(reports)
         assert [shares.pauses for shares in every] == [is_asked] * 2
-    every[0].follow(GlobalBatch((8,)), 0, every[0].standing(None), [0])
+    every[0].follow(GlobalBatch((8,)), 0, every[0].data_position(None), [0])
     assert not every[0].pauses

@@ -110,7 +110,7 @@ class Stumbling(Mlp):
 def records_behind_dropped_steps(rank, _num_ranks, where):
     """Micro-steps of each good step's timing; number and samples of each record; the errors."""
     model = DistributedDataParallel(Stumbling())
-    recorder = model._paceline_steps.recording.recorder
+    recorder = model._paceline_coordinator.recording.recorder
     micro_steps, errors, ended = [], [], []
     recorder.end_step = ended.append
     steps = itertools.count()

@@ -91,7 +91,7 @@ def outside_of_a_window(_rank, num_ranks):
     net, data = nn.Linear(4, 2), [torch.ones(4)] * 8
     shuffle = GlobalShuffle(data, GlobalBatch.of(4, num_ranks))
     model = DistributedDataParallel(net, batch_sampler=shuffle)
-    model._paceline_steps.handle_faults(object())
+    model._paceline_coordinator.handle_faults(object())
     for batches in shuffle.steps(DataLoader(data, batch_sampler=shuffle)):
         try:
             model(batches[0])

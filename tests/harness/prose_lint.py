@@ -55,6 +55,7 @@ PLAIN: tuple[str, ...] = (
     "src/paceline/comm",
     "src/paceline/compression",
     "src/paceline/data",
+    "src/paceline/ddp",
     "src/paceline/demo",
     "src/paceline/diagnosis",
     "src/paceline/elastic",

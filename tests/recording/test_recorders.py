@@ -182,7 +182,7 @@ def test_a_gradient_that_is_not_finite_is_told_with_its_rank_step_and_parameter(
 def unasked(rank, _num_ranks):
     model = DistributedDataParallel(net())
     train(model, rank, 3)
-    return len(model._paceline_steps.recording.recorder.lines().splitlines()), model.doctor().silence
+    return len(model._paceline_coordinator.recording.recorder.lines().splitlines()), model.doctor().silence
 
 
 @pytest.mark.processes

@@ -1,7 +1,6 @@
 """`reduction=`: by name or as an object; wrong ones are refused on every rank before anything is started."""
 
 import copy
-import inspect
 
 import pytest
 import torch
@@ -24,22 +23,6 @@ def test_no_compression_has_a_name():
     assert isinstance(choose_reduction("adasum", "none"), type(choose_reduction("adasum")))
     with pytest.raises(ConfigurationError, match="'auto', 'none' or a"):
         choose_reduction(None, "zip")
-
-
-def test_a_misspelt_argument_is_answered_with_the_right_one():
-    """Also for a subclass's own; what nobody could have meant is only named."""
-
-    class Own(DistributedDataParallel):
-        def __init__(self, module, colour=None):
-            super().__init__(module)
-
-    with pytest.raises(TypeError, match=r"no argument 'compresion'\. Did you mean compression\?"):
-        DistributedDataParallel(Mlp(), compresion="bf16")
-    with pytest.raises(TypeError, match=r"Own has no argument 'color'\. Did you mean colour\?"):
-        Own(Mlp(), color=1)
-    with pytest.raises(TypeError, match=r"no argument 'xyzzy'\. help"):
-        DistributedDataParallel(Mlp(), xyzzy=1)
-    assert next(iter(inspect.signature(DistributedDataParallel).parameters)) == "module"
 
 
 class Recorder(Reduction):

@@ -1,13 +1,13 @@
 """Gradient accumulation in which each micro-batch counts as much as it should, and nothing can be forgotten.
 
 Rules
-1. After a window every rank's `.grad` is sum(w g) / sum(w) over all micro-batches of all ranks, where g is the gradient
-   of a micro-batch's mean loss and w its weight. Ranks may have different numbers of micro-batches, or none.
+1. After a window every rank's `.grad` is sum(w g) / sum(w) over all micro-batches of all ranks. Here g is the gradient
+   of a micro-batch's mean loss, and w its weight. Ranks may have different numbers of micro-batches, or none.
 2. A micro-batch of weight 0 is not run: the mean over its no tokens would be 0/0.
-3. Collectives: at the beginning of a window (weights, buffers) and in its last backward. Between them a rank may raise
-   without anybody waiting for it: leaving the window completes the collectives and tells the others.
-4. While accumulating, `.grad` is in units of the current micro-batch's weight, so that autograd adds to it without a
-   factor; gradients are rescaled where the weight changes.
+3. Collectives: at the beginning of a window (weights, buffers) and in its last backward. Between them a rank may raise,
+   and no rank waits for it: leaving the window completes the collectives and tells the others.
+4. While accumulating, `.grad` is in units of the current micro-batch's weight. So autograd adds to it without a
+   factor. Gradients are rescaled where the weight changes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Window(Generic[Batch]):
 
     @property
     def total_weight(self) -> float:
-        """What the micro-batches of all ranks count together. Waits for the other ranks' word."""
+        """Return the sum of all micro-batches' weights over all ranks. Wait for the other ranks."""
         return self._weights().total
 
     def _weights(self) -> StepWeights:
@@ -95,7 +95,7 @@ class Window(Generic[Batch]):
 
     @property
     def has_weights(self) -> bool:
-        """Whether micro-batches may count differently."""
+        """Return whether micro-batches may count differently."""
         return self._weight_of is not None or self._steps.setting.shares is not None
 
     # ---- the context
@@ -225,7 +225,7 @@ class Window(Generic[Batch]):
         return False
 
     def _is_recoverable(self, error: Exception) -> bool:
-        """Whether ranks were lost, and others compute this step again."""
+        """Return whether ranks were lost, and others compute this step again."""
         if not self._steps.is_recoverable(error):
             return False
         forget_frames(error)  # they keep what was launched over the old group
@@ -233,7 +233,7 @@ class Window(Generic[Batch]):
         return True
 
     def _makes_room(self, error: Exception, ranks: Sequence[int]) -> bool:
-        """Whether this step is repeated in other shares; the same on every rank. Raises ConfigurationError."""
+        """Return whether this step is repeated in other shares; the same on every rank. Raises ConfigurationError."""
         shares = self._steps.setting.shares
         if shares is None or not shares.can_make_room or not ranks:
             return False
@@ -299,7 +299,7 @@ class Window(Generic[Batch]):
         return self._place == len(self._counted) - 1
 
     def _turn_to(self, place: int, weight: float) -> None:
-        """What comes is of this micro-batch: keep gradients of another logical rank apart."""
+        """Switch to micro-batch `place`. Put the gradients of the previous logical rank aside."""
         before = self._counted[max(place - 1, 0)][1]
         logical = self._steps.logical
         if logical is None or (place and self._owners[place - 1] == self._owners[place]):
@@ -332,7 +332,7 @@ class Window(Generic[Batch]):
         self._num_forwards += 1
 
     def note_backward(self) -> BackwardPlan:
-        """A backward has reached the module: says whether it synchronizes, and what it counts once weights are known.
+        """Return the plan of a backward that has reached the module, once weights are known.
 
         Raises:
             ProtocolError: It is one too many, or its forward was elsewhere.
@@ -361,7 +361,7 @@ class Window(Generic[Batch]):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it says that a device or the host has no memory left."""
+    """Return whether it says that a device or the host has no memory left."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,20 +23,8 @@ from paceline.errors import ConfigurationError
 from paceline.reductions import NarrowMean, Reduction
 
 
-def refuse_unknown(wrapper: type, given: Mapping[str, object]) -> None:
-    """Raise TypeError for an argument that a wrapper has not, and name the one that was probably meant."""
-    known = inspect.signature(wrapper.__init__).parameters  # type: ignore[misc]  # a subclass's own, if it has one
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values()):
-        return
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, [each for each in known if each != "self"], n=1)
-            hint = f"Did you mean {close[0]}?" if close else f"help({wrapper.__name__}) lists them."
-            raise TypeError(f"{wrapper.__name__} has no argument {name!r}. {hint}")
-
-
 def choose_process_groups(process_group: Any, device_mesh: Any) -> list[ProcessGroup]:
-    """The groups to reduce over; several take turns, bucket by bucket."""
+    """Return the groups to reduce over. Several take turns, bucket by bucket."""
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is not None:
@@ -57,72 +43,16 @@ def choose_process_groups(process_group: Any, device_mesh: Any) -> list[ProcessG
         raise ValueError("process_group=[] names no process group; leave it out to use the default one.")
     for group in groups:
         if not isinstance(group, ProcessGroup):
-            raise ConfigurationError(f"process_group: {_no_group(group)}")
+            raise ConfigurationError(
+                f"process_group: {group!r} is no process group, or this rank is not a member of it. Wrap the module on "
+                "the group's members only. torch.distributed.new_group() makes one."
+            )
     members = [dist.get_process_group_ranks(group) for group in groups] if len(groups) > 1 else []
     if any(ranks != members[0] for ranks in members):
         raise ValueError(
             f"process_group: the groups that take turns must have the same ranks in the same order, got {members}."
         )
     return groups
-
-
-def _no_group(given: object) -> str:
-    """Why this is no process group, and what to do."""
-    if given is dist.GroupMember.NON_GROUP_MEMBER:
-        return (
-            "this rank is not a member of the group, for torch.distributed.new_group gave it no group but a marker. "
-            "Wrap the module on the group's members only."
-        )
-    if isinstance(given, str):
-        hint = (
-            f"If it is a backend, torch.distributed.new_group(backend={given!r}) makes a group of all ranks."
-        )
-    elif isinstance(given, int):
-        hint = "torch.distributed.new_group(ranks) makes one of a list of ranks."
-    else:
-        hint = "torch.distributed.new_group() makes one; without the argument it is the default group."
-    return f"{given!r} is no process group. {hint}"
-
-
-def check_is_module(module: object) -> None:
-    """Refuse what is no module, before anything looks into it."""
-    if not isinstance(module, Module):
-        is_class = isinstance(module, type) and issubclass(module, Module)
-        found = f"the class {module.__name__}" if is_class else repr(module)  # type: ignore[attr-defined]
-        hint = f"Make one: {module.__name__}(...)." if is_class else "Did what builds the model return it?"  # type: ignore[attr-defined]
-        raise ConfigurationError(
-            f"DistributedDataParallel wraps a torch.nn.Module; it was given {found}. {hint}"
-        )
-
-
-def check_mixed_precision(given: object) -> None:
-    """Refuse what does not say the three dtypes."""
-    if given is not None and not all(
-        hasattr(given, f"{kind}_dtype") for kind in ("param", "reduce", "buffer")
-    ):
-        raise ConfigurationError(
-            f"mixed_precision={given!r} does not say which dtypes are used for what. Give "
-            "torch.nn.parallel.distributed._MixedPrecision(param_dtype=torch.bfloat16)."
-        )
-
-
-FLAGS = (
-    "broadcast_buffers",
-    "init_sync",
-    "find_unused_parameters",
-    "gradient_as_bucket_view",
-    "static_graph",
-    "skip_all_reduce_unused_params",
-    "batched_grad_copy",
-    "forward_sync_buffers",
-)
-
-
-def check_flags(given: Any) -> None:
-    """Refuse a text where yes or no is asked for: "False" would count as yes."""
-    for name in FLAGS:
-        if isinstance(value := getattr(given, name), str):
-            raise ConfigurationError(f"{name}={value!r} is a text. Give True or False.")
 
 
 def check_module(parameters: Sequence[Parameter]) -> None:
@@ -149,7 +79,7 @@ def check_module(parameters: Sequence[Parameter]) -> None:
 def choose_devices(
     parameters: Sequence[Parameter], device_ids: Sequence[Any] | None, output_device: Any
 ) -> tuple[list[int] | None, int | None]:
-    """Torch's rules for `device_ids` and `output_device`; returns both as indices."""
+    """Apply torch's rules to `device_ids` and `output_device`. Return both as indices."""
     if device_ids is not None and (isinstance(device_ids, str) or not isinstance(device_ids, Sequence)):
         raise ConfigurationError(
             f"device_ids={device_ids!r} is not a list. Give a list of one device, such as [0], or nothing on the CPU."
@@ -171,7 +101,7 @@ def choose_devices(
 
 
 def check_device(parameters: Sequence[Parameter], process_groups: Sequence[ProcessGroup]) -> None:
-    """Refuse a module on an accelerator that has no streams here, or on a device for which a group has no backend."""
+    """Refuse an accelerator without streams, and a device for which a group has no backend."""
     for device in dict.fromkeys(p.device for p in parameters if p.device.type != "meta"):
         if is_accelerator(device) and (why := why_without_streams(device)) is not None:
             raise ConfigurationError(
@@ -195,7 +125,7 @@ ONE_WRAPPER = (
 
 
 def check_not_wrapped(module: Module) -> None:
-    """Refuse a module of which a part is synchronized already: its gradients would be moved away twice."""
+    """Refuse a module of which a part is synchronized already. Its gradients would be reduced twice."""
     for name, part in module.named_modules():
         if isinstance(part, DistributedDataParallel):
             where = f"its part {name!r}" if name else "it"
@@ -207,7 +137,7 @@ def check_not_wrapped(module: Module) -> None:
 def choose_buffer_policy(
     broadcast_buffers: bool | None, forward_sync_buffers: bool | None
 ) -> tuple[bool, bool]:
-    """Whether to synchronize buffers before forwards, and at the start."""
+    """Return whether to synchronize buffers before forwards, and whether at the start."""
     if broadcast_buffers is not None and forward_sync_buffers is not None:
         warnings.warn(
             "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is deprecated and "
@@ -229,13 +159,7 @@ def choose_buffer_policy(
 
 
 def check_delayed(named: Any, hooked: Any) -> None:
-    """Two arguments that only make sense together, and pairs of which the first is made."""
-    pairs = named if isinstance(named, list | tuple) else ()  # an iterator can be read only once
-    if any(not (isinstance(pair, list | tuple) and len(pair) == 2) for pair in pairs):
-        raise ConfigurationError(
-            "delay_all_reduce_named_params holds something else than pairs of a name and its parameter. Give some of "
-            "list(module.named_parameters())."
-        )
+    """Refuse one of two arguments without the other, in torch's words."""
     if (named is None) != (hooked is None):
         raise ValueError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
@@ -245,7 +169,7 @@ def check_delayed(named: Any, hooked: Any) -> None:
 def choose_reduction(
     reduction: Reduction | str | None, compression: Compressor | Reduction | str | None, mixed_precision: Any
 ) -> Reduction:
-    """What combining means: what was asked for by name or as an object, or the mean in the dtype to reduce in."""
+    """Return the reduction that was asked for, or the mean in the dtype of `mixed_precision`."""
     narrow = mixed_precision and (mixed_precision.reduce_dtype or mixed_precision.param_dtype)
     given = {"reduction": reduction, "compression": compression}
     for name, value in given.items() if narrow else ():
@@ -264,7 +188,7 @@ def choose_shares(
     process_group: ProcessGroup,
     device: torch.device,
 ) -> StepShares | None:
-    """What connects the module with the sampler of its batches; None without one."""
+    """Return the connection between the module and the sampler of its batches; None without one."""
     if balance is not None and not isinstance(balance, Balance) and balance != "auto":
         raise ConfigurationError(f'balance={balance!r}: give "auto", or a paceline.data.Balance.')
     if batch_sampler is None:
@@ -284,17 +208,8 @@ def choose_shares(
     return StepShares(batch_sampler, chosen, process_group.rank(), process_group.size(), device)
 
 
-def check_weight(weight: object) -> None:
-    """Refuse a `weight` that cannot be called."""
-    if weight is not None and not callable(weight):
-        raise ConfigurationError(
-            f"weight={weight!r} is not a function. Give one that is called with the forward's arguments and returns "
-            "what this rank's batch counts, such as weight=len."
-        )
-
-
 def warn_of_ignored(check_reduction: bool, static_graph: bool, find_unused: bool, lazy_buckets: bool) -> None:
-    """Say which arguments have no effect."""
+    """Warn of arguments that have no effect."""
     if lazy_buckets:
         warnings.warn(
             "lazy_bucket_allocation=True is ignored. With it, torch's class copies gradients out of buckets and "

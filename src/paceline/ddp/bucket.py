@@ -1,20 +1,22 @@
-"""The interface of a bucket: gradients that are reduced together, in one message; dense or sparse."""
+"""The interface of a bucket, dense or sparse: gradients that are reduced in one message; their layout in its buffer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import Work
+from paceline.comm.collectives import Chain, Done, Work, all_reduce
 from paceline.reductions import Reduction
+from paceline.reductions.reduction import real_numel
 
 
 class Bucket(Protocol):
-    """Gradients of some parameters. In a backward: `arm`, touches, `collect`, `launch`, `attach`."""
+    """Gradients of some parameters. A backward calls `arm`, touches it, then `collect`, `launch` and `attach`."""
 
     index: int  # place in the launch order
     members: list[int]  # parameter indices, by slot
@@ -25,7 +27,7 @@ class Bucket(Protocol):
     # Whether the message of this backward has been made; whether it was launched the sync knows.
     is_collected: bool
     # No rank needs it in this backward, so that it is not collected. Until the next one is armed.
-    left_out: bool
+    is_skipped: bool
     ready_s: float  # when it was full, or backward had ended; 0.0 before
     # From `collect` on: NaN if gradients of this rank are not finite, as far as seen, else zero; or None.
     not_finite: Tensor | None
@@ -44,16 +46,16 @@ class Bucket(Protocol):
         """Start a backward that will touch it so often: nothing touched yet."""
 
     def expect(self, touches: int) -> None:
-        """From now on so many touches make it full."""
+        """Set how many touches make it full."""
 
     def mark_ready(self, ready_s: float) -> None:
-        """It is full, or backward has ended."""
+        """Note that it is full, or that backward has ended."""
 
-    def leave_out(self) -> None:
-        """No rank needs it in this backward: it will not be collected; whatever touches it is late."""
+    def skip(self) -> None:
+        """Skip it in this backward, because no rank needs it. Gradients that still arrive are late."""
 
     def disarm(self) -> None:
-        """No backward is under way."""
+        """Wait for the next backward: its first touch wakes the reducer."""
 
     def touched_slots(self) -> list[int]:
         """Slots as autograd finished them; one may occur more than once."""
@@ -62,13 +64,13 @@ class Bucket(Protocol):
         """Slots that autograd finished with a gradient; it may also find out that there is none."""
 
     def is_complete(self) -> bool:
-        """Whether the touches counted came from as many different parameters (no parameter twice, another never)."""
+        """Return whether each touch came from another parameter: none came twice while another is missing."""
 
     def enter(self, slot: int, scale: float) -> None:
         """Take in a large gradient that autograd has just finished."""
 
     def accumulate(self, slot: int) -> None:
-        """In a backward that is not synchronized: keep a large gradient in the buffer, unscaled."""
+        """Keep a large gradient in the buffer, unscaled, in a backward that is not synchronized."""
 
     # ---- reduction
 
@@ -92,7 +94,7 @@ class Bucket(Protocol):
         """Parameters that this rank's step has not used so far: of a bucket that was collected, or is left out."""
 
     def has_late_gradients(self) -> bool:
-        """Whether autograd has touched it after `collect`, or though it is left out."""
+        """Return whether autograd has touched it after `collect`, or though it is left out."""
 
     def launch_late(self, scale: float, group: ProcessGroup) -> Work:
         """Start summing what arrived late over the ranks, to be added when done. Collective; does not wait."""
@@ -100,7 +102,77 @@ class Bucket(Protocol):
     # ---- between backwards
 
     def drop_unwritten(self) -> None:
-        """After a backward without synchronization: gradients that stayed untouched are None again."""
+        """Set untouched gradients to None again, after a backward without synchronization."""
 
     def take_over(self, gradients: Mapping[int, Tensor]) -> None:
-        """Be the home of gradients that lived elsewhere, by their parameters' `id`; others are not ours."""
+        """Copy these gradients, given by their parameters' `id`, into the buffer. Ignore those of other buckets."""
+
+
+def launch_late(body: Tensor, parameters: Sequence[Parameter], scale: float, group: ProcessGroup) -> Work:
+    """Start summing a dense bucket's late gradients over the ranks; added to `body`, reduced, when they are done.
+
+    Without `parameters` this rank contributes zeros. Collective; does not wait; takes `.grad` away.
+    """
+    late = torch.zeros_like(body)
+    for parameter, view in zip(parameters, gradient_views(late, parameters), strict=True):
+        if parameter.grad is not None:
+            if scale:  # times 0 it is 0, also where it is no number
+                view.copy_(parameter.grad.detach()).mul_(scale)
+            parameter.grad = None
+    return Chain(_added(body, late, group), num_stages=1)
+
+
+def _added(body: Tensor, late: Tensor, group: ProcessGroup) -> Iterator[Work]:
+    yield all_reduce(late, group) if group.size() > 1 else Done()
+    body.add_(late)
+
+
+def collect_skipped(bucket: Bucket) -> None:
+    """Make the message of a bucket that was left out, of zeros; what has come all the same is late (`skipping` 5).
+
+    So does what was there before: autograd has added to it, here or on another rank.
+    """
+    bucket.drop_unwritten()
+    touched = list(bucket.touched)
+    late = [(p, p.grad.detach().clone()) for p in bucket.parameters if p.grad is not None]
+    for slot in bucket.slots_with_gradients():
+        bucket.parameters[slot].grad = None
+    bucket.touched.clear()
+    bucket.collect(0.0, 0.0, set(), has_ended=False)
+    bucket.touched.extend(touched or [parameter for parameter, _ in late])
+    for parameter, gradient in late:
+        parameter.grad = gradient
+
+
+LARGE_GRADIENT_BYTES = 32 * 1024
+
+
+def dense_strides(parameter: Tensor) -> tuple[int, ...]:
+    """The parameter's strides where they leave no gaps (channels_last is kept), else similar ones that leave none."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a buffer for gradients of this dtype."""
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def is_large(parameter: Tensor) -> bool:
+    """Return whether the gradient is worth a copy of its own; small ones are handled together."""
+    return parameter.numel() * parameter.element_size() > LARGE_GRADIENT_BYTES
+
+
+def gradient_views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Alias consecutive pieces of `flat`, one a parameter, with its shape, dtype and dense strides.
+
+    `flat` is real, contiguous and long enough; all parameters have one dtype. Each view has a version counter of its
+    own, so one may be part of a graph while another one is changed.
+    """
+    storage, offset = flat.untyped_storage(), flat.storage_offset()
+    views: list[Tensor] = []
+    for parameter in parameters:
+        place = offset // 2 if parameter.is_complex() else offset
+        alias = torch.empty(0, dtype=parameter.dtype, device=flat.device)
+        views.append(alias.set_(storage, place, parameter.shape, dense_strides(parameter)))
+        offset += real_numel(parameter)
+    return views

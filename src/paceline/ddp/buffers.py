@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from paceline.comm.collectives import broadcast, device_for_metadata
+from paceline.comm.collectives import broadcast
 from paceline.comm.peers import Peers
 from paceline.ddp.membership import Membership
 from paceline.ddp.replicas import Description, verify
@@ -122,14 +122,14 @@ class Buffers:
                     found[prefix + name] = buffer
         return found
 
-    def take_hook(self, hook: BufferHook) -> None:
+    def set_hook(self, hook: BufferHook) -> None:
         """Let it synchronize them from now on. Local."""
         self.hook = hook
 
     # ---- their shapes, on all ranks
 
     def exist(self) -> bool:
-        """Whether there are any, as far as the ranks have agreed. Local; the same on every rank."""
+        """Return whether there are any, as far as the ranks have agreed. Local; the same on every rank."""
         return bool(self.named() if self._agreed is None else self._agreed)
 
     def take_layout(self) -> None:
@@ -152,12 +152,11 @@ class Buffers:
                     for name, buffer in sorted(self.named().items())
                 )
             )
-            where = device_for_metadata(members.process_group, members.device)
-            verify(described, members.process_group, members.peers, where, remedy=_MISMATCH_REMEDY)
+            verify(described, members.process_group, members.peers, members.device, remedy=_MISMATCH_REMEDY)
         self.take_layout()
 
     def have_changed(self) -> bool:
-        """Whether this rank's are not those on which the ranks agreed last. Local."""
+        """Return whether this rank's are not those on which the ranks agreed last. Local."""
         return _layout(self.named()) != self._agreed
 
     # ---- sending
@@ -203,7 +202,7 @@ def _layout(named: Mapping[str, Tensor]) -> _Layout:
 
 
 class BufferSync:
-    """How the buffers are synchronized in one step."""
+    """The synchronization of the buffers in one step."""
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
@@ -226,22 +225,22 @@ class BufferSync:
         if self._buffers.hook is not None:
             self._futures += self._buffers.hook.run(self._buffers.named())
 
-    def come_from(self, source: int) -> None:
+    def set_source(self, source: int) -> None:
         """Let the end of the step bring this rank's. Local; the same on every rank."""
         self._source = source
 
     @property
-    def _come_at_end(self) -> bool:
+    def _at_end(self) -> bool:
         return self._are_in_line and self._buffers.hook is None
 
     def have_changed(self) -> bool:
-        """Whether this step synchronizes the buffers, and this rank's have other shapes than agreed. Local."""
+        """Return whether this step synchronizes the buffers, and this rank's have other shapes than agreed. Local."""
         return self._are_watched and self._buffers.have_changed()
 
     def follow_change(self) -> None:
-        """Those of some rank have: compare them, and bring what could not be sent. Collective; raises as `agree`."""
+        """Compare the ranks' buffers, because some rank's shapes have changed. Collective; raises as `agree`."""
         self._buffers.agree()
-        if self._come_at_end:
+        if self._at_end:
             self._buffers.synchronize(self._source)
 
     def launch_at_end(self, reduction: Reduction) -> None:
@@ -249,12 +248,12 @@ class BufferSync:
 
         A reduction that brings no status words may be a hook that is starting collectives: then `finish` sends them.
         """
-        if self._come_at_end and reduction.carries_status:
+        if self._at_end and reduction.carries_status:
             self._under_way = self._buffers.launch(self._source)
 
     def finish(self) -> None:
         """All buckets have arrived: bring the buffers, launched already or not. Collective; blocks."""
-        if self._come_at_end:
+        if self._at_end:
             self._buffers.finish(self._under_way or self._buffers.launch(self._source))
         if self._futures:
             torch.futures.wait_all(self._futures)

@@ -1,4 +1,4 @@
-"""Which options exclude each other, and why; asked before anything is started."""
+"""Checks of options that exclude each other, before anything is started."""
 
 from __future__ import annotations
 
@@ -52,10 +52,9 @@ def check_forward_overlap(
 ) -> None:
     """Refuse `overlap_forward` beside what it is not exact for."""
     wanted = given.overlap_forward
-    if wanted not in (True, "always", "debug"):
+    if wanted not in (True, "always"):
         raise ConfigurationError(
-            f'overlap_forward={wanted!r} must be True, False, "always" (without asking whether it pays) or "debug" '
-            "(always, and a read past the hooks raises)."
+            f'overlap_forward={wanted!r} must be True, False or "always" (without asking whether it pays).'
         )
     parts = list(module.modules())
     named = managed.named()

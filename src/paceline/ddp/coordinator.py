@@ -1,9 +1,9 @@
-"""What a wrapped module does around its steps: before a forward, in a window of micro-batches, beside joined ranks.
+"""The work of a wrapped module around its steps: before a forward, in a window, beside joined ranks.
 
 The wrapper, its windows (`accumulation`) and the shadows of joined ranks (`torch_surface`) meet here. From here the
-reducer gets each backward's `BackwardPlan`. The wrapper is held weakly. The parameters' hooks keep the reducer, and the
-reducer keeps this: a strong reference would keep a dropped wrapper alive, and wrapping its module again would reduce
-twice.
+reducer gets each backward's `BackwardPlan`. The wrapper is held weakly, because the parameters' hooks keep the
+reducer, and the reducer keeps this. A strong reference would keep a dropped wrapper alive. Wrapping its module again
+would then reduce twice.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
 from paceline.comm.collectives import device_for_metadata
 from paceline.comm.gradient_group import check_carries_pieces, group_for_pieces, knows_beside, on_one_host
@@ -29,66 +29,37 @@ from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.gradient_sync import SyncFactory
 from paceline.ddp.joining import Joining, NextStep
 from paceline.ddp.layout import ManagedParameters
-from paceline.ddp.membership import FaultHandler, Groups, Membership, Met
+from paceline.ddp.membership import FaultHandler, Groups, Members, Membership
 from paceline.ddp.module_contents import ModuleContents
 from paceline.ddp.open_forwards import Owner
-from paceline.ddp.reducer import Reducer
+from paceline.ddp.reducer import Reducer, StepSource
 from paceline.ddp.replicas import Description, Verified, verify
 from paceline.ddp.setting import Setting
 from paceline.ddp.skipping import Skipping
 from paceline.ddp.step import BackwardPlan, Step
-from paceline.ddp.step_shares import Standing, StepShares
+from paceline.ddp.step_shares import DataPosition, StepShares
 from paceline.ddp.weights import StepWeights, Weighing, WeightExchange
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTimings, spans
+from paceline.observe.run_records import RunHeader
 from paceline.recording.labels import range_of
 from paceline.recording.our_steps import OurSteps
 from paceline.recording.sample_counts import BatchCounts
 from paceline.reductions import Reduction
 from paceline.reductions.ordered_mean import LogicalMean
+from paceline.version import __version__
 
 if TYPE_CHECKING:
     from paceline.diagnosis import Diagnosis
 
 
-class OpenWindow(Protocol):
-    """A window of micro-batches (`accumulation`), as a step sees it."""
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether micro-batches may count differently."""
-
-    def note_forward(self) -> None:
-        """A forward in which gradients are enabled."""
-
-    def note_backward(self) -> BackwardPlan:
-        """A backward has reached the module: what it counts."""
-
-
-class Wrapped(Protocol):
-    """What a step asks of the wrapper: public attributes of torch's class, which users may set; and its own reducer."""
-
-    module: Module
-    training: bool
-    require_backward_grad_sync: bool
-    forward_sync_buffers: bool
-    find_unused_parameters: bool
-    static_graph: bool
-    mixed_precision: Any
-
-    _paceline_reducer_class: type[Reducer]
-
-    def _paceline_let_synchronize(self, wanted: bool) -> None:
-        """Set `require_backward_grad_sync`."""
-
-    def _paceline_take_over_optimizers(self) -> Callable[[Parameter], None] | None:
-        """Find optimizers that step within backward: what to call for a parameter whose gradient is reduced."""
-
-
 class StepCoordinator:
-    """The membership, buffers and reducer of one wrapped module, and where its steps are."""
+    """The membership, buffers and reducer of one wrapped module, and where its steps are.
 
-    def __init__(self, wrapped: Wrapped, setting: Setting, name: str) -> None:
+    `wrapped` is the wrapper, `window` an `accumulation.Window`; both know this class, so their types stay unsaid here.
+    """
+
+    def __init__(self, wrapped: Any, setting: Setting, name: str) -> None:
         self._wrapped = weakref.ref(wrapped)
         self._module, self._ignored = wrapped.module, setting.ignored
         self.setting = setting
@@ -98,7 +69,7 @@ class StepCoordinator:
         self.has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self._module.modules())
         # Whether its layers may still talk over the gradients' group.
         self._separates_batch_norm = self.has_sync_batch_norm
-        self.window: OpenWindow | None = None  # of micro-batches, while within one
+        self.window: Any = None  # of micro-batches, while within one
         self._handler: FaultHandler | None = None  # makes up for lost ranks
         self.joining = Joining(self.membership)  # what is known of ranks without batches
         self.timings = StepTimings()
@@ -116,7 +87,7 @@ class StepCoordinator:
         self.contents: ModuleContents
 
     @property
-    def wrapped(self) -> Wrapped:
+    def wrapped(self) -> Any:
         """The wrapper, which is alive wherever a step begins."""
         wrapped = self._wrapped()
         assert wrapped is not None, "a step of a wrapper that is gone"
@@ -134,7 +105,7 @@ class StepCoordinator:
         members, groups = self.membership, self.setting.process_groups
         num_groups = ("number of process groups", len(groups))
         verified = self._verify(managed, groups, members.peers, members.number, num_groups, *more)
-        members.take_number(verified.number)
+        members.set_number(verified.number)
         return verified
 
     def _verify(
@@ -145,13 +116,11 @@ class StepCoordinator:
         number: int,
         *more: tuple[str, object],
     ) -> Verified:
-        device = self.membership.device
-        words_on, is_on_cpu = device_for_metadata(groups[0], device), device.type == "cpu"
         described = self.describe(managed, *more)
-        return verify(described, groups[0], peers, words_on, is_on_cpu, number, knows_beside(groups))
+        return verify(described, groups[0], peers, self.membership.device, number, knows_beside(groups))
 
     def describe(self, managed: ManagedParameters, *more: tuple[str, object]) -> Description:
-        """What has to be equal on all ranks. Local."""
+        """Describe all that has to be equal on all ranks. Local."""
         frozen = [
             (name, p)
             for name, p in self._module.named_parameters()
@@ -174,7 +143,7 @@ class StepCoordinator:
         return Description.of(managed, frozen, self.buffers.named().items(), self._ignored, options)
 
     def facts(self) -> Sequence[tuple[str, str]]:
-        """What has to be equal on all ranks, a title and a fact each. Local."""
+        """Return all that has to be equal on all ranks, a title and a fact each. Local."""
         return self.describe(self.managed).lines
 
     def broadcast_model(self, source: int, with_buffers: bool) -> None:
@@ -198,7 +167,7 @@ class StepCoordinator:
         if self._separates_batch_norm:
             self._separates_batch_norm, members = False, self.membership
             own = sync_batch_norm.separate_group(self._module, members.process_group, members.peers)
-            members.take_group(for_batch_norm=own)
+            members.set_group(for_batch_norm=own)
 
     # ---- the reducer
 
@@ -211,20 +180,17 @@ class StepCoordinator:
             managed,
             setting,
             syncs,
-            self._plan,
-            members.groups,
-            members.peers,
-            members.number,
+            members,
             self.timings,
             step or Step(1, self.timings.under_way, BatchCounts(), BufferSync(self.buffers)),
-            self._next_step,
+            StepSource(self._plan, self._next_step),
         )
         self.contents = ModuleContents(self._module, managed, setting.parameters, self._ignored)
         self._frozen = [p for p in setting.parameters if not p.requires_grad]
 
     def overlap_forward(self, wanted: bool | str) -> None:
-        """Make what defers the end of steps into the next forward, where that may pay. Collective if `wanted`."""
-        is_forced = wanted in ("always", "debug")
+        """Set up forward overlap where it may pay. Collective if `wanted`."""
+        is_forced = wanted == "always"
         members = self.membership
         if not wanted:
             return
@@ -236,21 +202,14 @@ class StepCoordinator:
             )
             return
         piece_group = group_for_pieces(members.process_group, members.device, members.peers)
-        members.take_group(for_pieces=piece_group)
+        members.set_group(for_pieces=piece_group)
         self.forward_overlap = ForwardOverlap(
             self._module,
             members.groups.for_numbers or members.process_group,
             piece_group,
             members.peers,
             is_forced,
-            poisons=wanted == "debug",
         )
-
-    def check_outputs(self, outputs: Iterable[Tensor]) -> None:
-        """Debug: see `ForwardOverlap.check_outputs`. Local."""
-        if self.forward_overlap is not None:
-            names = {id(p): name for name, p in self.reducer.managed.named().items()}
-            self.forward_overlap.check_outputs(outputs, lambda parameter: names[id(parameter)])
 
     def rebuild_reducer(self, managed: ManagedParameters) -> None:
         """Put another reducer in the place of the one that there is. Local."""
@@ -260,7 +219,7 @@ class StepCoordinator:
         self.build_reducer(managed, step)
 
     def let_go(self) -> None:
-        """The wrapper is gone: leave the parameters alone, and keep nothing of the module alive."""
+        """Leave the parameters alone, because the wrapper is gone. Keep nothing of the module alive."""
         self.reducer.let_go()
         if self.forward_overlap is not None:
             self.forward_overlap.let_go()
@@ -277,7 +236,7 @@ class StepCoordinator:
         return self.forward_overlap is not None
 
     def check_rebuild(self, process_group: ProcessGroup) -> None:
-        """As `Model.check_rebuild`; the same on every rank that is at the same place."""
+        """Raise if this model cannot go on over another group now. Local; nothing is changed."""
         if self.window is not None or ((backward := self.reducer.step.backward) and backward.is_running):
             raise ConfigurationError(
                 "rebuild() within a window of model.accumulate, or within a backward: leave it first. A window that "
@@ -297,25 +256,25 @@ class StepCoordinator:
         if self.forward_overlap is not None:
             self.forward_overlap.drain()
 
-    def standing(self) -> Standing:
-        """Where this rank's data stand. Local."""
+    def data_position(self) -> DataPosition:
+        """Return where this rank's data stand. Local."""
         shares = self.setting.shares
-        return Standing() if shares is None else shares.standing(self.timings.last)
+        return DataPosition() if shares is None else shares.data_position(self.timings.last)
 
     def verify_over(self, process_group: ProcessGroup, peers: Peers, number: int) -> Verified:
-        """As `verify`, of the ranks of another group."""
+        """Compare the modules of the ranks of another group. Raises as `verify`. Collective over it."""
         return self._verify(
             self.managed, [process_group], peers, number, ("overlap_forward", self.sends_pieces)
         )
 
-    def follow_data(self, rank: int, shares: GlobalBatch | None, met: Met) -> None:
-        """As `Model.follow_data`."""
+    def follow_data(self, rank: int, shares: GlobalBatch | None, met: Members) -> None:
+        """Train these shares as that rank. Local."""
         if self.setting.shares is not None and shares is not None:
-            limits = [standing.limit for standing in met.standings]
-            self.setting.shares.follow(shares, rank, met.told.standing, limits)
+            limits = [data_position.limit for data_position in met.data_positions]
+            self.setting.shares.follow(shares, rank, met.told.data_position, limits)
 
-    def follow(self, before: Groups, met: Met, verified: Verified) -> None:
-        """The membership is another one: reduce over it. Local."""
+    def follow(self, before: Groups, met: Members, verified: Verified) -> None:
+        """Reduce over the new membership. Local."""
         members, setting, managed, step = self.membership, self.setting, self.managed, self.reducer.step
         times, batch = step.times, step.batch
         if self.reducer.has_failed or step.backward is not None:
@@ -341,7 +300,7 @@ class StepCoordinator:
     # ---- before a step
 
     def prepare_forward(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Before a forward that may be differentiated. Collective if its backward will synchronize."""
+        """Prepare a forward that may be differentiated. Collective if its backward will synchronize."""
         if not_finite := self.reducer.prepare():
             self.recording.recorder.note_health(not_finite=not_finite)
         self._follow_changes()
@@ -368,18 +327,25 @@ class StepCoordinator:
             self._synchronize_buffers(will_synchronize)
 
     def _notify(self, next_step: NextStep) -> None:
-        """As `Joining.notify`; the step under way is divided by what the ranks agree on."""
+        """Tell joined ranks what follows, and set the divisor that the ranks agree on."""
         if self.joining.is_enabled(self.wrapped):
             self.reducer.step.divide_by(self.joining.notify(self.wrapped, next_step).divisor)
 
     def doctor(self) -> Diagnosis:
-        """As the wrapper's. Collective; blocks."""
-        from paceline.ddp.diagnosing import diagnose_together  # noqa: PLC0415  few ask
+        """Compare the last steps of all ranks. Collective; blocks for two all-gathers, of text."""
+        from paceline.diagnosis import diagnose  # noqa: PLC0415  few ask
+        from paceline.observe.run_reading import run_of  # noqa: PLC0415  as above
 
-        members = self.membership
-        return diagnose_together(
-            self.recording.recorder, members.process_group, members.peers, members.device
-        )
+        members, recorder = self.membership, self.recording.recorder
+        group, doing = members.process_group, "exchanging what was recorded of the last steps"
+        place = device_for_metadata(group, members.device)
+        own = recorder.lines()
+        length = torch.tensor([len(own)], device=place)
+        longest = max(map(int, members.peers.rows_of_all(length, group, doing)))
+        padded = torch.frombuffer(bytearray(own.ljust(longest, b"\n")), dtype=torch.uint8).to(place)
+        rows = members.peers.rows_of_all(padded, group, doing)
+        files = {f"rank {rank}": bytes(row.cpu().numpy().tobytes()) for rank, row in enumerate(rows)}
+        return diagnose(run_of(RunHeader(recorder.header.run_id, (), time.time(), __version__), files))
 
     def _names_of_buckets(self) -> list[str]:
         names = list(self.managed.named())
@@ -401,7 +367,7 @@ class StepCoordinator:
         return self.wrapped.forward_sync_buffers and self.buffers.exist()
 
     def _synchronize_buffers(self, will_synchronize: bool) -> None:
-        """Before the forwards of a step that will be synchronized: all ranks take rank 0's buffers. Collective."""
+        """Give all ranks rank 0's buffers, before the forwards of a synchronized step. Collective."""
         is_training, joins = self.wrapped.training, self.joining.is_enabled(self.wrapped)
         synchronizes = will_synchronize and is_training and self.wrapped.forward_sync_buffers
         hook = self.buffers.hook
@@ -417,17 +383,17 @@ class StepCoordinator:
 
     @property
     def reduction(self) -> Reduction:
-        """What combines the ranks' gradients."""
+        """The reduction of the ranks' gradients."""
         return self.setting.reduction
 
     @property
     def shares(self) -> StepShares | None:
-        """What a `batch_sampler` deals out, if the model has one."""
+        """The shares that a `batch_sampler` deals out, if the model has one."""
         return self.setting.shares
 
     @property
     def has_droppable(self) -> bool:
-        """Whether steps may leave out parts of the module."""
+        """Return whether steps may leave out parts of the module."""
         return bool(self.setting.droppable)
 
     def reduce_by(self, reduction: Reduction) -> None:
@@ -435,7 +401,7 @@ class StepCoordinator:
         self.setting.reduce_by(reduction)
 
     def handle_faults(self, handler: FaultHandler) -> None:
-        """Let it decide from now on which errors of a window are recoverable. Local."""
+        """Set the handler that decides whether an error inside a window is recoverable. Local."""
         self._handler = handler
 
     def is_recoverable(self, error: Exception) -> bool:
@@ -449,15 +415,15 @@ class StepCoordinator:
 
     @property
     def will_synchronize(self) -> bool:
-        """Whether the next backward does, outside of windows; not within `no_sync`."""
+        """Return whether the next backward does, outside of windows; not within `no_sync`."""
         return (wrapped := self._wrapped()) is None or wrapped.require_backward_grad_sync
 
     def let_synchronize(self, wanted: bool) -> None:
-        """Whether the next backward does. Local."""
+        """Set whether the next backward synchronizes. Local."""
         self.wrapped._paceline_let_synchronize(wanted)
 
     def open_window(self, weight: float, num_micro_steps: int) -> WeightExchange:
-        """What a window of micro-batches communicates before its first forward. Collective."""
+        """Exchange weights and buffers before a window's first forward. Collective."""
         if not_finite := self.reducer.prepare():
             self.recording.recorder.note_health(not_finite=not_finite)
         self._follow_changes()
@@ -469,23 +435,23 @@ class StepCoordinator:
             self._synchronize_buffers(will_synchronize=True)
         return exchange
 
-    def enter_window(self, window: OpenWindow) -> None:
-        """What follows belongs to this window. Local."""
+    def enter_window(self, window: Any) -> None:
+        """Enter window mode. Local."""
         self.window = window
 
     @property
     def logical(self) -> LogicalMean | None:
-        """What keeps the gradients of logical ranks apart, if there are such."""
+        """The reduction that keeps the gradients of logical ranks apart, if there are logical ranks."""
         reduction = self.setting.reduction
         return reduction if isinstance(reduction, LogicalMean) else None
 
     def close_window(self) -> None:
-        """What follows is a step of its own again. Local."""
+        """Leave window mode. Local."""
         self.window = None
         if self.logical is not None:
             self.logical.forget_parts()
         self.let_synchronize(True)
-        self.reducer.step.buffers.come_from(0)
+        self.reducer.step.buffers.set_source(0)
 
     def match_window(self, weights: StepWeights) -> None:
         """Match the other ranks' last backward, contributing nothing; none if nothing counts. Collective."""
@@ -494,13 +460,13 @@ class StepCoordinator:
             self.run_without_autograd(share=0.0)
 
     def will_drop_gradient(self, parameter: Tensor) -> bool:
-        """Whether the parameter's gradient is under way, and is dropped when it arrives. Local; does not wait."""
+        """Return whether the parameter's gradient is under way, to be dropped on arrival. Local; does not wait."""
         return self.forward_overlap is not None and self.forward_overlap.will_drop_gradient(parameter)
 
     # ---- a step
 
     def _next_step(self, ended: Step, ended_well: bool) -> Step:
-        """A step has ended: record it, if it ended well, and return the next one. Local."""
+        """Record a step that has ended well, and return the next one. Local."""
         step = Step(
             ended.number + ended_well, self.timings.begin_step(), BatchCounts(), BufferSync(self.buffers)
         )
@@ -509,7 +475,7 @@ class StepCoordinator:
         return step
 
     def watch(self, output_nodes: Sequence[Any]) -> None:
-        """A forward has returned what these nodes made: begin as soon as a backward reaches one of them."""
+        """Begin as soon as a backward reaches one of these nodes of a forward's outputs."""
         self.contents.watch(output_nodes)
         self.reducer.watch(output_nodes)
         hook = self.buffers.hook
@@ -520,9 +486,10 @@ class StepCoordinator:
         self.reducer.abandon(error)
 
     def _plan(self, owner: Owner | None) -> BackwardPlan:
-        """Whether the backward that begins now synchronizes, and what it counts."""
+        """Return whether the backward that begins now synchronizes, and what it counts."""
         if self.window is not None:
-            return self.window.note_backward()
+            plan: BackwardPlan = self.window.note_backward()
+            return plan
         if not self.will_synchronize:
             return BackwardPlan(synchronizes=False)
         step, forward = self.reducer.step, None if owner is None else owner.forward
@@ -538,13 +505,13 @@ class StepCoordinator:
         self.reducer.step.exchange_buffers(kept)
 
     def run_without_autograd(self, share: float | None = None) -> None:
-        """A synchronized backward of what is in `.grad` already. Collective; blocks."""
+        """Run a synchronized backward of the gradients in `.grad`. Collective; blocks."""
         self.reducer.run_without_autograd(BackwardPlan(share=share, divisor=self.reducer.step.divisor))
 
     # ---- ranks without batches
 
     def take_final_model(self, is_last_joiner: bool) -> None:
-        """After `join`: all ranks take the model of a rank that trained to the end. Collective; blocks."""
+        """Give all ranks, after `join`, the model of a rank that trained to the end. Collective; blocks."""
         source = self.joining.end(is_last_joiner)
         if self.has_synchronized_buffers():
             self.buffers.agree()

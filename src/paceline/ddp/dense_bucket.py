@@ -1,8 +1,8 @@
 """A bucket of dense gradients, which live in one flat buffer and are reduced in one message.
 
 Rules
-1. A gradient enters the buffer once. A large one enters, scaled, as soon as autograd has it; the small ones, which
-   autograd adds into the buffer directly where it can, are scaled together when the bucket leaves.
+1. A gradient enters the buffer once. A large one enters, scaled, as soon as autograd has it. Autograd adds small ones
+   into the buffer directly where it can. They are scaled together when the bucket leaves.
 2. From `collect` until `attach` no parameter of the bucket has a `.grad`: autograd cannot write into a buffer that
    is on the wire. What it produces meanwhile (reentrant checkpointing) is fresh, hence *late*, and is added afterwards.
 3. A view aliases the buffer without being an autograd view of it, so `.grad.detach_()` works. The version counters of
@@ -11,8 +11,8 @@ Rules
    function that returns None) was not used, although autograd calls its hooks. So a buffer into which autograd adds is
    filled with -0.0: adding a gradient to it gives that gradient. If autograd wrote fewer gradients than hooks fired, a
    view that still is all -0.0 received none. From then on the bucket leaves `.grad` to autograd, which says None.
-5. A gradient that the script keeps, while `.grad` is None or another one, is not written again: before a backward a
-   view that has more references than the bucket's own gets memory of its own, and the bucket another view.
+5. A gradient that the script keeps, while `.grad` is None or another one, is not written again. Before a backward a
+   view with more references than the bucket's own gets memory of its own. The bucket takes another view.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm.collectives import Work
-from paceline.ddp.late_gradients import launch_late
-from paceline.ddp.views import gradient_views, is_large
+from paceline.ddp.bucket import gradient_views, is_large, launch_late
 from paceline.errors import ConfigurationError
 from paceline.reductions import Message, Reduction
 from paceline.reductions.reduction import real_numel
@@ -46,7 +45,7 @@ _FEW_MEMBERS = 16  # which are counted faster than looked at
 
 
 def _is_filling(view: Tensor) -> bool:
-    """Whether autograd has not written there, or gradients that are all -0.0."""
+    """Return whether autograd has not written there, or gradients that are all -0.0."""
     numbers = torch.view_as_real(view) if view.is_complex() else view
     return bool((numbers == 0).all()) and bool(numbers.signbit().all())
 
@@ -85,14 +84,14 @@ class _Sample:
 
 
 def _has_negative_zero(elements: Tensor) -> bool:
-    """Whether one of them is -0.0. On an accelerator this waits for the device."""
+    """Return whether one of them is -0.0. On an accelerator this waits for the device."""
     numbers = elements.view(_INTEGERS[elements.itemsize])
     return len(numbers) > 0 and numbers.min().item() == _LEAST[elements.itemsize]
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """What an unused parameter had as `.grad`: the object and, where that aliases the buffer, its values."""
+    """The former `.grad` of an unused parameter: the object and, where that aliases the buffer, its values."""
 
     gradient: Tensor
     values: Tensor | None
@@ -130,15 +129,15 @@ class DenseBucket:
         # State of one backward.
         self.touched: list[Tensor] = []
         self.expected = 1
-        self.is_collected = self.left_out = False
+        self.is_collected = self.is_skipped = False
         self.ready_s = 0.0
         self._is_whole = False  # known to have been touched once each, with a gradient
         self._seen: Tensor | None = None  # of each gradient an element, not scaled yet
         self._num_touched_at_collect = 0
         self._entered: set[int] = set()  # large slots already in the buffer, scaled
         self._is_detached = False  # small parameters have no `.grad` until `attach`
-        self._installed = False  # small gradients were None and now alias the filled buffer
-        self._may_install = True  # autograd has found a gradient for all that it has touched so far
+        self._are_aliased = False  # small gradients were None and now alias the filled buffer
+        self._may_alias = True  # autograd has found a gradient for all that it has touched so far
         self._num_writes_before = 0  # when they were installed
         self._untouched: list[int] = []
         self._kept: dict[int, _Kept] = {}  # untouched slots that had a gradient
@@ -146,16 +145,16 @@ class DenseBucket:
         self.not_finite: Tensor | None = None
 
     def arm(self, expected: int) -> None:
-        """As `Bucket.arm`; autograd may add small gradients straight into the buffer."""
+        """Start a backward. Autograd may add small gradients straight into the buffer."""
         self.touched.clear()
         self.expected = expected
-        self.is_collected = self.left_out = False
+        self.is_collected = self.is_skipped = False
         self.ready_s = 0.0
         self._is_whole, self._seen, self.not_finite = False, None, None
         self._entered.clear()
         self._untouched, self._kept, self._with_graph = [], {}, {}
         self._leave_kept_gradients()
-        self._installed = self._install()
+        self._are_aliased = self._alias_grads()
 
     def expect(self, touches: int) -> None:
         self.expected = touches
@@ -163,12 +162,12 @@ class DenseBucket:
     def mark_ready(self, ready_s: float) -> None:
         self.ready_s = ready_s
 
-    def leave_out(self) -> None:
-        self.left_out, self._num_touched_at_collect = True, 0
+    def skip(self) -> None:
+        self.is_skipped, self._num_touched_at_collect = True, 0
         self._untouched = list(range(len(self.members)))
 
     def _leave_kept_gradients(self) -> None:
-        """Give gradients that somebody keeps memory of their own (rule 5)."""
+        """Give gradients that the script keeps memory of their own (rule 5)."""
         num_references = list(map(sys.getrefcount, self.views))
         if num_references == self._num_references:
             return
@@ -180,11 +179,9 @@ class DenseBucket:
                 kept.data = kept.detach().clone()
         self._small_views = self.views[self.num_large :]
 
-    def _install(self) -> bool:
+    def _alias_grads(self) -> bool:
         """Let the small gradients alias the filled buffer, so that autograd adds into it; only if all are None."""
-        if not (
-            self._may_install and all(map(operator.is_, self._small_gradients(), itertools.repeat(None)))
-        ):
+        if not (self._may_alias and all(map(operator.is_, self._small_gradients(), itertools.repeat(None)))):
             return False
         self._small.fill_(_FILLING)
         _set_gradients(self._small_parameters, self._small_views)
@@ -195,7 +192,7 @@ class DenseBucket:
         return map(_gradient_of, self._small_parameters)
 
     def _num_writes(self) -> int:
-        """How often autograd has added to a small gradient in this backward, if nothing else wrote there."""
+        """Return how often autograd has added to a small gradient in this backward, if nothing else wrote there."""
         num_writes: int = sum(map(_version_of, self._small_views)) - self._num_writes_before
         return num_writes
 
@@ -212,10 +209,10 @@ class DenseBucket:
             return set(range(len(self.members)))
         slots = self.touched_slots()
         num_small = sum(slot >= self.num_large for slot in slots)
-        may_be_filling = self._installed and self._num_writes() != num_small
+        may_be_filling = self._are_aliased and self._num_writes() != num_small
         touched = set(slots)
         found = {slot for slot in touched if self._has_gradient(slot, may_be_filling)}
-        self._may_install = self._may_install and found == touched
+        self._may_alias = self._may_alias and found == touched
         return found
 
     def _has_gradient(self, slot: int, may_be_filling: bool) -> bool:
@@ -225,7 +222,7 @@ class DenseBucket:
         return gradient is not None or slot in self._entered
 
     def _has_all_gradients(self) -> bool:
-        """Whether each member was touched once and has a gradient; without the interpreter for each of them."""
+        """Return whether each member was touched once and has a gradient; without the interpreter for each of them."""
         if len(self.touched) != len(self.members):
             return False
         if not self._is_whole:
@@ -233,8 +230,8 @@ class DenseBucket:
         return self._is_whole
 
     def _is_written(self) -> bool:
-        """Whether there is a gradient for each, so that each touch was for another; as far as a look costs little."""
-        if not (self._installed and self._small.is_cpu and len(self._entered) == self.num_large):
+        """Return whether each member has a gradient. This is a cheap check, on the CPU only."""
+        if not (self._are_aliased and self._small.is_cpu and len(self._entered) == self.num_large):
             return False
         self._seen = self._sample.take()
         return not _has_negative_zero(self._seen[self.num_large :])
@@ -242,7 +239,7 @@ class DenseBucket:
     def _is_counted(self) -> bool:
         if not self._is_touched_once():
             return False
-        if self._installed:
+        if self._are_aliased:
             has_small = self._num_writes() == len(self._small_parameters)
         else:
             has_small = all(map(operator.is_not, self._small_gradients(), itertools.repeat(None)))
@@ -273,7 +270,7 @@ class DenseBucket:
         parameter.grad = None
 
     def accumulate(self, slot: int) -> None:
-        """In a backward that is not synchronized: keep a large gradient in the buffer, unscaled, `.grad` its view."""
+        """Keep a large gradient in the buffer, unscaled, with `.grad` as its view."""
         parameter, view = self.parameters[slot], self.views[slot]
         gradient = parameter.grad
         if gradient is None or gradient is view or gradient.is_sparse or gradient.requires_grad:
@@ -282,7 +279,7 @@ class DenseBucket:
         parameter.grad = view
 
     def collect(self, scale: float, mean_scale: float, used_before: set[int], has_ended: bool) -> None:
-        """As `Bucket.collect` (rule 2); once backward has ended, small parameters may keep their `.grad`."""
+        """Make the message (rule 2). Once backward has ended, small parameters may keep their `.grad`."""
         self._num_touched_at_collect = len(self.touched)
         if not self._has_all_gradients():
             self._keep_untouched(used_before)
@@ -301,7 +298,7 @@ class DenseBucket:
             _multiply(self._small, scale)
         seen = self._seen if self._is_whole and scale != 0.0 else None
         self.not_finite = self._sample.times_zero(self._sample.take() if seen is None else seen)
-        self.is_collected, self.left_out = True, False
+        self.is_collected, self.is_skipped = True, False
 
     def _keep_untouched(self, used_before: set[int]) -> None:
         """Find the members that this rank's step has not used, and keep what they have as `.grad` (rule 4)."""
@@ -310,7 +307,7 @@ class DenseBucket:
         self._untouched = [slot for slot in range(len(self.members)) if slot not in used]
         for slot in self._untouched:
             gradient, view = self.parameters[slot].grad, self.views[slot]
-            is_filling = self._installed and slot >= self.num_large and gradient is view
+            is_filling = self._are_aliased and slot >= self.num_large and gradient is view
             if gradient is not None and not is_filling:
                 self._kept[slot] = _Kept(gradient, view.clone() if gradient is view else None)
 
@@ -356,14 +353,14 @@ class DenseBucket:
         )
 
     def launch_piece(self, reduction: Reduction, group: ProcessGroup, start: int, stop: int) -> Work:
-        """Start reducing elements start <= i < stop. As `launch`."""
+        """Start reducing elements start <= i < stop, as `launch` does."""
         flat = self.body[start:stop]
         return reduction.launch(
             Message(self.index, False, flat, stop - start, self.views, self.parameters, group, start)
         )
 
     def attach(self, is_used: Callable[[int], bool]) -> None:
-        if self.left_out:
+        if self.is_skipped:
             self.drop_unwritten()
             return
         attached = len(self.members) if self._is_detached else self.num_large
@@ -389,14 +386,14 @@ class DenseBucket:
         return [self.members[slot] for slot in self._untouched]
 
     def has_late_gradients(self) -> bool:
-        return (self.is_collected or self.left_out) and len(self.touched) > self._num_touched_at_collect
+        return (self.is_collected or self.is_skipped) and len(self.touched) > self._num_touched_at_collect
 
     def launch_late(self, scale: float, group: ProcessGroup) -> Work:
         late = self.parameters if self.has_late_gradients() else []
         return launch_late(self.body, late, scale, group)
 
     def drop_unwritten(self) -> None:
-        if not self._installed:
+        if not self._are_aliased:
             return
         touched = self.slots_with_gradients()
         small = zip(self._small_parameters, self._small_views, strict=True)

@@ -1,4 +1,4 @@
-"""What a step can leave out, as given in `droppable=`: units, and the parts of a module that they consist of."""
+"""Units that a step can leave out, as given in `droppable=`, and the parts of a module that they consist of."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Unit:
-    """What is dropped as a whole, as given in `droppable=`: its name, and its parameters, trainable or not."""
+    """An entry of `droppable=`, which is dropped as a whole: its name, and its parameters, trainable or not."""
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -59,7 +59,7 @@ def _unit(whole: Parts, entry: Any) -> Unit:
 
 
 def flat(what: Any) -> Iterator[Any]:
-    """What was given, lists taken apart; a module is one thing, also where one can iterate over it."""
+    """Return the entries, with lists taken apart. A module is one entry, also where one can iterate over it."""
     if isinstance(what, Iterable) and not isinstance(what, (str, torch.Tensor, Module)):
         for part in what:
             yield from flat(part)
@@ -68,7 +68,7 @@ def flat(what: Any) -> Iterator[Any]:
 
 
 class Parts:
-    """What a module consists of, found by itself or by its name; once, as a step may name hundreds of layers."""
+    """The parts of a module, by object and by name. They are found once: a step may name hundreds of layers."""
 
     def __init__(self, module: Module) -> None:
         self._kind = type(module).__name__

@@ -34,7 +34,7 @@ LEAST_CALLED_BACK_BYTES = 256 * 1024
 
 
 class _Launched:
-    """One bucket on its way; without a handle, one that is left out."""
+    """One bucket on its way. Without a handle it is skipped."""
 
     def __init__(self, bucket: Bucket, size_bytes: int) -> None:
         self.bucket = bucket
@@ -94,8 +94,8 @@ class BucketSync(GradientSync):
         self._launched.append(launched)
         self.num_launched += 1
 
-    def leave_out(self, bucket: Bucket) -> None:
-        """It is the turn of a bucket that no rank needs: nothing is sent."""
+    def skip(self, bucket: Bucket) -> None:
+        """Record this bucket as skipped, and send nothing."""
         self._launched.append(_Launched(bucket, 0))
         self.num_launched += 1
 
@@ -128,7 +128,7 @@ class BucketSync(GradientSync):
 
 
 class SyncFactory:
-    """Makes the syncs of one reducer's backwards: plain ones."""
+    """The factory of the plain syncs of one reducer's backwards."""
 
     def __init__(self) -> None:
         self._groups: Sequence[ProcessGroup] = ()
@@ -143,7 +143,7 @@ class SyncFactory:
         open_forwards: OpenForwards,
         timings: StepTimings,
     ) -> None:
-        """These parameters are reduced from now on, over these groups. Local."""
+        """Reduce these parameters over these groups from now on. Local."""
         self._groups, self._peers = groups.for_gradients, peers
         self._devices = devices_of(managed.parameters)[:1]
 
@@ -156,5 +156,5 @@ class SyncFactory:
 
 
 def describe_bucket(bucket: Bucket) -> str:
-    """Which bucket, how many gradients and how much, in words."""
+    """Return which bucket, how many gradients and how much, in words."""
     return f"bucket {bucket.index} ({len(bucket.members)} gradients, {bucket.size_bytes / 2**20:.1f} MiB)"

@@ -1,4 +1,4 @@
-"""What comes out of a wrapped module's forward: the tensors in it, wherever they are kept."""
+"""The tensors in the outputs of a wrapped module's forward, wherever they are kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def batch_size(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """The first dimension of the first tensor among a forward's arguments; 0 if there is none."""
+    """Return the first dimension of the first tensor among a forward's arguments; 0 if there is none."""
     for value in (*inputs, *kwargs.values()):
         if isinstance(value, Tensor):
             return value.size(0) if value.dim() else 0
@@ -22,7 +22,7 @@ def batch_size(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 
 def find_tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, mappings, dataclasses, packed sequences; nothing from other objects."""
+    """Yield the tensors in nested tuples, lists, mappings, dataclasses and packed sequences."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, PackedSequence):
@@ -44,10 +44,10 @@ _DEEPEST = 4  # so far objects are followed, and what they hold
 
 
 def find_nodes(output: Any, module: Module, begin: int) -> list[Any]:
-    """The nodes of autograd's graph that a backward of this output passes first.
+    """Return the nodes of autograd's graph that a backward of this output passes first.
 
-    Where no tensor is in it, they are looked for in the attributes of objects in it and of the modules, which may keep
-    their loss there. Nodes numbered below `begin` belong to other forwards.
+    Where no tensor is in it, the attributes of objects in it and of the modules are searched: a loss may be kept there.
+    Nodes numbered below `begin` belong to other forwards.
     """
     nodes = [tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None]
     if not nodes:
@@ -58,7 +58,7 @@ def find_nodes(output: Any, module: Module, begin: int) -> list[Any]:
 
 
 def _search(places: list[Any]) -> Iterator[Tensor]:
-    """Tensors in these places, in containers there, and in the attributes of objects; modules are not entered."""
+    """Yield the tensors in these places, in containers there and in attributes of objects. Do not enter modules."""
     seen: set[int] = set()
     for _ in range(_DEEPEST):
         inner: list[Any] = []

@@ -1,4 +1,4 @@
-"""The layout of gradients: a buffer per dtype and device, cut into buckets, and cut again once the order is known."""
+"""The layout of gradients: a buffer per dtype and device, cut into buckets, and again once the order is known."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from paceline.ddp.bucket import Bucket
+from paceline.ddp.bucket import Bucket, is_large, real_dtype
 from paceline.ddp.dense_bucket import DenseBucket
 from paceline.ddp.droppable import Unit
 from paceline.ddp.sparse_bucket import SparseBucket
 from paceline.ddp.verdict import StatusVector
-from paceline.ddp.views import is_large, real_dtype
 from paceline.planning.bucket_assignment import BucketCaps, GradientSpec, assign_buckets
 from paceline.reductions.reduction import real_numel
 
@@ -37,7 +36,7 @@ class ManagedParameters:
     def of(
         cls, module: Module, ignored: set[str], delayed: Sequence[Parameter], droppable: Sequence[Unit] = ()
     ) -> ManagedParameters:
-        """Those of a module that are trainable and not ignored (by name), each once."""
+        """Return a module's parameters that are trainable and not ignored (by name), each once."""
         delayed_ids = {id(parameter) for parameter in delayed}
         unit_of = {id(p): number for number, unit in enumerate(droppable) for p in unit.parameters}
         found: dict[int, tuple[Parameter, str, bool]] = {}
@@ -131,7 +130,7 @@ class GradientMemory:
         return buckets
 
     def _take_alive(self) -> dict[int, Tensor]:
-        """Copies of the gradients that lie in a buffer, by their parameters' `id`."""
+        """Return copies of the gradients that lie in a buffer, by their parameters' `id`."""
         alive: dict[int, Tensor] = {}
         for parameter in self._managed.parameters if self._has_been_cut else ():
             gradient = parameter.grad

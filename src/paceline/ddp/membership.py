@@ -1,9 +1,9 @@
-"""Who reduces one module's gradients together: the ranks, their groups, and how others take their places.
+"""The ranks that reduce one module's gradients together, their groups, and how other ranks take their places.
 
 Rules
 1. `rebuild` communicates over the new group alone. Old members may be dead, and nothing waits for them.
-2. All that can fail or be refused comes before anything is changed: what this rank alone can tell, then what the new
-   members tell each other, then the groups that they open. So after an error the model is still in its old membership,
+2. All that can fail or be refused comes before anything is changed. First this rank checks by itself. Then the new
+   members tell each other their states, and open groups. So after an error the model is still in its old membership,
    and may go on in yet another one.
 3. The new members open their groups in one order: for gradients, numbers, batch normalisation, pieces of buckets.
 4. Names are never used twice: they are made of rank 0's random token, and the store keeps no word of an earlier one.
@@ -25,7 +25,7 @@ from paceline.comm.collectives import all_gather, device_for_metadata
 from paceline.comm.peers import Peers
 from paceline.data import GlobalBatch
 from paceline.ddp.replicas import Verified
-from paceline.ddp.step_shares import Standing, StepShares
+from paceline.ddp.step_shares import DataPosition, StepShares
 from paceline.errors import ConfigurationError, PacelineError, ProtocolError
 from paceline.reductions import Reduction
 from paceline.reductions.ordered_mean import LogicalMean
@@ -34,7 +34,7 @@ _TOKEN_BITS = 62
 
 
 class FaultHandler(Protocol):
-    """What makes up for lost ranks, so that a window which has lost one may be left without an error."""
+    """The handler of lost ranks, by which a window that has lost one may be left without an error."""
 
     def is_recoverable(self, error: Exception) -> bool:
         """Return whether the step that raised this is computed again, with other ranks. May wait for the launcher."""
@@ -45,28 +45,28 @@ class Model(Protocol):
 
     @property
     def reduction(self) -> Reduction:
-        """What combines the ranks' gradients."""
+        """The reduction of the ranks' gradients."""
 
     @property
     def shares(self) -> StepShares | None:
-        """What a `batch_sampler` deals out, if the model has one."""
+        """The shares that a `batch_sampler` deals out, if the model has one."""
 
     @property
     def has_droppable(self) -> bool:
-        """Whether steps may leave out parts of the module."""
+        """Return whether steps may leave out parts of the module."""
 
     def reduce_by(self, reduction: Reduction) -> None:
         """Combine gradients by another reduction from now on. Local; before the first step."""
 
     @property
     def logical(self) -> LogicalMean | None:
-        """What keeps the gradients of logical ranks apart, if there are such."""
+        """The reduction that keeps the gradients of logical ranks apart, if there are logical ranks."""
 
     def facts(self) -> Sequence[tuple[str, str]]:
-        """What has to be equal on all ranks, a title and a fact each. Local."""
+        """Return all that has to be equal on all ranks, a title and a fact each. Local."""
 
     def handle_faults(self, handler: FaultHandler) -> None:
-        """Let it decide from now on which errors of a window are recoverable. Local."""
+        """Set the handler that decides whether an error inside a window is recoverable. Local."""
 
     @property
     def num_steps(self) -> int:
@@ -74,11 +74,11 @@ class Model(Protocol):
 
     @property
     def has_sync_batch_norm(self) -> bool:
-        """Whether layers talk to those of other ranks, over the groups of the membership or one of their own."""
+        """Return whether layers talk to those of other ranks, over the groups of the membership or one of their own."""
 
     @property
     def sends_pieces(self) -> bool:
-        """Whether pieces of buckets travel beside what the main thread launches."""
+        """Return whether pieces of buckets travel beside what the main thread launches."""
 
     def check_rebuild(self, process_group: ProcessGroup) -> None:
         """Raise if this model cannot go on over another group now. Local; nothing is changed."""
@@ -86,17 +86,17 @@ class Model(Protocol):
     def complete_step(self) -> None:
         """Complete what is deferred of the last step. Local: waits for what was launched."""
 
-    def standing(self) -> Standing:
-        """Where this rank's data stand. Local."""
+    def data_position(self) -> DataPosition:
+        """Return where this rank's data stand. Local."""
 
     def verify_over(self, process_group: ProcessGroup, peers: Peers, number: int) -> Verified:
         """Make sure that the ranks of a group have the same module. Collective over it; blocks."""
 
-    def follow_data(self, rank: int, shares: GlobalBatch | None, met: Met) -> None:
+    def follow_data(self, rank: int, shares: GlobalBatch | None, met: Members) -> None:
         """Train these shares as that rank. Local. Raises ConfigurationError if they cannot be; nothing is changed."""
 
-    def follow(self, before: Groups, met: Met, verified: Verified) -> None:
-        """The membership is another one: reduce over it. Local."""
+    def follow(self, before: Groups, met: Members, verified: Verified) -> None:
+        """Reduce over the new membership. Local."""
 
     def broadcast_model(self, source: int, with_buffers: bool) -> None:
         """Give all ranks the parameters and buffers of rank `source`. Collective."""
@@ -114,18 +114,18 @@ class Groups:
 
     @property
     def numbers(self) -> ProcessGroup:
-        """That carries what the hosts tell each other in a step."""
+        """The group that carries what the hosts tell each other in a step."""
         return self.for_numbers or self.for_gradients[0]
 
     def beside(self, verified: Verified, peers: Peers, in_parts: bool = True) -> Groups:
-        """With groups for gradients as of `gradient_group.gradient_groups`. Collective; blocks."""
+        """Return these with groups for gradients (`gradient_group.gradient_groups`). Collective; blocks."""
         given = gradient_group.gradient_groups(
             self.asked_for, verified.all_on_cpu, verified.all_know_beside, in_parts, peers
         )
         return replace(self, for_gradients=given)
 
     def reaching_hosts(self, device: torch.device, peers: Peers) -> Groups:
-        """With a group for numbers as of `gradient_group.group_for_numbers`. Collective; blocks."""
+        """Return these with a group for numbers (`gradient_group.group_for_numbers`). Collective; blocks."""
         return replace(self, for_numbers=gradient_group.group_for_numbers(self.asked_for[0], device, peers))
 
     def leave_gradients(self) -> None:
@@ -143,7 +143,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Change:
-    """How others have taken the members' places, as this rank saw it.
+    """A change of the members, as this rank saw it.
 
     Attributes:
         step: Steps that were completed before.
@@ -165,29 +165,29 @@ class Change:
 
 
 @dataclass(frozen=True)
-class _Card:
-    """What a member tells the others when they meet."""
+class _MemberState:
+    """The state of a member, which it tells the others when they meet."""
 
     token: int  # of the membership that it comes from
     fresh: int  # a random number
     epoch: int  # of its membership
     number: int  # of the module, among those over one group
     num_steps: int  # steps that this rank has made with the module
-    standing: Standing  # where its data stand
+    data_position: DataPosition  # where its data stand
 
     def words(self) -> list[int]:
-        return [self.token, self.fresh, self.epoch, self.number, self.num_steps, *astuple(self.standing)]
+        return [self.token, self.fresh, self.epoch, self.number, self.num_steps, *astuple(self.data_position)]
 
     @classmethod
-    def of(cls, words: Sequence[int]) -> _Card:
-        token, fresh, epoch, number, num_steps, *standing = words
-        return cls(token, fresh, epoch, number, num_steps, Standing(*standing))
+    def of(cls, words: Sequence[int]) -> _MemberState:
+        token, fresh, epoch, number, num_steps, *data_position = words
+        return cls(token, fresh, epoch, number, num_steps, DataPosition(*data_position))
 
 
-class Met:
-    """The new members, as all of them know each other by their cards; all take `source`'s model, if it is not None."""
+class Members:
+    """The new members, by their states. All take `source`'s model, if it is not None."""
 
-    def __init__(self, cards: Sequence[_Card], source: int | None) -> None:
+    def __init__(self, cards: Sequence[_MemberState], source: int | None) -> None:
         self._cards = cards
         furthest = max(range(len(cards)), key=lambda rank: cards[rank].num_steps)
         self._source = furthest if source is None else source
@@ -209,12 +209,14 @@ class Met:
         return max(card.number for card in self._cards)
 
     @property
-    def standings(self) -> list[Standing]:
-        return [card.standing for card in self._cards]
+    def data_positions(self) -> list[DataPosition]:
+        return [card.data_position for card in self._cards]
 
     def check_same_step(self) -> None:
         """Raise ProtocolError, on every rank, if some are ahead of others."""
-        places = [(card.num_steps, card.standing.epoch, card.standing.position) for card in self._cards]
+        places = [
+            (card.num_steps, card.data_position.epoch, card.data_position.position) for card in self._cards
+        ]
         if len(set(places)) > 1:
             words = ", ".join(
                 f"rank {rank} after {steps} steps at sample {position} of epoch {epoch}"
@@ -227,16 +229,16 @@ class Met:
             )
 
     def shares(self) -> GlobalBatch | None:
-        """The global batch of those who were there before, cut among all: a new rank gets their mean. None: no data."""
+        """Return the old members' global batch, cut among all: a new rank gets their mean. None: no data."""
         told = self.told
-        if not told.standing.micro_size:
+        if not told.data_position.micro_size:
             return None
-        had = [card.standing if card.token == told.token else None for card in self._cards]
-        return told.standing.batch_among(had)
+        had = [card.data_position if card.token == told.token else None for card in self._cards]
+        return told.data_position.batch_among(had)
 
 
 class Membership:
-    """Who trains one wrapped module together, on one rank: `model.membership`.
+    """The ranks that train one wrapped module together: `model.membership`.
 
     Args:
         process_groups: That the script asked for.
@@ -278,7 +280,7 @@ class Membership:
 
     @property
     def gradient_groups(self) -> list[ProcessGroup]:
-        """Those that carry gradients."""
+        """The groups that carry gradients."""
         return self.groups.for_gradients
 
     @property
@@ -287,16 +289,16 @@ class Membership:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.process_group.size()
 
     @property
     def prefix(self) -> str:
-        """Of all that these members write into the job's store."""
+        """The prefix of all keys that these members write into the job's store."""
         return f"paceline/{self.name}"
 
-    def take_number(self, number: int) -> None:
-        """Rank 0 calls the module so. Local."""
+    def set_number(self, number: int) -> None:
+        """Set the module's number, which rank 0 has chosen. Local."""
         self.number = number
 
     def open_gradient_groups(self, verified: Verified) -> None:
@@ -308,10 +310,10 @@ class Membership:
             self.device, self.peers
         )
 
-    def take_group(
+    def set_group(
         self, *, for_batch_norm: ProcessGroup | None = None, for_pieces: ProcessGroup | None = None
     ) -> None:
-        """This group was opened for the members as wrapped. Local."""
+        """Keep a group that was opened for the members as wrapped. Local."""
         before = self.groups
         self.groups = replace(
             before,
@@ -322,7 +324,7 @@ class Membership:
     # ---- others take the members' places
 
     def note(self, change: Change) -> None:
-        """Remember this. Local."""
+        """Append a change to the history. Local."""
         self.history = (*self.history, change)
 
     def rebuild(
@@ -366,7 +368,7 @@ class Membership:
         model.check_rebuild(process_group)
         model.complete_step()
         joining = self._peers_of(process_group, f"joining/{_name_of(process_group)}")
-        met = Met(self._meet(process_group, joining), source)
+        met = Members(self._meet(process_group, joining), source)
         if source is None and same_step:
             met.check_same_step()
         verified = model.verify_over(process_group, joining, met.number)
@@ -391,14 +393,16 @@ class Membership:
         if source is not None:
             model.broadcast_model(source, with_buffers=True)
 
-    def _meet(self, process_group: ProcessGroup, joining: Peers) -> list[_Card]:
+    def _meet(self, process_group: ProcessGroup, joining: Peers) -> list[_MemberState]:
         """Every new member's card. Collective; blocks."""
         model, fresh = self.model, secrets.randbits(_TOKEN_BITS)
-        mine = _Card(self._token, fresh, self.epoch, self.number, model.num_steps, model.standing())
+        mine = _MemberState(
+            self._token, fresh, self.epoch, self.number, model.num_steps, model.data_position()
+        )
         row = torch.tensor(mine.words(), device=device_for_metadata(process_group, self.device))
         rows = [torch.empty_like(row) for _ in range(process_group.size())]
         joining.wait(all_gather(rows, row, process_group), "meeting the members of another group")
-        return [_Card.of(words.tolist()) for words in rows]
+        return [_MemberState.of(words.tolist()) for words in rows]
 
     def open_groups(self, process_group: ProcessGroup, verified: Verified, joining: Peers) -> Groups:
         """Rule 3. Collective over the new group; blocks."""
@@ -441,7 +445,7 @@ def _check(process_group: object, source: int | None, batch: GlobalBatch | None)
 
 
 def _name_of(process_group: ProcessGroup) -> str:
-    """What c10d calls a group; nothing if it does not know it."""
+    """Return c10d's name of a group; nothing if c10d does not know it."""
     try:
         return str(process_group.group_name)
     except (AttributeError, RuntimeError):

@@ -4,9 +4,9 @@ Rules
 1. A forward runs the module on differentiable casts of its parameters, on any device. Autograd casts each gradient back
    on its way to the parameter, so parameters, `.grad` and optimizer state stay in full precision.
 2. Activation checkpointing runs parts of the module again in backward. So while a backward passes a forward, the module
-   has that forward's casts; autograd, which owns what puts the parameters back, drops it also when backward raises.
-3. Normalisation layers compute with parameters in the dtype of their running statistics, as the kernels ask for: unless
-   `buffer_dtype` makes these low, too, they stay as they are.
+   has that forward's casts. Autograd owns the object that puts the parameters back, and drops it also after an error.
+3. Normalisation layers compute with parameters in the dtype of their running statistics, as the kernels ask for. So
+   these parameters keep their dtype, unless `buffer_dtype` makes the statistics low, too.
 """
 
 from __future__ import annotations
@@ -33,6 +33,19 @@ def cast_buffers(module: Module, dtype: torch.dtype) -> None:
     for buffer in module.buffers():
         if buffer.is_floating_point() and not getattr(buffer, "_ddp_ignored", False):
             buffer.data = buffer.to(dtype)
+
+
+def mark_low_precision(module: Module, dtype: torch.dtype | None) -> None:
+    """Give parameters that are not ignored `_mp_param` and `_fp_param`, for those who look; ours computes with casts.
+
+    The first has no memory, as torch's between forwards.
+    """
+    for parameter in module.parameters():
+        if not getattr(parameter, "_ddp_ignored", False) and not hasattr(parameter, "_mp_param"):
+            low: Any = torch.empty_like(parameter, dtype=dtype, requires_grad=parameter.requires_grad)
+            low.untyped_storage().resize_(0)
+            marked: Any = parameter
+            marked._mp_param, marked._fp_param = low, parameter.data
 
 
 def check(module: Module, param_dtype: torch.dtype, buffer_dtype: torch.dtype | None) -> None:
@@ -85,7 +98,7 @@ class LowPrecision:
         }
 
     def _stays(self, part: Module) -> bool:
-        """Whether it needs its parameters in the dtype of its statistics (rule 3)."""
+        """Return whether it needs its parameters in the dtype of its statistics (rule 3)."""
         return (
             isinstance(part, _NormBase)
             and part.running_mean is not None

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from paceline.ddp.bucket import is_large
 from paceline.ddp.layout import ManagedParameters
-from paceline.ddp.views import is_large
 from paceline.errors import ConfigurationError
 
 _END = (object(),)
@@ -121,7 +121,7 @@ class ModuleContents:
 
 
 class _Facts(NamedTuple):
-    """What a parameter's gradient has in common with it."""
+    """Return the facts that a parameter's gradient has in common with it."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -136,7 +136,7 @@ def _facts_of(parameter: Tensor) -> _Facts:
 
 
 def _is_accumulated(parameter: Tensor) -> bool:
-    """Whether the running backward adds to the parameter's gradient; `autograd.grad` does not."""
+    """Return whether the running backward adds to the parameter's gradient; `autograd.grad` does not."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
         return torch._C._will_engine_execute_node(node)

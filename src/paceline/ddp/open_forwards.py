@@ -1,4 +1,4 @@
-"""Which forwards of the wrapped module wait for their backward, and to which one a backward belongs.
+"""The forwards of the wrapped module that wait for their backward, and the one to which a backward belongs.
 
 Rules
 1. A backward belongs to the forwards whose nodes it passes. Mostly it passes an output, whose hook says so.
@@ -31,7 +31,7 @@ _BACKWARD, _GRAD = torch.autograd.backward.__code__, torch.autograd.grad.__code_
 
 
 def sequence_number() -> int:
-    """The number of the next node that this thread makes."""
+    """Return the number of the next node that this thread makes."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
@@ -70,11 +70,11 @@ class Forward:
         return is_first
 
     def is_open(self, epoch: int) -> bool:
-        """Whether it counts, and has had no backward."""
+        """Return whether it counts, and has had no backward."""
         return self.counts and not self.is_passed and self.epoch == epoch
 
     def may_be_stood_for(self, first_node: int) -> bool:
-        """Whether a graph that begins with this node, and passes no output, may be attributed to it (rule 4)."""
+        """Return whether a graph that begins with this node, and passes no output, may be attributed to it (rule 4)."""
         is_over = self.is_passed or (self.has_outputs and self.is_followed)
         return not is_over or first_node in self.stood_by
 
@@ -91,7 +91,7 @@ class OpenForwards:
     # ---- forwards
 
     def begin(self, counts: bool) -> None:
-        """A forward begins."""
+        """Note that a forward begins."""
         self._backward_is_announced = False
         forward = Forward(counts, self._epoch)
         if self._forwards:
@@ -100,11 +100,11 @@ class OpenForwards:
         self.count += counts
 
     def weigh_last(self, weight: float) -> None:
-        """The batch of the last forward, which begins, counts so much."""
+        """Set the weight of the last forward's batch."""
         self._forwards[-1].weight = weight
 
     def end(self, has_outputs: bool) -> Forward:
-        """The last forward has returned: what to close when a backward reaches its outputs."""
+        """Note that the last forward has returned. Return it, to be closed when a backward reaches its outputs."""
         forward = self._forwards[-1] if self._forwards else Forward(counts=False, epoch=self._epoch)
         forward.end, forward.has_outputs = sequence_number(), has_outputs
         return forward
@@ -117,16 +117,16 @@ class OpenForwards:
     # ---- backwards
 
     def close(self, forward: Forward) -> None:
-        """A backward passes this forward."""
+        """Note that a backward passes this forward."""
         self.count -= forward.is_open(self._epoch)
         forward.is_passed = True
 
     def announce_backward(self) -> None:
-        """A framework says that the next backward belongs to the module."""
+        """Attribute the next backward to the module, because a framework says so."""
         self._backward_is_announced = True
 
     def note_backward(self) -> None:
-        """A backward that belongs to a forward begins."""
+        """Note that a backward begins which belongs to a forward."""
         if self._forwards:
             self._forwards[-1].is_followed = True
 
@@ -137,7 +137,7 @@ class OpenForwards:
         """
         threads = {forward.thread for forward in self._forwards}
         numbers = _nodes_of_running_backward() if len(threads) <= 1 else None
-        # Not begun by `torch.autograd.backward`, or nodes are numbered by several threads: nobody can tell.
+        # Not begun by `torch.autograd.backward`, or nodes are numbered by several threads: it cannot be known.
         is_known = numbers is not None
         passed = self._passed_by(numbers) if numbers is not None else self._newest_open()
         for forward in passed:
@@ -149,7 +149,7 @@ class OpenForwards:
         return None
 
     def _passed_by(self, numbers: list[int]) -> list[Forward]:
-        """Forwards whose nodes are among these; without any, the one for which their graph stands (rule 4)."""
+        """Return the forwards whose nodes are among these; without any, the one that rule 4 names."""
         passed = [f for f in self._forwards if any(f.begin <= number < f.end for number in numbers)]
         if passed or not numbers:
             return passed
@@ -166,24 +166,24 @@ class OpenForwards:
     # ---- all ranks
 
     def forget(self) -> None:
-        """All ranks begin the next step together."""
+        """Forget all forwards: all ranks begin the next step together."""
         self.count = 0
         self._epoch += 1
 
     def word(self, by_autograd: bool) -> int:
-        """What the other ranks are told: the number of open forwards, modulo NOT_COUNTED; or that."""
+        """Return the number of open forwards, modulo NOT_COUNTED, for the other ranks; or NOT_COUNTED."""
         return self.count % NOT_COUNTED if by_autograd else NOT_COUNTED
 
 
 def differences(words: Mapping[int, int]) -> dict[int, int]:
-    """By how much each rank's number of open forwards differs from that of the first, from the ranks' words."""
+    """Return by how much each rank's number of open forwards differs from the first rank's."""
     first = next(iter(words.values()))
     half = NOT_COUNTED // 2
     return {rank: (word - first + half) % NOT_COUNTED - half for rank, word in words.items()}
 
 
 def out_of_step(counts: Mapping[int, int]) -> str:
-    """Which rank is ahead of which, from the ranks' words; nothing if none is (rule 5)."""
+    """Return which rank is ahead of which, from the ranks' words; nothing if none is (rule 5)."""
     if len(set(counts.values())) <= 1:
         return ""
     ahead = differences(counts)
@@ -198,7 +198,7 @@ def out_of_step(counts: Mapping[int, int]) -> str:
 
 
 def _nodes_of_running_backward() -> list[int] | None:
-    """Sequence numbers of the nodes, without leaves, of the outermost running backward's graph; None: not found."""
+    """Return the numbers of the nodes, without leaves, of the outermost running backward; None: not found."""
     call = _outermost_call()
     if call is None:
         return None
@@ -227,7 +227,7 @@ def accumulates_everywhere() -> bool:
 
 
 def _outermost_call() -> FrameType | None:
-    """The outermost call of `torch.autograd.backward` for which this thread works."""
+    """Return the outermost call of `torch.autograd.backward` for which this thread works."""
     return next(reversed(_running_calls(_BACKWARD)), None)
 
 

@@ -1,14 +1,14 @@
-"""Is this bucket full? Counts the gradients that autograd has finished, and knows how many each bucket waits for.
+"""Counts the gradients that autograd has finished, to find full buckets; cuts buckets in the order of gradients.
 
 Rules
-1. A parameter is expected once a backward, unless the graph says otherwise: a static graph is counted in its first
-   backward; where unused parameters are looked for (asked for, or once one was found), the autograd engine says which
+1. A parameter is expected once a backward, unless the graph says otherwise. A static graph is counted in its first
+   backward. Where unused parameters are looked for (asked for, or once one was found), the autograd engine says which
    ones its graph reaches.
 2. A call into Python for every small gradient costs more than reducing it. So the hook of a small gradient is
-   `list.append` itself ("quick") wherever the bucket waits for all its gradients; the one expected last is a function
-   that sees whether the bucket is full. If gradients arrive out of order, or before a backward was noticed, each small
-   one of the bucket is counted by a function ("careful") for the rest of this backward. Which way it is only decides
-   how early a bucket leaves, never what is reduced.
+   `list.append` itself ("quick") wherever the bucket waits for all its gradients. Only the hook of the one expected
+   last looks whether the bucket is full. If gradients arrive out of order, or before a backward was noticed, a function
+   counts each small one ("careful") for the rest of this backward. Which way it is only decides how early a bucket
+   leaves, never what is reduced.
 3. The order in which rank 0's gradients became ready in the first synchronized backward becomes the order of all
    ranks' buckets.
 4. A device accumulates each gradient on the stream on which its parameter was first used. That is noted with the order,
@@ -29,12 +29,14 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from paceline.comm.collectives import broadcast
+from paceline.comm.collectives import allocate_zeros, broadcast
 from paceline.comm.device import ProducerStreams, is_accelerator
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
-from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.layout import GradientMemory, ManagedParameters
+from paceline.ddp.membership import Groups
 from paceline.ddp.setting import Setting
+from paceline.ddp.verdict import Verdict
 
 NEVER = sys.maxsize
 """Expected touches of a bucket that must not leave before backward has ended."""
@@ -99,13 +101,13 @@ class ReadyTracker:
         self._hooks, self._recorders = [], []
 
     def has_foreign_hooks(self, parameter: Any) -> bool:
-        """Whether the parameter has hooks besides ours, which want to find its `.grad`."""
+        """Return whether the parameter has hooks besides ours, which want to find its `.grad`."""
         return len(parameter._post_accumulate_grad_hooks) > 1 + bool(self._recorders)
 
     # ---- a backward
 
     def arm(self, synchronizes: bool, started_s: float, not_expected: frozenset[int]) -> None:
-        """A backward begins, and so have the `pending` counts: say how many touches make each bucket full."""
+        """Tell each bucket how many touches make it full, as a backward begins."""
         for listener in self._listeners:
             bucket = listener.bucket
             first_touches = list(bucket.touched)  # of the hook that woke us, when no output was watched
@@ -117,16 +119,16 @@ class ReadyTracker:
                 listener.listen_quickly()
 
     def is_full(self, bucket: Bucket) -> bool:
-        """Whether a bucket touched as often as expected has all its gradients."""
+        """Return whether a bucket touched as often as expected has all its gradients."""
         return self.pending.counted or bucket.is_complete()
 
     def expect_nothing(self) -> None:
-        """Whatever autograd may still finish, no bucket becomes full."""
+        """Let no bucket become full, whatever autograd may still finish."""
         for listener in self._listeners:
             listener.bucket.expect(NEVER)
 
     def rest(self) -> None:
-        """No backward is under way: the next touch wakes the reducer."""
+        """Let the next touch wake the reducer, because no backward is under way."""
         for listener in self._listeners:
             listener.bucket.disarm()
             listener.listen_carefully()
@@ -136,7 +138,7 @@ class ReadyTracker:
     def agree_on_order(
         self, otherwise: Sequence[int], size: int, device: torch.device, group: ProcessGroup, peers: Peers
     ) -> tuple[list[int], int]:
-        """Rank 0's order, the rest as `otherwise`, and its `size`; stops recording. Collective; blocks."""
+        """Return rank 0's order, the rest as `otherwise`, and its `size`; stop recording. Collective; blocks."""
         for recorder in self._recorders:
             recorder.remove()
         self._recorders = []
@@ -148,7 +150,7 @@ class ReadyTracker:
 
 
 def completed(observed: Sequence[int], otherwise: Sequence[int]) -> list[int]:
-    """The observed order, each once, with what was not observed behind its neighbour in the order of all."""
+    """Return the observed order, each once. An index that was not observed follows its neighbour in `otherwise`."""
     order = list(dict.fromkeys(observed))
     seen = set(order)
     before: int | None = None
@@ -216,7 +218,7 @@ class _Listener:
 
 
 class PendingCounts:
-    """Touches that a backward is expected to make, by parameter (rule 1).
+    """The touches that a backward is expected to make, by parameter (rule 1).
 
     With `find_unused` the engine is asked from the first backward on; for a static graph the first one is counted.
     """
@@ -227,24 +229,24 @@ class PendingCounts:
         self._static_graph = static_graph
         self._counts: list[int] | None = None
         self._predicted: list[bool] = []  # of this backward, where `predicts`
-        # The engine can only be asked about nodes, and forgets a node that nobody keeps.
+        # The engine can only be asked about nodes, and forgets a node without references.
         self._nodes = [_node_of(parameter) for parameter in managed.parameters]
 
     def look(self) -> None:
-        """As `find_unused`, from the next backward on."""
+        """Ask the engine from the next backward on, as with `find_unused`."""
         self.predicts = True
 
     def expect_static_graph(self) -> None:
-        """As the argument, before the first backward."""
+        """Expect a static graph, before the first backward."""
         self._static_graph = True
 
     @property
     def counted(self) -> bool:
-        """Whether touches were counted, so that a parameter may be touched more than once."""
+        """Return whether touches were counted, so that a parameter may be touched more than once."""
         return self._counts is not None
 
     def is_backward(self) -> bool:
-        """Whether this run of the engine will accumulate into a managed parameter; `autograd.grad` does not."""
+        """Return whether this run of the engine will accumulate into a managed parameter; `autograd.grad` does not."""
         will_run = torch._C._will_engine_execute_node
         try:
             return any(will_run(node) for node in self._nodes)
@@ -252,12 +254,12 @@ class PendingCounts:
             return False
 
     def begin(self) -> None:
-        """A backward begins: where it matters, ask the engine which parameters its graph reaches."""
+        """Ask the engine, where it matters, which parameters the graph of a backward that begins reaches."""
         if self.predicts and not (self.counted or self.waits_for_end or self._static_graph):
             self._predicted = self._predict()
 
     def touches(self, members: Sequence[int], not_expected: frozenset[int]) -> int:
-        """How many touches make a bucket of these parameters full; NEVER: do not launch before backward has ended."""
+        """Return how many touches make a bucket of these full; NEVER: do not launch before backward has ended."""
         if self._counts is not None:
             return sum(self._counts[index] for index in members)
         if self.waits_for_end or self._static_graph:
@@ -267,7 +269,7 @@ class PendingCounts:
         return len(members) - sum(map(not_expected.__contains__, members)) if not_expected else len(members)
 
     def reached(self) -> list[bool] | None:
-        """Which parameters the backward that has begun touches, where that is known before it ends."""
+        """Return which parameters the backward that has begun touches, where that is known before it ends."""
         if self._counts is not None:
             return [count > 0 for count in self._counts]
         return self._predicted if self.predicts and not (self.waits_for_end or self._static_graph) else None
@@ -294,7 +296,7 @@ class PendingCounts:
         return counts
 
     def wait_for_end(self) -> None:
-        """Gradients came after their bucket had left: from now on nothing leaves before backward has ended."""
+        """Launch nothing before backward has ended from now on, because gradients came late."""
         self.waits_for_end = True
         self._counts = None
         self._static_graph = False
@@ -310,9 +312,58 @@ def _hook_gradient(parameter: Parameter, hook: Callable[[Tensor], None]) -> Remo
 
 
 def _node_of(parameter: Parameter) -> Any:
-    """The graph's node that accumulates into the parameter; also if it is frozen just now."""
+    """Return the graph's node that accumulates into the parameter; also if it is frozen just now."""
     requires_grad = parameter.requires_grad
     parameter.requires_grad_(True)
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     parameter.requires_grad_(requires_grad)
     return node
+
+
+class BucketCuts:
+    """The cut of one module's gradients into buckets; the same on every rank.
+
+    Attributes:
+        order: Indices of the parameters, as their gradients become ready.
+        has_followed: Whether that is the order that rank 0 has observed. Until then it is the reverse of registration.
+    """
+
+    def __init__(
+        self,
+        managed: ManagedParameters,
+        setting: Setting,
+        tracker: ReadyTracker,  # listens to the buckets
+        verdict: Verdict,  # its status lies behind the last bucket
+        groups: Groups,  # ranks agree over the one for numbers; buffers are in memory that the others prefer
+        peers: Peers,
+    ) -> None:
+        self._tracker, self._verdict, self._group, self._peers = tracker, verdict, groups.numbers, peers
+        allocate = functools.partial(allocate_zeros, groups.for_gradients[0])
+        self._memory = GradientMemory(managed, setting.caps, verdict.status, allocate)
+        self.order = list(range(len(managed) - 1, -1, -1))
+        self.has_followed = False
+        self._batch_size = 0
+
+    def note_batch(self, size: int) -> None:
+        """Keep the number of samples in this rank's batch, to compare it with rank 0's; 0 if unknown or weighed."""
+        self._batch_size = size
+
+    def cut(self) -> list[Bucket]:
+        """Return the buckets for the present order. Local; old buckets are worthless afterwards."""
+        buckets = self._memory.cut(self.order)
+        self._tracker.listen_to(buckets)
+        return buckets
+
+    def follow(self) -> bool:
+        """Adopt the bucket order that rank 0 has observed. Return True if it changed. Collective."""
+        device = self._verdict.status.words.device
+        batch_size = self._batch_size
+        order, first_size = self._tracker.agree_on_order(
+            self.order, batch_size, device, self._group, self._peers
+        )
+        if batch_size and first_size and batch_size != first_size:
+            self._verdict.warn_of_unequal_batches(batch_size, first_size)
+        self.has_followed = True
+        changed = order != self.order
+        self.order = order
+        return changed

@@ -7,14 +7,14 @@ Rules
 3. Every backward outside `no_sync` reduces every bucket. What a rank did not use counts as zero. So the sequence of
    collectives depends on the number of synchronized backwards alone, never on which parameters they touched. A sync
    may leave out buckets, if all ranks have agreed in that backward that none of them needs these.
-4. By linearity a second backward before `zero_grad` is right too: the mean of (old + new) is old + mean(new), because
+4. By linearity a second backward before `zero_grad` is right too. The mean of (old + new) is old + mean(new), because
    old is the same on every rank.
 5. A gradient that arrives after its bucket has left is kept apart and reduced once more, on all ranks.
 6. Where one backward runs through several modules on one process group, only the one that began first launches before
    the end: how their buckets would interleave depends on what a rank used.
-7. No collective outside a synchronized backward, except in the constructor, for buffers before a forward, under
-   `join`, after a parameter was unfrozen, in the first forward of a copy with synchronized batch normalisation, and to
-   complete a backward that raised.
+7. No collective outside a synchronized backward. The exceptions are the constructor, buffers before a forward, `join`,
+   an unfrozen parameter, and a backward that raised and has to be completed. A copy with synchronized batch
+   normalisation communicates in its first forward.
 8. A backward whose token autograd has dropped, and that was never ended, has raised. This rank's gradients go at once.
    The other ranks wait for its collectives: they are completed, and the others told, at this rank's next forward,
    window, evaluation or synchronization. Nothing may communicate while an exception is on its way. Gradients that a
@@ -32,6 +32,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,14 +41,12 @@ from torch.nn import Parameter
 
 from paceline.comm.backward import Backward
 from paceline.comm.collectives import device_for_metadata
-from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
-from paceline.ddp.bucket_cuts import BucketCuts
 from paceline.ddp.gradient_sync import SyncFactory
 from paceline.ddp.layout import ManagedParameters
-from paceline.ddp.membership import Groups
+from paceline.ddp.membership import Membership
 from paceline.ddp.open_forwards import Owner, accumulates_everywhere
-from paceline.ddp.ready_tracking import ReadyTracker
+from paceline.ddp.ready_tracking import BucketCuts, ReadyTracker
 from paceline.ddp.setting import Setting
 from paceline.ddp.step import BackwardPass, BackwardPlan, Step
 from paceline.ddp.verdict import Status, Verdict
@@ -55,6 +54,16 @@ from paceline.errors import ConfigurationError, ProtocolError, ReplicaMismatchEr
 from paceline.observe import StepTiming, StepTimings
 from paceline.observe.timings import profiler_range
 from paceline.reductions import StepEnd
+
+
+@dataclass(frozen=True)
+class StepSource:
+    """The functions that give the reducer its plans and steps."""
+
+    # Called when a backward begins, with the forward that owns it.
+    plan: Callable[[Owner | None], BackwardPlan]
+    # Called with a step that has ended, and whether it ended well. Returns the next one.
+    next_step: Callable[[Step, bool], Step]
 
 
 class Reducer:
@@ -65,24 +74,20 @@ class Reducer:
         managed: ManagedParameters,  # whose gradients
         setting: Setting,
         syncs: SyncFactory,  # how the buckets of each backward travel
-        # Asked when a backward begins: whether it reduces gradients, and what it counts.
-        plan: Callable[[Owner | None], BackwardPlan],
-        groups: Groups,  # over whom
-        peers: Peers,
-        number: int,  # of the module, among those over these groups
+        members: Membership,  # the ranks that take part
         timings: StepTimings,  # the last steps, also those of the reducer before this one
         step: Step,  # the one under way
-        # Called with a step that has ended, and whether it ended well: returns the next one.
-        next_step: Callable[[Step, bool], Step],
+        source: StepSource,
     ) -> None:
+        groups, peers = members.groups, members.peers
         self.managed = managed
         self.setting = setting
         self.process_groups = list(groups.for_gradients)
         self.timings = timings
         self.step = step
-        self._next_step = next_step
+        self._next_step = source.next_step
 
-        self._plan = plan
+        self._plan = source.plan
         self._syncs = syncs
         self._peers = peers
         self._group_for_numbers = group = groups.numbers
@@ -97,7 +102,9 @@ class Reducer:
         self._trained_by = threading.get_ident()
 
         # Whether every rank's ended well
-        self.verdict = Verdict(group.rank(), self._num_ranks, list(managed.named().items()), number, apart_on)
+        self.verdict = Verdict(
+            group.rank(), self._num_ranks, list(managed.named().items()), members.number, apart_on
+        )
         # Which forwards wait for a backward, and to which one a backward belongs.
         self.open_forwards = self.verdict.open_forwards
         self.tracker = ReadyTracker(managed, setting, self._take, self._on_full)  # which bucket is full
@@ -114,9 +121,9 @@ class Reducer:
         self._plan = _refuse_backward
 
     def retire(self) -> None:
-        """Another reducer takes the place: backwards of this one's forwards do not begin here any more. Local.
+        """Make room for another reducer. Backwards of this one's forwards do not begin here any more. Local.
 
-        Nothing is kept of groups and of the gradients' memory, whoever still refers to this: a graph of before does.
+        An old graph may still refer to this, so groups and the gradients' memory are let go.
         """
         self.tracker.stop()
         self.tracker.listen_to([])
@@ -128,7 +135,7 @@ class Reducer:
 
     @property
     def num_steps(self) -> int:
-        """Synchronized backwards that ended well, of the earlier reducer, too."""
+        """The number of synchronized backwards that ended well, of earlier reducers, too."""
         return self.step.number - 1
 
     # ---- before a backward
@@ -149,7 +156,7 @@ class Reducer:
         return self.verdict.confirm_suspicion()
 
     def prepare_evaluation(self) -> None:
-        """As `prepare`, before a forward without gradients; a failed module may evaluate.
+        """Prepare a forward without gradients. A module whose communication has failed may evaluate.
 
         On the thread that trains alone: an exception may be on its way there while another thread evaluates.
         """
@@ -159,11 +166,11 @@ class Reducer:
                 self._complete_interrupted(Status.ABORTED)
 
     def step_within_backward(self, on_reduced: Callable[[Parameter], None] | None) -> None:
-        """Call this for every parameter once its gradient is reduced: optimizers that step in backward."""
+        """Set what to call for every parameter once its gradient is reduced (optimizers that step in backward)."""
         self._on_reduced = on_reduced
 
     def note_forward(self, forward_s: float) -> None:
-        """A forward has ended, and took so long."""
+        """Add the seconds of a forward that has ended."""
         if torch.is_grad_enabled():
             self.step.times.note_forward(forward_s)
 
@@ -190,7 +197,7 @@ class Reducer:
     # ---- a backward begins
 
     def begin(self, owner: Owner | None = None) -> BackwardPass:
-        """Backward has reached the module: does it synchronize? Without an `owner`, its forward, it is local."""
+        """Begin a backward that has reached the module. Without an `owner`, its forward, it is local."""
         if self.step.is_interrupted:
             self._complete_interrupted(Status.ABORTED)
         plan = self._plan(owner)
@@ -210,14 +217,13 @@ class Reducer:
             reduction, expected = self.setting.reduction, self.tracker.pending
             expected.begin()
             backward = BackwardPass(
-                token,
+                weakref.ref(token, self._note_raised),
                 plan,
                 self.step,
                 reduction,
                 self._launches_early(),
                 expected.reached,
                 self._record,
-                self._note_raised,
             )
             self.step.begin(backward)
             try:
@@ -233,7 +239,7 @@ class Reducer:
         return backward
 
     def _running(self) -> BackwardPass:
-        """The backward under way. It begins here if it has made a gradient, but passed no output that is watched."""
+        """Return the backward under way. It begins here if it has made a gradient, but passed no watched output."""
         if (backward := self.step.backward) is None or backward.token() is None:
             return self.begin(self.open_forwards.owner_of_running_backward())
         return backward
@@ -241,7 +247,7 @@ class Reducer:
     # ---- a gradient is there
 
     def _take(self, bucket: Bucket, slot: int, parameter: Parameter) -> None:
-        """Autograd has finished a large gradient; the small ones it has added into the buffer itself."""
+        """Take in a large gradient that autograd has finished. Small ones are in the buffer already."""
         backward = self._running()
         if not self.tracker.has_foreign_hooks(parameter) and bucket.expected:
             if backward.plan.synchronizes:
@@ -273,7 +279,7 @@ class Reducer:
 
     def _launch(self, backward: BackwardPass, bucket: Bucket) -> None:
         with profiler_range("launched"):
-            if not bucket.is_collected and backward.sync.leaves(bucket):
+            if not bucket.is_collected and backward.sync.is_needed(bucket):
                 if (origins := self.tracker.origins) is not None:
                     origins.order()
                 used_before = backward.step.used_before
@@ -321,15 +327,15 @@ class Reducer:
             bucket.drop_unwritten()
 
     def _finish(self, backward: BackwardPass) -> None:
-        """Reduce what is left, wait for everything, give every parameter its gradient.
+        """Reduce the rest, wait for everything, and give every parameter its gradient.
 
-        Collective: once a synchronized backward; blocks. Gradients are bitwise equal afterwards, and undefined after an
-        error: StepDroppedError if another rank's backward raised or ranks disagree, PeerLostError if a rank died or
-        hangs.
+        Collective: once a synchronized backward; blocks. Gradients are bitwise equal afterwards. They are undefined
+        after an error. Raises StepDroppedError if another rank's backward raised or ranks disagree. Raises
+        PeerLostError if a rank died or hangs.
         """
         ended_s = time.perf_counter()
         sync, step = backward.sync, backward.step
-        if (error := sync.close()) is not None:
+        if (error := sync.agree()) is not None:
             self._complete(backward, Status.ABORTED)
             raise error
         unused = self._complete(backward, Status.GOOD)
@@ -390,7 +396,7 @@ class Reducer:
             if not bucket.ready_s:
                 with profiler_range("ready"):
                     bucket.mark_ready(time.perf_counter())
-            if sync.leaves(bucket):
+            if sync.is_needed(bucket):
                 bucket.collect(backward.scale, backward.mean_scale, step.used_before, has_ended=True)
         for bucket in self.buckets:
             has_late = has_late or bucket.has_late_gradients()
@@ -437,7 +443,7 @@ class Reducer:
             self.verdict.warn_of_none_unused()
 
     def run_without_autograd(self, plan: BackwardPlan) -> None:
-        """A synchronized backward that touches nothing here: `sync_gradients`, or a joined rank's. Collective."""
+        """Run a synchronized backward that touches nothing here: `sync_gradients`, or a joined rank's. Collective."""
         token = Backward(True, self._end, by_autograd=False)
         self._arm(token, plan)
         token.end()
@@ -446,11 +452,11 @@ class Reducer:
 
     @property
     def _has_begun(self) -> bool:
-        """Whether a backward is under way here."""
+        """Return whether a backward is under way here."""
         return self.step.backward is not None and self.step.backward.token() is not None
 
     def _launches_early(self) -> bool:
-        """Whether no other module over one of these groups is in a synchronized backward (rule 6)."""
+        """Return whether no other module over one of these groups is in a synchronized backward (rule 6)."""
         return len(_reducers) == 1 or not any(map(self._meets, _reducers))
 
     def _meets(self, other: Reducer) -> bool:
@@ -464,7 +470,7 @@ class Reducer:
 
     @property
     def has_failed(self) -> bool:
-        """Whether communication has failed for good."""
+        """Return whether communication has failed for good."""
         return self._failure is not None
 
     def abandon(self, error: Exception) -> None:
@@ -539,7 +545,7 @@ class Reducer:
         sync = backward.sync
         self.tracker.expect_nothing()
         with suppress(StepDroppedError):  # the other ranks raise it; nothing was launched
-            sync.close()
+            sync.agree()
             self._complete(backward, status)
             sync.wait()  # as in `_finish`
             return self.verdict.status.read().only_out_of_memory
@@ -554,7 +560,7 @@ def _refuse_backward(_: Owner | None) -> BackwardPlan:
 
 
 def _never_ended(_: Backward) -> None:
-    """The end of a backward that is given up as soon as it has begun."""
+    """Ignore the end of a backward that is given up as soon as it has begun."""
 
 
 _reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()

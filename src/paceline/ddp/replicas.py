@@ -1,4 +1,4 @@
-"""Before the first step: do all ranks hold the same model? Then give them the same values."""
+"""The comparison of all ranks' models, before the first step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.errors import ReplicaMismatchError
 
 @dataclass(frozen=True)
 class Description:
-    """What has to be equal on all ranks, as lines of text: a title, and what this rank has. The version comes first."""
+    """All that has to be equal on all ranks, as titles and this rank's facts. The version comes first."""
 
     lines: tuple[tuple[str, str], ...]
 
@@ -49,7 +49,7 @@ class Description:
 
     @classmethod
     def of_refusal(cls, error: Exception) -> Description:
-        """What a rank says that cannot wrap its module at all."""
+        """Return the description of a rank that cannot wrap its module at all."""
         return cls(((VERSION, version.__version__), (REFUSAL, str(error))))
 
     def encode(self) -> bytes:
@@ -66,7 +66,7 @@ def _facts(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Verified:
-    """What all ranks know of each other, once they have the same model."""
+    """The facts that all ranks know of each other, once they have the same model."""
 
     # for each rank whether it has the model on a CPU: so defaults that depend on it are the same
     are_on_cpu: Sequence[bool]
@@ -83,22 +83,21 @@ def verify(
     process_group: ProcessGroup,
     peers: Peers,
     device: torch.device,
-    on_cpu: bool = True,
     number: int = 0,
     knows_beside: bool = False,
     remedy: str | None = None,
 ) -> Verified:
-    """Make sure that every rank described the same model, and say where each has it, and what it is called.
+    """Make sure that every rank described the same model. Return where each rank has it, and its number.
 
-    The words that are exchanged lie on `device`; ranks may differ in `on_cpu`, their `number` for the module and
-    `knows_beside`. Collective; blocks. One all-gather of 8 words a rank; a second one, of the whole description, only
-    where ranks differ: then ReplicaMismatchError, the same on every rank, names rank and parameter, and ends with the
-    `remedy`, or as where a model is wrapped.
+    Ranks may differ in the module's `device`, their `number` for it and `knows_beside`. Collective; blocks. One
+    all-gather of 8 words a rank. Only where ranks differ a second one gathers the descriptions. Then every rank raises
+    the same ReplicaMismatchError, which names rank and parameter. It ends with `remedy`, by default that of wrapping.
     """
+    place, on_cpu = device_for_metadata(process_group, device), device.type == "cpu"
     encoded = description.encode()
     digest = hashlib.sha256(encoded).digest()
     words = [len(encoded)] + [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 32, 8)]
-    mine = torch.tensor([*words, on_cpu, knows_beside, number], device=device)
+    mine = torch.tensor([*words, on_cpu, knows_beside, number], device=place)
     gathered = [row.tolist() for row in peers.rows_of_all(mine, process_group, _COMPARING)]
     numbers = [row.pop() for row in gathered]
     knowing = [row.pop() for row in gathered]
@@ -106,7 +105,7 @@ def verify(
     if all(row == gathered[0] for row in gathered):
         return Verified(are_on_cpu, numbers[0], all(knowing))
     longest = max(row[0] for row in gathered)
-    padded = torch.tensor(list(encoded.ljust(longest)), dtype=torch.uint8, device=device)
+    padded = torch.tensor(list(encoded.ljust(longest)), dtype=torch.uint8, device=place)
     texts = peers.rows_of_all(padded, process_group, _COMPARING)
     described = [Description.decode(bytes(text.tolist())) for text in texts]
     raise ReplicaMismatchError(_difference(described, remedy or REMEDY))
@@ -116,14 +115,14 @@ def tell_of_refusal(error: Exception, process_group: ProcessGroup, device: torch
     """Tell ranks that wrap their module that this one cannot. Collective: matches the others' `verify`."""
     if process_group.size() == 1:
         return
-    where = device_for_metadata(process_group, device)
-    peers = Peers(process_group, next_name(process_group, is_collective=True), in_slices=where.type == "cpu")
+    in_slices = device_for_metadata(process_group, device).type == "cpu"
+    peers = Peers(process_group, next_name(process_group, is_collective=True), in_slices=in_slices)
     with suppress(ReplicaMismatchError):  # what the others raise
-        verify(Description.of_refusal(error), process_group, peers, where, device.type == "cpu")
+        verify(Description.of_refusal(error), process_group, peers, device)
 
 
 def _difference(described: Sequence[Description], remedy: str) -> str:
-    """The first difference from rank 0, in words."""
+    """Return the first difference from rank 0, in words."""
     facts = [dict(description.lines) for description in described]
     versions = [lines.get(VERSION, "of a version that does not say") for lines in facts]
     if (other_version := version.difference(versions)) is not None:
@@ -158,7 +157,7 @@ REMEDY = (
 
 
 def _first_missing(these: dict[str, str], those: dict[str, str], rank: int) -> str:
-    """The first trainable parameter of `these` that `those`, of this rank, lack."""
+    """Return the first trainable parameter of `these` that `those`, of this rank, lack."""
     found = [_trainable_names(lines) for lines in (these, those)]
     missing = [name for name in found[0] if name not in found[1]]
     return f"; rank {rank} does not train {missing[0]}, or ignores it" if missing else ""

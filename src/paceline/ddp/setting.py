@@ -1,4 +1,4 @@
-"""How the gradients of one module are reduced: what the constructor's arguments come to, once they are checked."""
+"""The settings of one module's reduction, made of the constructor's checked arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paceline.reductions.hook import is_users_hook
 
 @dataclass
 class Setting:
-    """How the gradients of a module are reduced."""
+    """The settings of one module's reduction."""
 
     process_groups: list[ProcessGroup]  # over whom; several take turns, bucket by bucket
     ignored: set[str]  # names of parameters and buffers that stay each rank's own
@@ -72,10 +72,7 @@ class Setting:
     def _wrappable(
         module: Module, given: Any, process_groups: list[ProcessGroup]
     ) -> tuple[set[str], list[Parameter]]:
-        """Names that are ignored, and the other parameters, of a module that can be wrapped over these groups."""
-        arguments.check_is_module(module)
-        arguments.check_flags(given)
-        arguments.check_mixed_precision(given.mixed_precision)
+        """Check the module. Return the names that are ignored, and the other parameters."""
         arguments.check_delayed(given.delay_all_reduce_named_params, given.param_to_hook_all_reduce)
         make_shards_local(module, given.device_mesh)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -110,7 +107,6 @@ class Setting:
         reduction.prepare(managed.named(), process_groups[0])
         device = parameters[0].device
         shares = arguments.choose_shares(given.batch_sampler, given.balance, process_groups[0], device)
-        arguments.check_weight(given.weight)
         return cls(
             process_groups=process_groups,
             ignored=ignored,
@@ -129,7 +125,7 @@ class Setting:
 
     @property
     def device(self) -> torch.device:
-        """Where the first parameter is."""
+        """The device of the first parameter."""
         return self.parameters[0].device
 
     def managed(self, module: Module) -> ManagedParameters:
@@ -148,7 +144,7 @@ class Setting:
         self.caps = self.given_caps or default
 
     def learn_devices(self, are_on_cpu: Sequence[bool]) -> None:
-        """For each rank whether it has its parameters on a CPU, as all have said. Local."""
+        """Note for each rank whether it has its parameters on a CPU. Local."""
         self.any_on_cpu, self.any_on_accelerator = any(are_on_cpu), not all(are_on_cpu)
         self.choose_caps()
 
@@ -162,11 +158,11 @@ class Setting:
         self.reduction = reduction
 
     def expect(self, find_unused_parameters: bool, static_graph: bool) -> None:
-        """What the wrapper's attributes say now, which users may set. Local; between backwards."""
+        """Take over the wrapper's attributes, which users may set. Local; between backwards."""
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
 
     def described_caps(self) -> str:
-        """What was asked for, equal on all ranks also where defaults depend on the rank."""
+        """Return the caps that were asked for. They are equal on all ranks, also where defaults depend on the rank."""
         place = "one host" if on_one_host(unknown=True) else "several hosts"
         return str(self.given_caps or f"default on {place}")
 

@@ -1,17 +1,17 @@
-"""Which buckets a step leaves out: those that no rank needs, as the ranks agree before the first bucket leaves.
+"""Steps that skip buckets which no rank needs, as the ranks agree before the first bucket leaves.
 
 Rules
 1. When a synchronized backward begins, every rank says which gradients it needs, in one small sum ahead of all buckets.
    The first full bucket waits up to 2 ms for the agreement: what a sum takes if no rank is late, and there may be no
    later bucket to leave with. If it is late, full buckets wait for the next bucket or for the end of backward.
 2. Launch order, relative to other collectives within backward, then depends on timing. If layers share the group, that
-   could deadlock. So over a group of the script's the first full bucket waits without limit (the one place where
-   autograd's thread may wait for the network, besides weights and the end of backward).
-3. A rank needs no gradient of what it has declared to be skipped (`model.skip`), nor, if `looks`, of what the autograd
-   engine says this backward does not reach; but all that earlier backwards of the step have used. A bucket of which no
-   rank needs anything is left out. Its gradients stay what they were, as those of parameters that no rank has used.
-4. Where ranks have declared different layers, all of them read so in the same sum: no rank launches anything, all
-   raise, and say so if the ranks are not in the same step (they would draw alike, but for different steps). A rank
+   could deadlock. So over a group of the script's the first full bucket waits without limit. Besides weights and the
+   end of backward, only there may autograd's thread wait for the network.
+3. A rank needs no gradient of a part that it has declared to be skipped (`model.skip`). If `looks`, it needs none that
+   the autograd engine says this backward does not reach. It needs all that earlier backwards of the step have used. A
+   bucket that no rank needs is skipped. Its gradients stay as they were, as those of parameters that no rank has used.
+4. Where ranks have declared different layers, all of them read so in the same sum. No rank launches anything, and all
+   raise. The error says if the ranks are not in the same step: they would draw alike, but for different steps. A rank
    that runs no backward of its own (joined, or giving up) has no say, and follows.
 5. A gradient of a declared parameter is an error. One that the engine has not foreseen (reentrant checkpointing) is
    late (rule 5 of `reducer`), and from then on this rank needs everything.
@@ -32,10 +32,9 @@ from torch.nn import Module
 from paceline.comm.collectives import Done, Work, all_reduce, device_for_metadata
 from paceline.comm.gradient_group import is_beside
 from paceline.comm.peers import Peers
-from paceline.ddp.bucket import Bucket
+from paceline.ddp.bucket import Bucket, collect_skipped
 from paceline.ddp.droppable import Parts, Unit, flat
 from paceline.ddp.gradient_sync import BucketSync, SyncFactory
-from paceline.ddp.late_gradients import collect_left_out
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Groups
 from paceline.ddp.open_forwards import OpenForwards, out_of_step
@@ -53,7 +52,7 @@ PATIENCE_S = 0.002
 
 
 class Skipping(SyncFactory):
-    """What one module's steps skip, on one rank: makes syncs that leave that out."""
+    """The factory of syncs that skip buckets, for one module on one rank."""
 
     def __init__(self, module: Module, units: Sequence[Unit], looks: bool) -> None:
         super().__init__()
@@ -71,20 +70,21 @@ class Skipping(SyncFactory):
         open_forwards: OpenForwards,
         timings: StepTimings,
     ) -> None:
-        """As `SyncFactory.follow`; the ranks agree over the group for numbers."""
+        """Reduce these parameters from now on. The ranks agree over the group for numbers."""
         super().follow(managed, groups, peers, open_forwards, timings)
         indices = {id(parameter): index for index, parameter in enumerate(managed.parameters)}
         members = [
             frozenset(indices[id(p)] for p in unit.parameters if id(p) in indices) for unit in self._units
         ]
         is_private = groups.for_numbers is not None or all(map(is_beside, groups.for_gradients))
-        self._ranks = _Ranks(managed, groups.numbers, peers, open_forwards, self._units, members, is_private)
+        looks, units = self._looks, self._units
+        self._ranks = _Ranks(managed, groups.numbers, peers, open_forwards, units, members, is_private, looks)
 
     def begin(self, backward: BackwardPass, buckets: Sequence[Bucket]) -> GradientSync:
-        """As `SyncFactory.begin`: take down what is declared, and ask the other ranks if this one may launch now."""
+        """Note what is declared, and ask the other ranks if this one may launch now."""
         declared = frozenset[int]().union(*self._contexts) if backward.by_autograd else frozenset[int]()
         plain = backward.reduction, self._groups, self._peers, buckets, self._times()
-        sync = SkippingSync(self._ranks, declared, self._looks, *plain)
+        sync = SkippingSync(self._ranks, declared, *plain)
         if backward.plan.synchronizes:
             sync.propose(
                 backward.by_autograd, backward.reached() if self._looks else None, backward.step.used_before
@@ -97,7 +97,7 @@ class Skipping(SyncFactory):
 
     @contextmanager
     def skip(self, *what: Any) -> Iterator[None]:
-        """As `DistributedDataParallel.skip`."""
+        """Declare parts to be skipped, as `DistributedDataParallel.skip` says."""
         numbers = self._numbers_of(what)
         self._contexts.append(numbers)
         try:
@@ -122,7 +122,7 @@ class Skipping(SyncFactory):
 
 @dataclass(frozen=True)
 class _Ranks:
-    """Who agrees on what."""
+    """The ranks that agree, and the units on which they agree."""
 
     managed: ManagedParameters
     group: ProcessGroup  # over which the ranks agree
@@ -130,11 +130,12 @@ class _Ranks:
     open_forwards: OpenForwards  # say which rank is ahead
     units: Sequence[Unit]  # what can be skipped
     members: Sequence[frozenset[int]]  # parameter indices of each unit
-    is_private: bool  # nobody else communicates over the groups (rule 2)
+    is_private: bool  # no other code communicates over the groups (rule 2)
+    looks: bool  # parameters that a backward does not reach are skipped (rule 3)
 
     @property
     def num_words(self) -> int:
-        """That say what one rank has declared."""
+        """The number of words that say what one rank has declared."""
         return (_UNITS + len(self.units) - 1) // _BITS + 1
 
 
@@ -145,7 +146,6 @@ class SkippingSync(BucketSync):
         self,
         ranks: _Ranks,  # who agrees
         declared: frozenset[int],  # numbers of the units that this rank has declared to be skipped
-        looks: bool,
         reduction: Reduction,
         groups: Sequence[ProcessGroup],
         peers: Peers,
@@ -153,7 +153,7 @@ class SkippingSync(BucketSync):
         times: DeviceTimes | None,
     ) -> None:
         super().__init__(reduction, groups, peers, buckets, times)
-        self._ranks, self._buckets, self._looks = ranks, buckets, looks
+        self._ranks, self._buckets = ranks, buckets
         self._declared = declared
         # Indices of their parameters
         self.not_expected: frozenset[int] = frozenset().union(*(ranks.members[number] for number in declared))
@@ -167,7 +167,7 @@ class SkippingSync(BucketSync):
     # ---- agreeing
 
     def propose(self, by_autograd: bool, reached: list[bool] | None, used_before: set[int]) -> None:
-        """Take down what this rank needs. Local."""
+        """Write down the gradients that this rank needs. Local."""
         group, managed, num_words = self._ranks.group, self._ranks.managed, self._ranks.num_words
         needs = [
             id(managed.parameters[index]) in used_before
@@ -190,7 +190,7 @@ class SkippingSync(BucketSync):
         return self._pending
 
     def may_launch(self) -> bool:
-        """As `GradientSync.may_launch`; waits once a backward (rules 1 and 2)."""
+        """Return whether the first buckets may leave now. Waits once a backward (rules 1 and 2)."""
         if not self._is_agreed and self._pending is not None:
             patience_s, self._patience_s = self._patience_s, 0.0
             if not self._ranks.is_private or self._has_arrived.wait(patience_s):
@@ -207,7 +207,7 @@ class SkippingSync(BucketSync):
             if any(counts[index] for index in bucket.members):
                 self._last = bucket
             else:
-                bucket.leave_out()
+                bucket.skip()
         self._is_agreed = True
         said = counts[num_parameters:]
         masks = {
@@ -237,9 +237,9 @@ class SkippingSync(BucketSync):
             "Nothing was reduced; the gradients of this step were dropped on every rank, parameters are untouched."
         )
 
-    def close(self) -> Exception | None:
-        """As `GradientSync.close`: raises if ranks skip different layers, returns the error if this one uses one."""
-        super().close()
+    def agree(self) -> Exception | None:
+        """Agree on the buckets to send. Return the error if this rank uses a skipped layer."""
+        super().agree()
         if not self._is_agreed:
             self._read(self._pending or self.ask())
         if self._disagreement:
@@ -264,19 +264,19 @@ class SkippingSync(BucketSync):
 
     # ---- sending
 
-    def leaves(self, bucket: Bucket) -> bool:
-        return not bucket.left_out
+    def is_needed(self, bucket: Bucket) -> bool:
+        return not bucket.is_skipped
 
     def launch(self, bucket: Bucket) -> None:
-        if bucket.left_out:
-            self.leave_out(bucket)
+        if bucket.is_skipped:
+            self.skip(bucket)
         else:
             super().launch(bucket)
 
     def launch_late(self, bucket: Bucket, scale: float) -> Work:
-        if bucket.left_out:
-            collect_left_out(bucket)
+        if bucket.is_skipped:
+            collect_skipped(bucket)
         return super().launch_late(bucket, scale)
 
     def unexplained(self, unused: list[int]) -> list[int]:
-        return [] if self._looks else [index for index in unused if index not in self.not_expected]
+        return [] if self._ranks.looks else [index for index in unused if index not in self.not_expected]

@@ -31,7 +31,7 @@ class SparseBucket:
         self.num_large = 0
         self.touched: list[Tensor] = []
         self.expected = 1
-        self.is_collected = self.left_out = False
+        self.is_collected = self.is_skipped = False
         self.ready_s = 0.0
         self._used = False
         self._kept: Tensor | None = None
@@ -40,7 +40,7 @@ class SparseBucket:
     def arm(self, expected: int) -> None:
         self.touched.clear()
         self.expected = expected
-        self.is_collected = self.left_out = False
+        self.is_collected = self.is_skipped = False
         self.ready_s = 0.0
 
     def expect(self, touches: int) -> None:
@@ -49,8 +49,8 @@ class SparseBucket:
     def mark_ready(self, ready_s: float) -> None:
         self.ready_s = ready_s
 
-    def leave_out(self) -> None:
-        self.left_out, self._used, self._num_touched_at_collect = True, False, 0
+    def skip(self) -> None:
+        self.is_skipped, self._used, self._num_touched_at_collect = True, False, 0
 
     def disarm(self) -> None:
         self.arm(expected=1)
@@ -68,7 +68,7 @@ class SparseBucket:
         """Sparse gradients wait for `collect`."""
 
     def accumulate(self, slot: int) -> None:
-        """There is no buffer to keep it in."""
+        """Ignore the gradient: there is no buffer."""
 
     def collect(self, scale: float, mean_scale: float, used_before: set[int], has_ended: bool) -> None:
         parameter = self.parameters[0]
@@ -78,7 +78,7 @@ class SparseBucket:
         self.message = _scaled(_as_sparse(parameter), mean_scale)
         self.size_bytes = self.message._values().numel() * self.message._values().element_size()
         parameter.grad = None
-        self.is_collected, self.left_out = True, False
+        self.is_collected, self.is_skipped = True, False
 
     def launch(self, reduction: Reduction, group: ProcessGroup, is_last: bool) -> Work:
         return reduction.launch_sparse(self.message, group, self._keep_reduced)
@@ -87,7 +87,7 @@ class SparseBucket:
         self.message = reduced
 
     def attach(self, is_used: Callable[[int], bool]) -> None:
-        if self.left_out:
+        if self.is_skipped:
             return
         if self._used or is_used(self.members[0]):
             self.parameters[0].grad = self.message
@@ -99,7 +99,7 @@ class SparseBucket:
         return [] if self._used else list(self.members)
 
     def has_late_gradients(self) -> bool:
-        return (self.is_collected or self.left_out) and len(self.touched) > self._num_touched_at_collect
+        return (self.is_collected or self.is_skipped) and len(self.touched) > self._num_touched_at_collect
 
     def launch_late(self, scale: float, group: ProcessGroup) -> Work:
         late = _scaled(_as_sparse(self.parameters[0]), scale)
@@ -110,7 +110,7 @@ class SparseBucket:
         self.message = (self.message + late).coalesce()
 
     def drop_unwritten(self) -> None:
-        """Nothing is ever installed."""
+        """Return at once: no gradient is ever aliased."""
 
     def take_over(self, gradients: Mapping[int, Tensor]) -> None:
         gradient = gradients.get(id(self.parameters[0]))

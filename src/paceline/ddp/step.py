@@ -35,7 +35,7 @@ from paceline.reductions import Reduction
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """What one backward counts."""
+    """The weight of one backward, and whether it synchronizes."""
 
     synchronizes: bool = True  # whether it reduces gradients
     weight: float = 1.0  # of this rank's gradients in the mean; over the ranks, weights average to 1
@@ -57,19 +57,19 @@ class GradientSync(ABC):
         self.num_launched = 0  # buckets that have had their turn
 
     def may_launch(self) -> bool:
-        """A bucket is full: whether the first ones may leave before backward has ended. Local."""
+        """Return whether the first full buckets may leave before backward has ended. Local."""
         return True
 
-    def leaves(self, bucket: Bucket) -> bool:
-        """Whether any rank needs the bucket. Local."""
+    def is_needed(self, bucket: Bucket) -> bool:
+        """Return whether any rank needs the bucket. Local."""
         return True
 
     @abstractmethod
     def launch(self, bucket: Bucket) -> None:
-        """It is the bucket's turn: send it, once it is collected. Collective; does not wait."""
+        """Send the bucket, whose turn it is. Collective; does not wait."""
 
-    def close(self) -> Exception | None:
-        """Autograd is done: come to know which buckets leave. Local in a plain sync; else collective, and blocks.
+    def agree(self) -> Exception | None:
+        """Agree on the buckets to send, when autograd has ended. Local in a plain sync; else collective, and blocks.
 
         Returns what this rank has to raise once it has completed the step's collectives. Raises StepDroppedError, on
         every rank, if the ranks do not agree; nothing was launched.
@@ -83,7 +83,7 @@ class GradientSync(ABC):
         return False
 
     def defer(self, backward: BackwardPass) -> bool:
-        """Every rank's backward has ended well: whether somebody else completes each bucket when it is needed.
+        """Return whether the caller's buckets are completed elsewhere. Called when every backward has ended well.
 
         Then it calls `BackwardPass.attach` with each, and after the last one `conclude`.
         """
@@ -98,15 +98,15 @@ class GradientSync(ABC):
         """Start summing what arrived after the bucket had left, or though it was left out. Collective."""
 
     def unexplained(self, unused: list[int]) -> list[int]:
-        """Of these indices of unused parameters those that nobody has declared."""
+        """Return those of these unused parameters' indices that were not declared."""
         return unused
 
     @abstractmethod
     def timings(self) -> tuple[BucketTiming, ...]:
-        """One record a bucket, by index."""
+        """Return one record a bucket, by index."""
 
     def device_times(self) -> DeviceTimes | None:
-        """When a device comes to the same; None on the CPU."""
+        """Return the times of a device; None on the CPU."""
         return self._times
 
 
@@ -118,7 +118,8 @@ class BackwardPass:
 
     def __init__(
         self,
-        token: Backward,  # which autograd owns
+        # Autograd owns it, and drops it early only if the backward has raised: then the reference's callback runs.
+        token: weakref.ref[Backward],
         plan: BackwardPlan,
         step: Step,  # to which it belongs
         reduction: Reduction,  # what combines its gradients
@@ -127,20 +128,20 @@ class BackwardPass:
         reached: Callable[[], list[bool] | None],
         # Called once all gradients have arrived, with this object and the seconds that the step has waited for them.
         on_concluded: Callable[[BackwardPass, float], None],
-        # Called when autograd drops the token: of a backward that was not ended, so it has raised.
-        on_raised: Callable[[weakref.ref[Backward]], None],
     ) -> None:
         # Never a strong reference: that autograd drops the token is the only sign of a raise (`comm.backward`).
-        self.token = weakref.ref(token, on_raised)
+        self.token = token
+        begun = token()
+        assert begun is not None, "the caller holds the token"
         self.plan, self.step, self.reduction = plan, step, reduction
-        self.by_autograd, self.started_s = token.by_autograd, token.started_s
+        self.by_autograd, self.started_s = begun.by_autograd, begun.started_s
         self.launches_early, self.reached, self._on_concluded = launches_early, reached, on_concluded
         self.scale = 1.0  # of gradients on their way into a bucket
         self.mean_scale = 1.0  # of what bypasses the reduction
         self.unused: list[int] = []  # indices of parameters that this rank's step has not used
 
     def start(self, sync: GradientSync, scale: float, mean_scale: float) -> None:
-        """Let its buckets travel so, with these scales. Local."""
+        """Set how its buckets travel, and their scales. Local."""
         self.sync, self.scale, self.mean_scale = sync, scale, mean_scale
 
     def scale_by(self, factor: float) -> None:
@@ -149,7 +150,7 @@ class BackwardPass:
 
     @property
     def is_running(self) -> bool:
-        """Whether autograd is at it."""
+        """Return whether autograd is at it."""
         token = self.token()
         if token is None:
             return False
@@ -193,15 +194,15 @@ class Step:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a backward of it began, and raised before it was completed."""
+        """Return whether a backward of it began, and raised before it was completed."""
         return self.backward is not None and not self.backward.is_running
 
     def begin(self, backward: BackwardPass) -> None:
-        """A backward of it begins. Local."""
+        """Note that a backward of it begins. Local."""
         self.backward = backward
 
     def end_backward(self) -> None:
-        """No backward of it is under way any more. Local."""
+        """Note that its backward has ended. Local."""
         self.backward = None
 
     def divide_by(self, divisor: int | None) -> None:

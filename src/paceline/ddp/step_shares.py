@@ -1,4 +1,4 @@
-"""What a rank tells the others of its share of a step, along with the step's weights: where it is, how long it worked.
+"""A rank's report on its share of a step: its place in the data and its time. It travels with the step's weights.
 
 Rules
 1. Every rank gets every rank's report in the step's weight exchange, before the step's last backward. So all find the
@@ -47,8 +47,8 @@ NO_REPORT = astuple(_Report())
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where a rank's data stand, and what it trains of a step: what new members tell each other. Whole numbers."""
+class DataPosition:
+    """A rank's place in the data and its share of a step, in whole numbers. New members tell each other theirs."""
 
     epoch: int = 0  # of the next step
     position: int = 0  # samples of it before that step
@@ -59,7 +59,7 @@ class Standing:
     moves_micro_steps: int = 0  # whether ranks differ in their number, not in their size; 0 or 1
     limit: int = 0  # the samples of a micro-batch that this rank can hold; 0: not known
 
-    def batch_among(self, had: Sequence[Standing | None]) -> GlobalBatch:
+    def batch_among(self, had: Sequence[DataPosition | None]) -> GlobalBatch:
         """This rank's global batch, cut among others by what they had; None: new. Raises ConfigurationError."""
         if self.moves_micro_steps:
             counts = cut_among([None if it is None else it.micro_steps for it in had], self.num_micro_steps)
@@ -122,7 +122,7 @@ class StepShares:
     # ---- weights
 
     def own_weights(self) -> list[int]:
-        """What this rank's micro-batches count in the step under way. Raises ConfigurationError if there is none."""
+        """Return the weights of this rank's micro-batches in the step. Raises ConfigurationError if there is none."""
         if self.sampler.step is None:
             raise ConfigurationError(
                 "the model has a batch_sampler, but this step did not come from it. Iterate over "
@@ -207,7 +207,10 @@ class StepShares:
                 self.sampler.change(batch, position=int(max(row.fetched for row in rows)))
 
     def make_room(self, ranks: Sequence[int]) -> None:
-        """These ranks ran out of memory: train the step again, in other shares. Local, on all; ConfigurationError."""
+        """Train the step again in other shares, because these ranks ran out of memory. Local, on all ranks.
+
+        Raises ConfigurationError.
+        """
         assert self.balance is not None
         assert self.sampler.step is not None
         self._clock.forget()
@@ -215,8 +218,8 @@ class StepShares:
 
     # ---- other members
 
-    def standing(self, last: StepTiming | None) -> Standing:
-        """Where this rank's data stand after the good step `last`; one not trained comes again. Local."""
+    def data_position(self, last: StepTiming | None) -> DataPosition:
+        """Return where this rank's data stand after the good step `last`; one not trained comes again. Local."""
         sampler, batch, rank = self.sampler, self.sampler.batch, self._rank
         state = sampler.state_dict()
         epoch, position = state["epoch"], state["position"]
@@ -227,7 +230,7 @@ class StepShares:
             position = sampler.step.position  # handed out, and not begun
         elif reported is not None and (0 if last is None else last.step) == self._reported_after:
             behind = (self._reported_in, reported.end), (self._reported_in + 1, 0)
-            if (epoch, position) in behind:  # else somebody has gone elsewhere since
+            if (epoch, position) in behind:  # else the sampler has gone elsewhere since
                 epoch, position = self._reported_in, reported.position
         by_micro_steps = isinstance(batch.accumulation, tuple)
         if self.balance is not None:
@@ -235,7 +238,7 @@ class StepShares:
         counts = batch.micro_steps
         if by_micro_steps:
             counts = tuple(count if size else 0 for size, count in zip(batch.local, counts, strict=True))
-        return Standing(
+        return DataPosition(
             epoch,
             position,
             max(batch.local) if by_micro_steps else batch.local[rank],
@@ -246,7 +249,7 @@ class StepShares:
             (self.balance.limit_of(rank) if self.balance is not None else None) or 0,
         )
 
-    def follow(self, batch: GlobalBatch, rank: int, told: Standing, limits: Sequence[int]) -> None:
+    def follow(self, batch: GlobalBatch, rank: int, told: DataPosition, limits: Sequence[int]) -> None:
         """Train these shares as `rank` from where one has `told` to. Local, on all. ConfigurationError: too large."""
         if self.balance is not None:
             batch = self.balance.begin_again(batch, [limit or None for limit in limits], tells=rank == 0)
@@ -256,14 +259,14 @@ class StepShares:
 
     @property
     def can_make_room(self) -> bool:
-        """Whether a step that did not fit into memory is repeated in other shares."""
+        """Return whether a step that did not fit into memory is repeated in other shares."""
         return self.balance is not None and self.sampler.step is not None
 
 
 def _work_of(step: StepCut, rank: int) -> tuple[int, float]:
-    """What a rank's time in this step is said to be for, and by how much that is more than it trains.
+    """Return the samples that a rank's time is reported for, and by how much they exceed what it trains.
 
-    Where shares are of tokens, it is for the tokens of the rank's share, not for those of its whole sequences: then
+    Where shares are of tokens, it is for the tokens of the rank's share, not for those of its whole sequences. So
     steps can be compared. A step that is far from its share, as the last one of an epoch, is reported as not known.
     """
     if step.planned is None or step.tokens is None:
@@ -290,7 +293,7 @@ class _HostClock:
         """The reducer's own record says when backward ended."""
 
     def work(self, last: StepTiming | None) -> StepWork:
-        """Of the last step, if it has not been asked for, and it is known when that began."""
+        """Return the last step's times, if they were not reported yet and its start is known."""
         if last is None or last.step == self._last_step:
             self.forget()
             return StepWork(0, 0.0)

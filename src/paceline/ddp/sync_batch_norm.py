@@ -138,7 +138,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
 
 
 def convert_sync_batchnorm(module: Module, process_group: ProcessGroup | None = None) -> Module:
-    """As `torch.nn.SyncBatchNorm.convert_sync_batchnorm`, for modules on any device."""
+    """Convert batch normalisation, as torch's method of this name does, for modules on any device."""
     return SyncBatchNorm.convert_sync_batchnorm(module, process_group)
 
 

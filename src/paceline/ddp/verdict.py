@@ -1,13 +1,20 @@
 """Did every rank's backward end well? The metadata that ranks sum with the last bucket, and what follows from it.
 
 Status words are metadata in the last bucket's message, summed with its gradients, so agreeing costs no message of its
-own. Where any rank's gradients are on an accelerator they are a message of their own, between hosts: whoever read them
-in a bucket would wait for the device in every step. What only the device knows, whether gradients are finite, is said
-in a later step, once it has arrived.
+own. Where any rank's gradients are on an accelerator they are a message of their own, between hosts. In a bucket they
+would make every step wait for the device.
 
-Word i (i < number of parameters) is 1 on a rank that used parameter i, so the sum counts the ranks that did; then
-comes one word a rank, zero on all others, that says how its backward ended. The last word counts ranks whose buffers
-have other shapes than the ranks have agreed on.
+Word i (i < number of parameters) is 1 on a rank that used parameter i, so the sum counts these ranks. Then comes one
+word a rank, zero on all others, that says how its backward ended. The last word counts ranks whose buffers have other
+shapes than agreed.
+
+Gradients that are not finite
+1. Before a bucket leaves, one element of each gradient is checked. All elements would take as long as a copy.
+2. The result is part of the status words. Only if a rank has found some, all ranks look closer.
+3. Loss scaling skips steps with such gradients. So a rank warns at the next forward, and only if the parameter is not
+   finite by then. Overlooked ones are in all ranks' gradients one step later: then no rank is named.
+4. An accelerator's values arrive later: a rank tells the others in the first step after that. By then the parameters
+   show whether they are finite, and which gradient was the first is not known.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -24,15 +32,69 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import all_reduce
+from paceline.comm.device import AsyncValue
 from paceline.comm.peers import Peers, describe
-from paceline.ddp.non_finite import Seen, Suspicion
 from paceline.ddp.open_forwards import NOT_COUNTED, OpenForwards, out_of_step
 from paceline.errors import PeerAbortedError, PeerOutOfMemoryError, ProtocolError
+from paceline.recording.fingerprints import is_finite
 from paceline.reductions import Reduction
 
 
+class NonFiniteChecks:
+    """This rank's checks for gradients that are not finite, which it has not told the others yet."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[AsyncValue] = deque()  # of accelerators, a number a step (rule 4)
+
+    def any_of(self, buckets: Sequence[Tensor]) -> bool:
+        """Return whether one of these is NaN. On accelerators, look at values of earlier calls that have arrived.
+
+        Shape () each: NaN for a bucket with gradients that are not finite, else zero. Does not wait for a device.
+        """
+        found = any(math.isnan(bucket.item()) for bucket in buckets if bucket.is_cpu)
+        while self._under_way and self._under_way[0].has_arrived():
+            found = bool(self._under_way.popleft().read().isnan()) or found
+        on_device = [bucket for bucket in buckets if not bucket.is_cpu]
+        if on_device:
+            first, several = on_device[0], len(on_device) > 1
+            self._under_way.append(
+                AsyncValue(torch.stack([b.to(first) for b in on_device]).sum() if several else first)
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class NonFiniteReport:
+    """A step whose gradients are not all finite."""
+
+    step: int  # its number
+    ranks: list[int]  # whose gradients were not
+    name: str  # of the first parameter, in backward's order, whose gradient is not
+    parameter: Tensor
+    is_old: bool  # parameters were not finite before that step
+    # it was one of the steps before `step`; `name` is that of the first parameter (rule 4)
+    is_late: bool = False
+
+    @classmethod
+    def of(
+        cls, step: int, ranks: list[int], named: Sequence[tuple[str, Tensor]], is_late: bool = False
+    ) -> NonFiniteReport | None:
+        """Find the first of these gradients, if told late of these parameters, that is not finite."""
+        if is_late:
+            found = next(((name, one) for name, one in named if not is_finite(one)), None)
+            return None if found is None else cls(step, ranks, *found, is_old=False, is_late=True)
+        for name, parameter in named:
+            if parameter.grad is not None and not is_finite(parameter.grad):
+                return cls(step, ranks, name, parameter, not all(is_finite(one) for _, one in named))
+        return None
+
+    def has_come_true(self) -> bool:
+        """Return whether the parameter is not finite any more either."""
+        return not is_finite(self.parameter)
+
+
 class Status(IntEnum):
-    """How a rank's backward ended."""
+    """The end of a rank's backward."""
 
     GOOD = 0
     LATE_GRADIENTS = 1  # some gradients arrived after their bucket had left: all ranks reduce once more
@@ -50,13 +112,13 @@ _NOT_FINITE_ANY_MORE = "not finite"  # a warning; no suspicion after it
 
 @functools.cache
 def _num_remainders(dtype: torch.dtype) -> int:
-    """How many modules' numbers words of this type tell apart."""
+    """Return how many modules' numbers words of this type tell apart."""
     return int(2 / torch.finfo(dtype).eps / _MODULE)
 
 
 @dataclass(frozen=True)
 class RankStatuses:
-    """What all ranks have said of one backward. It is read once: the message is written anew in the next step."""
+    """The statuses of all ranks for one backward. The message is written anew in the next step."""
 
     words: tuple[int, ...] = ()  # a rank's each; empty if no rank has anything to say
     # Of each parameter, how many ranks used it; empty if this rank has used all, and none is late
@@ -109,7 +171,7 @@ class StatusVector:
         apart_on: torch.device | None = None,
     ) -> None:
         self.apart_on = apart_on
-        self._seen = Seen()
+        self._seen = NonFiniteChecks()
         self._num_parameters = num_parameters
         self._rank = rank
         self.num_words = num_parameters + num_ranks + 1
@@ -167,7 +229,7 @@ class StatusVector:
 
 
 class Verdict:
-    """What follows from all ranks' status words, for one module on one rank. `named` are the parameters, by index."""
+    """The conclusions from all ranks' statuses, for one module on one rank. `named` are the parameters, by index."""
 
     def __init__(
         self,
@@ -181,7 +243,7 @@ class Verdict:
         self.open_forwards = OpenForwards()
         self._rank = rank
         self._named = named
-        self._suspicion: Suspicion | None = None
+        self._suspicion: NonFiniteReport | None = None
         self._warned: set[str] = set()
 
     def exchange(self, process_group: ProcessGroup, peers: Peers) -> None:
@@ -250,14 +312,15 @@ class Verdict:
     # ---- gradients that are not finite
 
     def suspect_first_not_finite(self, statuses: RankStatuses, step: int, order: Sequence[int]) -> None:
-        """If ranks have seen gradients that are not finite, find the first in backward's order, to be said later."""
+        """Find the first gradient in backward's order that is not finite, if ranks have seen one. Warn later."""
         ranks = statuses.ranks_not_finite
         if ranks and self._suspicion is None and _NOT_FINITE_ANY_MORE not in self._warned:
             is_late = self.status.apart_on is not None
-            self._suspicion = Suspicion.of(step, ranks, [self._named[index] for index in order], is_late)
+            named = [self._named[index] for index in order]
+            self._suspicion = NonFiniteReport.of(step, ranks, named, is_late)
 
     def confirm_suspicion(self) -> str:
-        """At the next forward: warn if the parameter is not finite either.
+        """Warn, at the next forward, if the parameter is not finite either.
 
         Returns its name, once, if it may have been this rank's gradient; else "".
         """
@@ -285,26 +348,26 @@ class Verdict:
             "rank, so the mean is right; pass find_unused_parameters=True if that is intended.",
         )
 
-    def _warn_of_not_finite(self, suspicion: Suspicion) -> None:
+    def _warn_of_not_finite(self, suspicion: NonFiniteReport) -> None:
         ranks = " and ".join(map(str, suspicion.ranks))
         found = (
             f"In step {suspicion.step} gradients of rank {ranks} were not, before they were averaged with the others'; "
             f"the first in backward's order was that of {suspicion.name}. Look at rank {suspicion.ranks[0]}'s batch "
-            "and loss in that step. To go on, "
+            "and loss in that step."
         )
         if suspicion.is_late:
             found = (
                 f"Shortly before step {suspicion.step} gradients of rank {ranks} were not, before they were averaged "
-                f"with the others'. Look at rank {suspicion.ranks[0]}'s batches and losses there. To go on, "
+                f"with the others'. Look at rank {suspicion.ranks[0]}'s batches and losses there."
             )
         unknown = (
             f"They were already not finite before step {suspicion.step}. Which rank caused it is unknown, because "
-            f"only one element per gradient is checked. To go on, "
+            "only one element per gradient is checked."
         )
         self._warn(
             _NOT_FINITE_ANY_MORE,
-            f"parameters are not finite any more. {unknown if suspicion.is_old else found}restart from the last "
-            "checkpoint, and skip such steps: `if model.gradients_are_finite(): optimizer.step()`.",
+            f"parameters are not finite any more. {unknown if suspicion.is_old else found} To go on, restart from "
+            "the last checkpoint, and skip such steps: `if model.gradients_are_finite(): optimizer.step()`.",
         )
 
     def warn_of_local_backward(self) -> None:
@@ -323,11 +386,11 @@ class Verdict:
         )
 
     def warn_of_none_unused(self) -> None:
-        self._warn(
-            "none unused",
-            "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters "
-            "in the forward pass. Looking costs a little in every step; leave it out if there never are any.",
+        found = "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters"
+        advice = (
+            "in the forward pass. Looking costs a little in every step; leave it out if there never are any."
         )
+        self._warn("none unused", f"{found} {advice}")
 
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._warned:
@@ -336,5 +399,5 @@ class Verdict:
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """Which ranks, in words."""
+    """Return which ranks, in words."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

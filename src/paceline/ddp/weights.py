@@ -1,8 +1,8 @@
-"""What every rank's micro-batches of one step count, summed over the ranks while the first forward runs.
+"""The weights of one step's micro-batches, summed over the ranks while the first forward runs.
 
 Rules
-1. One message a step. Backward waits for it as it begins: the factor has to be known before the first gradient enters
-   a bucket, so that gradients are scaled once, and half precision does not overflow in the sum. A window launches it
+1. One message a step. Backward waits for it as it begins, because the first gradient needs the factor when it enters
+   its bucket. So gradients are scaled once, and half precision does not overflow in the sum. A window launches it
    before its first forward. A plain step launches it only when its backward begins, because a forward may have no
    backward: then autograd's thread waits for one small message. It has 8 bytes, 8 a rank, and 64 a rank more if shares
    are reported (`step_shares.py`).
@@ -20,10 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import Done, Work, all_reduce, device_for_metadata
-from paceline.comm.peers import Peers
 from paceline.ddp.buffers import BufferSync
 from paceline.ddp.membership import Membership
 from paceline.ddp.setting import Setting
@@ -38,7 +36,7 @@ REFUSED = -1
 
 
 def checked_weight(given: object, whose: str) -> float:
-    """A weight that a caller's function has returned. Raises ConfigurationError if it is none."""
+    """Return a weight that a caller's function has returned. Raises ConfigurationError if it is none."""
     weight = number(given)
     if not 0 <= weight < math.inf:
         words = repr(given) if math.isnan(weight) else weight
@@ -50,7 +48,7 @@ def checked_weight(given: object, whose: str) -> float:
 
 @dataclass(frozen=True)
 class StepWeights:
-    """One step, over all ranks."""
+    """The weights of one step, over all ranks."""
 
     total: float  # sum of the weights of all micro-batches
     # How many micro-batches of positive weight each rank has; REFUSED where it could not take part.
@@ -64,7 +62,7 @@ class StepWeights:
 
     @property
     def first_rank(self) -> int:
-        """The first that has a micro-batch; 0 if none has."""
+        """The first rank that has a micro-batch; 0 if none has."""
         return next((rank for rank, count in enumerate(self.micro_steps) if count > 0), 0)
 
     def raise_if_refused(self, rank: int) -> None:
@@ -90,28 +88,28 @@ class StepWeights:
 
 
 class WeightExchange:
-    """The sum under way. Collective, once a step; the constructor does not block, `finish` does."""
+    """The sum under way. Collective, once a step. The constructor does not block, `finish` does."""
 
     def __init__(
         self,
         weight: float,  # of all micro-batches of this rank
         num_micro_steps: int,  # how many it has; REFUSED if it cannot take part
-        process_group: ProcessGroup,
-        peers: Peers,
-        device: torch.device,
+        members: Membership,
         report: Sequence[float] = (),  # this rank's words on its share; equally many on every rank, or none
         # Called once, with the words of all ranks, if none of them refused
         on_reports: Callable[[Sequence[Sequence[float]]], None] | None = None,
         buffers: BufferSync | None = None,  # of the step: the first rank that has micro-batches gives its own
     ) -> None:
-        self._peers = peers
+        # The group of gradients is idle when a step begins, and its small messages are faster.
+        process_group = members.groups.numbers
+        self._peers = members.peers
         self._num_ranks, self._on_reports, self._buffers = process_group.size(), on_reports, buffers
         rank, width = process_group.rank(), len(report)
         words = [0.0] * (1 + (1 + width) * self._num_ranks)
         words[0], words[1 + rank] = weight, float(num_micro_steps)
         place = 1 + self._num_ranks + rank * width
         words[place : place + width] = report
-        where = device_for_metadata(process_group, device)
+        where = device_for_metadata(process_group, members.device)
         self._words = torch.tensor(words, dtype=torch.float64, device=where)
         is_alone = process_group.size() == 1
         self._pending: Work = Done() if is_alone else all_reduce(self._words, process_group)
@@ -120,7 +118,7 @@ class WeightExchange:
 
     @property
     def has_failed(self) -> bool:
-        """Whether its sum will never come."""
+        """Return whether its sum will never come."""
         return self._lost is not None
 
     def finish(self) -> StepWeights:
@@ -140,14 +138,14 @@ class WeightExchange:
             reports = tuple(tuple(words[at : at + width]) for at in range(0, len(words), width or 1))
             self._found = StepWeights(total, tuple(round(count) for count in counts), reports)
             if self._buffers is not None:
-                self._buffers.come_from(self._found.first_rank)
+                self._buffers.set_source(self._found.first_rank)
             if self._on_reports is not None and not self._found.refusing_ranks:
                 self._on_reports(reports)
         return self._found
 
 
 class Weighing:
-    """What the batches of one module count, on one rank: asks, tells the other ranks, and says it in a step's plan."""
+    """The weights of one module's batches, on one rank. They are exchanged, and go into a step's plan."""
 
     def __init__(
         self,
@@ -161,7 +159,7 @@ class Weighing:
 
     @property
     def is_on(self) -> bool:
-        """Whether steps outside of windows count their batches by weights."""
+        """Return whether steps outside of windows count their batches by weights."""
         return self._setting.weight is not None or self._setting.shares is not None
 
     def weigh_plain(self, inputs: Sequence[Any], kwargs: Mapping[str, Any], will_synchronize: bool) -> float:
@@ -205,11 +203,7 @@ class Weighing:
         if shares is not None:
             report = shares.report(self._timings.last) if begins_step else NO_REPORT
         take = None if shares is None else shares.take
-        # Where gradients go a small message costs less, too; none of theirs is under way when a step begins.
-        group = members.groups.numbers
-        return WeightExchange(
-            weight, num_micro_steps, group, members.peers, members.device, report, take, buffers
-        )
+        return WeightExchange(weight, num_micro_steps, members, report, take, buffers)
 
     def finish(self, exchange: WeightExchange) -> StepWeights:
         """Wait for what the micro-batches count. Raises PeerLostError, and ProtocolError if steps differ."""
@@ -222,7 +216,7 @@ class Weighing:
             raise
 
     def plan(self, weights: StepWeights, weight: float, total: float, divisor: int | None) -> BackwardPlan:
-        """What the backward that begins counts: `weight` of its last micro-batch, `total` of all of them. Local."""
+        """Return the plan of a backward: `weight` is that of its last micro-batch, `total` of all. Local."""
         setting = self._setting
         if setting.shares is not None:
             setting.shares.backward_begins()
@@ -238,7 +232,7 @@ class Weighing:
 
     @contextlib.contextmanager
     def wait(self) -> Iterator[None]:
-        """What is done meanwhile is waiting for other ranks, no work of this one."""
+        """Count the time in this context as waiting for other ranks."""
         since_s = time.perf_counter()
         try:
             yield

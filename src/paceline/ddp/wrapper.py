@@ -5,7 +5,6 @@ The gradient's way from here: `forward` arms (`Reducer.prepare`, `watch`), backw
 
 from __future__ import annotations
 
-import functools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,22 +32,24 @@ from paceline.ddp.membership import Membership
 from paceline.ddp.mixed_precision import LowPrecision, cast_buffers
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.setting import Setting
-from paceline.ddp.torch_compat import state_names
 from paceline.ddp.torch_compat.dynamo import (
     may_compile,
     run_uncompiled_if_compiling,
     runs_module,
     skip_package,
 )
-from paceline.ddp.torch_compat.torch_surface import TorchSurface, without_group
+from paceline.ddp.torch_compat.torch_surface import (
+    TorchSurface,
+    restore_names,
+    take_back_names,
+    without_group,
+)
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTimings
 from paceline.recording.fingerprints import is_finite
 from paceline.reductions import Reduction
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from paceline.diagnosis import Diagnosis
 
 
@@ -98,7 +99,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         overlap_forward: Let the next forward run while gradients are still under way. Backward returns when autograd is
             done on all ranks. A module's forward waits for its own parameters only. For an optimizer that went through
             `paceline.optim.overlap`, on CPUs of several hosts, over Gloo; used where it is predicted to shorten a step.
-            "always": without asking. "debug": always, and a read past the hooks raises. Not torch's.
+            "always": without asking. Not torch's.
         compression: Send fewer bytes for the mean: "fp16", "bf16", "int8", "onebit", "topk", "randomk", "powersgd", a
             `paceline.compression.Compressor`, or a reduction that compresses. "auto": only if that shortens a step.
             Not torch's.
@@ -173,23 +174,15 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         )
         self._paceline_set_up(init_sync, init_sync_buffers, overlap_forward)
 
-    if not TYPE_CHECKING:  # a type checker knows the names from `__init__`
-
-        @functools.wraps(__init__, assigned=())  # so that the class keeps its signature
-        def __new__(cls, *_: Any, **given: Any) -> Self:
-            """Refuse misspelt arguments, with the one that was probably meant."""
-            arguments.refuse_unknown(cls, given)
-            return super().__new__(cls)
-
     def _paceline_set_up(
         self, init_sync: bool, init_sync_buffers: bool, overlap_forward: bool | str = False
     ) -> None:
-        """Everything that depends on the process group and cannot be pickled; collective if `init_sync`."""
+        """Set up all that depends on the process group and cannot be pickled. Collective if `init_sync`."""
         self._paceline_init_torch_surface()
         setting = self._paceline_setting
         managed = setting.managed(self.module)
         name = next_name(self.process_group, init_sync)
-        self._paceline_steps = steps = StepCoordinator(self, setting, name)
+        self._paceline_coordinator = steps = StepCoordinator(self, setting, name)
         if steps.has_sync_batch_norm:
             sync_batch_norm.adopt(self.module)
         more = (("broadcast_buffers", init_sync_buffers), ("overlap_forward", overlap_forward))
@@ -210,26 +203,26 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         steps.build_reducer(managed)
         weakref.finalize(self, steps.let_go)
         self._paceline_initial_bucket_sizes = [bucket.size_bytes for bucket in self.reducer.buckets]
-        self._register_load_state_dict_pre_hook(state_names.restore, with_module=True)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(state_names.take_back)  # type: ignore[no-untyped-call]
+        self._register_load_state_dict_pre_hook(restore_names, with_module=True)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(take_back_names)  # type: ignore[no-untyped-call]
 
     @property
     def membership(self) -> Membership:
-        """Who trains the module together: ranks, groups, and `rebuild`, by which others take their places."""
-        return self._paceline_steps.membership
+        """The ranks that train the module together, their groups, and `rebuild`, by which others take their places."""
+        return self._paceline_coordinator.membership
 
     @property
     def forward_overlap(self) -> ForwardOverlap | None:
-        """What defers the end of steps into the next forward: `is_on`, `gain`. None without `overlap_forward`.
+        """The state of forward overlap: `is_on`, `gain`. None without `overlap_forward`.
 
         `timings.decisions["overlap_forward"]` says in words whether it is on, and why.
         """
-        return self._paceline_steps.forward_overlap
+        return self._paceline_coordinator.forward_overlap
 
     def flush(self) -> None:
         """Complete the steps that `overlap_forward` has deferred: every gradient arrives, every parameter is stepped.
 
-        Whoever reads a parameter or a gradient waits for it anyway; this is for reads that torch does not see, and for
+        Each read of a parameter or a gradient waits for it anyway. This is for reads that torch does not see, and for
         measuring.
 
         Contract:
@@ -243,8 +236,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     @property
     def reducer(self) -> Reducer:  # type: ignore[override]
-        """What reduces the gradients now; another one once parameters were unfrozen."""
-        return self._paceline_steps.reducer
+        """The reducer in use; another one once parameters were unfrozen."""
+        return self._paceline_coordinator.reducer
 
     # ---- forward
 
@@ -256,14 +249,12 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             output = self._run_ddp_forward(*inputs, **kwargs)
             output = self._post_forward(output)
-            if self._paceline_steps.forward_overlap is not None:
-                self._paceline_steps.check_outputs(inputs_outputs.find_tensors(output))
             self.reducer.note_forward(time.perf_counter() - began_s)
             return output
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if _trains():
-            self._paceline_steps.prepare_forward(inputs, kwargs)
+            self._paceline_coordinator.prepare_forward(inputs, kwargs)
         elif torch._C._functorch.peek_interpreter_stack() is None:
             self.reducer.prepare_evaluation()
         if self.device_ids:
@@ -277,7 +268,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     @runs_module
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._paceline_check_not_within(TorchDDP._active_ddp_module)
-        if (overlap := self._paceline_steps.forward_overlap) is not None:
+        if (overlap := self._paceline_coordinator.forward_overlap) is not None:
             run_uncompiled_if_compiling(overlap.flush)  # what dynamo makes of a module may not run its hooks
         outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
         try:
@@ -295,7 +286,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         if _trains():
             begin = self.reducer.open_forwards.begin_of_last
             nodes = inputs_outputs.find_nodes(output, self.module, begin)
-            self._paceline_steps.watch(nodes)
+            self._paceline_coordinator.watch(nodes)
             if self._paceline_low_precision is not None:
                 self._paceline_low_precision.keep_for_backward(nodes)
         return output
@@ -338,7 +329,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             ProtocolError: A micro-batch without, or with more than one, backward; a loop that was left early. Whatever
                 is raised within the window, the other ranks get a PeerAbortedError and no gradients.
         """
-        return Window(self._paceline_steps, batches, weight)
+        return Window(self._paceline_coordinator, batches, weight)
 
     def sync_gradients(self) -> None:
         """Reduce what backwards under `no_sync` have accumulated, without another forward and backward.
@@ -346,7 +337,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         Contract:
             Collective: every rank.  Blocks: yes.  Mutates: `.grad` of all parameters.
         """
-        self._paceline_steps.synchronize_gradients()
+        self._paceline_coordinator.synchronize_gradients()
 
     def skip(self, *what: Module | torch.nn.Parameter | str | Iterable[Any]) -> AbstractContextManager[None]:
         """Backwards that begin in this context make no gradients of these parts: their buckets are not reduced.
@@ -366,16 +357,16 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
                 other ranks then get a PeerAbortedError).
             ConfigurationError: What is no entry of `droppable`, nor several; at once.
         """
-        if self._paceline_steps.skipping is None:
+        if self._paceline_coordinator.skipping is None:
             raise ConfigurationError(
                 "skip(): this model was not told what may be skipped. All ranks have to know that from the start: give "
                 "DistributedDataParallel(..., droppable=list(net.blocks))."
             )
-        return self._paceline_steps.skipping.skip(*what)
+        return self._paceline_coordinator.skipping.skip(*what)
 
     @property
     def reduction(self) -> Reduction:
-        """What combines the ranks' gradients; its `state_dict()` is this rank's own, to be saved by every rank.
+        """The reduction of the ranks' gradients. Its `state_dict()` is this rank's own, to be saved by every rank.
 
         A step that `overlap_forward` has deferred is completed first: as `flush`.
         """
@@ -383,7 +374,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         return self._paceline_setting.reduction
 
     def balance_report(self) -> dict[str, Any]:
-        """What `balance` has learnt and done, for JSON; empty without it. Local; the same on every rank."""
+        """Return what `balance` has learnt and done, for JSON; empty without it. Local; the same on every rank."""
         shares = self._paceline_setting.shares
         if shares is None or shares.balance is None:
             return {}
@@ -398,7 +389,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             super().zero_grad(set_to_none)
 
     def gradients_are_finite(self) -> bool:
-        """Whether no `.grad` holds an infinity or a NaN: if one does, skip the optimizer's step, on all ranks alike.
+        """Return whether all gradients are finite. If not, skip the optimizer's step, on all ranks alike.
 
         Contract:
             Local. After a synchronized backward the same on every rank, because gradients are.
@@ -407,7 +398,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     @property
     def timings(self) -> StepTimings:
-        """When each bucket of the last steps was ready, launched and done, and how long backward waited."""
+        """Return when each bucket of the last steps was ready, launched and done, and how long backward waited."""
         return self.reducer.timings
 
     def doctor(self) -> Diagnosis:
@@ -422,7 +413,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         Raises:
             PeerLostError: A rank died or hangs.
         """
-        return self._paceline_steps.doctor()
+        return self._paceline_coordinator.doctor()
 
     # ---- uneven inputs
 
@@ -450,7 +441,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
-        left_out = {"_paceline_steps", "logger", "device_mesh", "_paceline_low_precision"}
+        left_out = {"_paceline_coordinator", "logger", "device_mesh", "_paceline_low_precision"}
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
         state["_load_state_dict_post_hooks"] = type(self._load_state_dict_post_hooks)()

@@ -1,13 +1,11 @@
 """Runs a torch communication hook, `hook(state, bucket) -> Future[Tensor]`, as a reduction.
 
-The hooks at the end replace torch hooks that work on one backend only, with the same signature and results. Torch's
-quantization hooks take NCCL's nesting of a gathered result for granted. Its batched PowerSGD calls its own
-orthogonalization with a matrix where a batch of matrices is demanded, and fails everywhere (torch 2.13).
+The hooks at the end replace torch's quantization hooks, which expect NCCL's nesting of a gathered result. They have the
+same signature and results.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -17,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import FutureWork, Work, all_gather, all_reduce
+from paceline.comm.collectives import FutureWork, Work, all_gather
 from paceline.errors import HookError
 from paceline.reductions.reduction import Message, Reduction
 
@@ -174,52 +172,3 @@ def _affine_8bit(channels: Tensor) -> tuple[Tensor, Tensor]:
     scales = ((high - low) / 255.0).clamp(min=torch.finfo(torch.float32).eps)
     zero_points = (-torch.round(low / scales)).clamp(0, 255)
     return scales, zero_points
-
-
-def batched_power_sgd(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """PowerSGD of a whole bucket seen as one square matrix M, padded with zeros: P = MQ, Q = MᵀP̂, M ≈ P̂Qᵀ.
-
-    Source:
-        Vogels et al., "PowerSGD", NeurIPS 2019, Algorithm 1, on one matrix a bucket.
-    """
-    group = state.process_group or dist.distributed_c10d._get_default_group()
-    flat = bucket.buffer()
-    if state.iter < state.start_powerSGD_iter:
-        state.maybe_increase_iter(bucket)
-        summing = all_reduce(flat.div_(group.size()), group)
-        return cast("torch.futures.Future[Tensor]", summing.future().then(lambda _: flat))
-    side = math.ceil(math.sqrt(flat.numel()))
-    matrix = torch.zeros(side * side, dtype=flat.dtype, device=flat.device)
-    matrix[: flat.numel()] = flat
-    if state.use_error_feedback and bucket.index() in state.error_dict:
-        matrix += state.error_dict[bucket.index()]
-    square = matrix.view(side, side)
-    q = _starting_q(state, bucket.index(), square)
-    p = square @ torch.linalg.qr(q.float()).Q.to(q.dtype)
-    result: torch.futures.Future[Tensor] = torch.futures.Future()
-
-    def on_p(_: Any) -> None:
-        basis = torch.linalg.qr(p.float()).Q.to(p.dtype)
-        mean_q = square.t() @ basis
-        all_reduce(mean_q, group).future().add_done_callback(lambda _: on_q(basis, mean_q.div_(group.size())))
-
-    def on_q(basis: Tensor, mean_q: Tensor) -> None:
-        approximation = basis @ mean_q.t()
-        if state.use_error_feedback:
-            state.error_dict[bucket.index()] = matrix - approximation.view(-1)
-        if state.warm_start:
-            state.q_memory_dict[bucket.index()] = mean_q
-        state.maybe_increase_iter(bucket)
-        result.set_result(approximation.view(-1)[: flat.numel()])
-
-    all_reduce(p, group).future().add_done_callback(on_p)
-    return result
-
-
-def _starting_q(state: Any, index: int, square: Tensor) -> Tensor:
-    """Last step's Q where it is kept, else random values, the same on every rank."""
-    if state.warm_start and index in state.q_memory_dict:
-        return cast("Tensor", state.q_memory_dict[index])
-    generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
-    rank = min(state.matrix_approximation_rank, square.shape[0])
-    return torch.randn(square.shape[0], rank, generator=generator, dtype=torch.float32).to(square)

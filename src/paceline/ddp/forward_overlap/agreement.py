@@ -21,9 +21,8 @@ from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import broadcast
 from paceline.comm.peers import Peers
-from paceline.ddp.bucket import Bucket
-from paceline.ddp.forward_overlap.outstanding import Needs
-from paceline.ddp.views import real_dtype
+from paceline.ddp.bucket import Bucket, real_dtype
+from paceline.ddp.forward_overlap.outstanding import FirstUseTimes
 from paceline.observe import StepTiming, StepTimings
 from paceline.planning.forward_overlap import LEAST_GAIN_RATIO, Gain, MeasuredStep, Piece, cut, plan, predict
 from paceline.planning.trial import Phase, StepPlan, Trial, TrialConfig
@@ -86,7 +85,12 @@ class Agreement:
         self._plans = {}
 
     def defers(
-        self, buckets: Sequence[Bucket], step: int, timings: StepTimings, forward_s: float, needs: Needs
+        self,
+        buckets: Sequence[Bucket],
+        step: int,
+        timings: StepTimings,
+        forward_s: float,
+        needs: FirstUseTimes,
     ) -> bool:
         """Return whether the module's `step`, which begins, is deferred. Collective when ranks agree or compare."""
         if self.is_off:
@@ -113,7 +117,7 @@ class Agreement:
         return step == AGREES_AFTER_STEPS or is_cut_anew or again
 
     def _agree(
-        self, buckets: Sequence[Bucket], timings: StepTimings, forward_s: float, needs: Needs
+        self, buckets: Sequence[Bucket], timings: StepTimings, forward_s: float, needs: FirstUseTimes
     ) -> Agreed:
         timings.settle()
         forward_s = max(0.0, forward_s - needs.waited_s)

@@ -6,13 +6,13 @@ Rules
    at once, never changes what it sends.
 2. No parameter is stepped before every rank's backward is known to have ended well: backward itself waits for the
    status words. So a rank that raised is reported before any parameter is touched.
-3. Calls that come while gradients are under way (`optimizer.step`, `zero_grad`) are noted, and repeated bucket by
-   bucket, in their order, with the settings that they were made with (torch's modes, too), as buckets arrive.
-4. Parameters change on the thread that asks for them, where it asks: before a module's forward, or when somebody reads
-   one (`outstanding`). Never behind its back; only when the wrapper has been dropped, whenever Python notices.
+3. Calls while gradients are under way (`optimizer.step`, `zero_grad`) are noted. As buckets arrive, they are repeated
+   bucket by bucket, in their order, with the settings and modes of torch that they were made with.
+4. Parameters change on the thread that asks for them, where it asks: before a module's forward, or at a read
+   (`outstanding`). The one exception is a dropped wrapper: its step is completed when Python notices.
 5. A process that is forked from this one has no threads that gradients could arrive on. So steps are completed before.
 6. A parameter is outstanding until its step is whole. If its bucket does not arrive, or the optimizer raises, it stays
-   so, and whoever reads it is refused: a model that is half stepped is not saved by mistake.
+   so, and every read raises. So a half-stepped model is not saved by mistake.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -39,13 +39,13 @@ from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.forward_overlap.agreement import Agreement
 from paceline.ddp.forward_overlap.open_step import (
     Action,
-    Cover,
     DeferredStep,
     Moment,
+    NaNMask,
     outside_transforms,
     zero_gradients,
 )
-from paceline.ddp.forward_overlap.outstanding import Needs, install, lock
+from paceline.ddp.forward_overlap.outstanding import FirstUseTimes, install, lock
 from paceline.ddp.forward_overlap.piece_sync import HALF_STEPPED, PieceSync
 from paceline.ddp.gradient_sync import SyncFactory
 from paceline.ddp.layout import ManagedParameters
@@ -62,9 +62,8 @@ GRACE_S = 1.0  # for sums under way when the program ends with an error
 class ForwardOverlap(SyncFactory):
     """Defers the end of steps into the next forward, for one module on one rank.
 
-    The ranks agree over the script's `process_group`; `piece_group` is for pieces alone. `poisons` (debug) fills
-    parameters with NaN while their step is outstanding. `is_idle`: nothing is outstanding or to be measured. `lock` is
-    held while a step is deferred, or a part of it completed.
+    The ranks agree over the script's `process_group`; `piece_group` carries only pieces. `is_idle` means
+    that nothing is outstanding or to be measured. `lock` is held while a step is deferred, or a part of it completed.
     """
 
     lock = lock
@@ -76,20 +75,18 @@ class ForwardOverlap(SyncFactory):
         piece_group: ProcessGroup,
         peers: Peers,
         is_forced: bool = False,
-        poisons: bool = False,
     ) -> None:
         super().__init__()
         self._piece_group: ProcessGroup | None = piece_group
-        self._poisons = poisons
         self._agreement = Agreement(process_group, peers, is_forced)
         self._tells = process_group.rank() == 0 and not is_forced
         self._has_optimizer = False  # without one, backward waits for its gradients
         self.is_idle = False
         self._step: DeferredStep | None = None
         self._failure: BaseException | None = None
-        self._needs = Needs()
+        self._needs = FirstUseTimes()
         self._warned: set[str] = set()
-        self._cover = Cover()
+        self._cover = NaNMask()
         self._module = module
         self._timings = StepTimings()  # of the reducer that it follows
         self._hooks: tuple[RemovableHandle, ...] = ()
@@ -98,12 +95,12 @@ class ForwardOverlap(SyncFactory):
 
     @property
     def is_on(self) -> bool | None:
-        """Whether steps are deferred; None as long as the ranks measure; False is for good. Local."""
+        """Return whether steps are deferred; None as long as the ranks measure; False is for good. Local."""
         return self._agreement.is_on
 
     @property
     def gain(self) -> Gain | None:
-        """What it was predicted to save, before it was on. Local."""
+        """The predicted gain, from before it was on. Local."""
         return self._agreement.gain
 
     @property
@@ -121,7 +118,7 @@ class ForwardOverlap(SyncFactory):
         open_forwards: OpenForwards,
         timings: StepTimings,
     ) -> None:
-        """As `SyncFactory.follow`. Local; flushes."""
+        """Reduce these parameters from now on. Local; flushes."""
         self.flush()
         super().follow(managed, groups, peers, open_forwards, timings)
         self._timings = timings
@@ -131,12 +128,15 @@ class ForwardOverlap(SyncFactory):
         self._agreement.start_again()
 
     def move_to(self, process_group: ProcessGroup, piece_group: ProcessGroup, peers: Peers) -> None:
-        """Other ranks reduce from now on, over these groups. Local; nothing is outstanding."""
+        """Use these groups of a new membership. Local; nothing is outstanding."""
         self._piece_group = piece_group
         self._agreement.move_to(process_group, peers)
 
     def begin(self, backward: BackwardPass, buckets: Sequence[Bucket]) -> GradientSync:
-        """As `SyncFactory.begin`; flush, as it needs the buffers. Collective when ranks agree or compare."""
+        """Return the sync of a backward that begins. Flush first, because it needs the buffers.
+
+        Collective when ranks agree or compare.
+        """
         self.flush()
         if not backward.plan.synchronizes:
             return super().begin(backward, buckets)
@@ -166,7 +166,7 @@ class ForwardOverlap(SyncFactory):
         return self._sync
 
     def _defer(self, sync: PieceSync, backward: BackwardPass) -> bool:
-        """As `GradientSync.defer`: complete each bucket of this sync when it is needed, if an optimizer takes part."""
+        """Complete each bucket of this sync when it is needed, if an optimizer takes part. Return whether one does."""
         if not self._has_optimizer:
             self._warn(
                 "optimizer",
@@ -189,7 +189,7 @@ class ForwardOverlap(SyncFactory):
         self._has_optimizer = True
 
     def is_outstanding(self, parameter: Tensor) -> bool:
-        """Whether the parameter's gradient is under way, of any model. Local; does not wait."""
+        """Return whether the parameter's gradient is under way, of any model. Local; does not wait."""
         return outstanding.is_outstanding(parameter)
 
     def under_way(self, parameters: Iterable[Tensor]) -> list[ForwardOverlap]:
@@ -202,17 +202,15 @@ class ForwardOverlap(SyncFactory):
         return self._step is not None
 
     def later(self, action: Action) -> None:
-        """Do this with each bucket's parameters when they have arrived. Local; something is outstanding."""
+        """Repeat this action with each bucket's parameters on arrival. Local; something is outstanding."""
         with lock:
             assert self._step is not None, "nothing is outstanding"
             if not self._step.actions:
-                if self._poisons:
-                    self._step.poison()
                 self._step.hide(self._cover)
             self._step.actions.append((Moment.now(), action))
 
     def zero_grad_of(self, parameters: Sequence[Tensor], set_to_none: bool) -> None:
-        """As `Module.zero_grad` of these; gradients under way are dropped once they have been used. Local."""
+        """Drop the gradients of these. Those under way are dropped once they have been used. Local."""
         with lock:
             zero_gradients([p for p in parameters if not self.is_outstanding(p)], set_to_none)
             if self._step is not None:
@@ -221,14 +219,14 @@ class ForwardOverlap(SyncFactory):
                 self._step.drop(ids)
 
     def will_drop_gradient(self, parameter: Tensor) -> bool:
-        """Whether the parameter's gradient is under way, and zero_grad has been called since. Local; does not wait."""
+        """Return whether the gradient is under way, and zero_grad was called since. Local; does not wait."""
         step = self._step
         return self.is_outstanding(parameter) and step is not None and id(parameter) in step.dropped
 
     # ---- completing (rule 4)
 
     def need(self, parameters: Sequence[Parameter], evaluates: bool) -> None:
-        """A module is about to use these: complete their buckets.
+        """Complete the buckets of these parameters, which a module is about to use.
 
         In evaluation, all of them. Torch's attention and transformer layers then read the parameters of their parts.
         If one of these is of a class of its own, they take a slower way with other rounding.
@@ -251,13 +249,13 @@ class ForwardOverlap(SyncFactory):
                 self.complete(min(self._step.left), reads_gradient=False)
 
     def drain(self) -> None:
-        """As `flush`; and wait until a device has sent all pieces: c10d does not say that a closed group still does."""
+        """Flush, and wait until a device has sent all pieces. A closed group may not send them any more."""
         self.flush()
         if self._sync is not None and self._sync.arrived is not None:
             self._sync.arrived.block()
 
     def complete(self, index: int, reads_gradient: bool) -> None:
-        """As `Owner.complete`; raises as `flush`."""
+        """Complete the bucket of this index; raises as `flush`. A gradient is read, or something else."""
         step = self._step
         if step is None or index not in step.left:
             return
@@ -277,8 +275,8 @@ class ForwardOverlap(SyncFactory):
             self._failure = error
             raise
         try:
-            step.make(bucket)
-            outstanding.unmark(bucket.parameters)  # last: nobody else sees it half made (rule 6)
+            step.apply(bucket)
+            outstanding.unmark(bucket.parameters)  # last: no other thread sees it half made (rule 6)
         except BaseException as error:  # an interrupt, too, has left half a step
             self._failure = error
             raise
@@ -311,22 +309,6 @@ class ForwardOverlap(SyncFactory):
             self._warned.add(kind)
             warnings.warn(text, UserWarning, stacklevel=2)
 
-    # ---- debug
-
-    def check_outputs(self, outputs: Iterable[Tensor], name_of: Callable[[Parameter], str]) -> None:
-        """Debug, after a forward: raise ProtocolError if an output is NaN and some parameters were never waited for."""
-        step = self._step
-        if not self._poisons or step is None or not any(bool(output.isnan().any()) for output in outputs):
-            return
-        names = [name_of(p) for index in sorted(step.left) for p in step.buckets[index].parameters]
-        self.flush()
-        raise ProtocolError(
-            f"overlap_forward='debug': this forward's output is NaN, and it has not waited for {', '.join(names)}. "
-            "They were NaN while their step was outstanding, so something has read one past the hooks. It may be "
-            "a view or .data that was taken before, NumPy, or a C++ extension. Take it from the module in each "
-            "forward, or call model.flush() before."
-        )
-
     # ---- the end
 
     def stop(self) -> None:
@@ -348,9 +330,9 @@ class ForwardOverlap(SyncFactory):
             self.flush()
 
     def let_go(self) -> None:
-        """The wrapper is gone: complete its last step, which keeps everything of it alive until then; close its group.
+        """Complete the last step of a wrapper that is gone, and close its group.
 
-        The garbage collector may call, on any thread: what waits for a thread of the network's does not run on that.
+        The garbage collector may call this on any thread. A network thread must not wait for itself.
         """
         if self._failure is not None or _has_failed():
             return
@@ -360,7 +342,7 @@ class ForwardOverlap(SyncFactory):
             self._end()
 
     def _end(self) -> None:
-        """Complete the last step; then nobody sends pieces any more, and an optimizer may still refer to this."""
+        """Complete the last step, and close the group for pieces."""
         self.stop()
         self.drain()
         group, self._piece_group = self._piece_group, None
@@ -369,7 +351,7 @@ class ForwardOverlap(SyncFactory):
 
 
 def _has_failed() -> bool:
-    """Whether this program ends, or an interactive one has gone on, after an error that nobody has caught."""
+    """Return whether this program ends, or an interactive one has gone on, after an uncaught error."""
     return getattr(sys, "last_value", None) is not None
 
 
@@ -383,10 +365,10 @@ def _end_all() -> None:
 
 
 def _flush_before_fork() -> None:
-    """Rule 5. No other thread completes a step while the process is forked, as none would go on in the new one."""
+    """Complete steps (rule 5). No other thread may complete one while the process is forked."""
     lock.acquire()
     for overlap in list(_alive):
-        with contextlib.suppress(Exception):  # kept: whoever reads the parameter is told
+        with contextlib.suppress(Exception):  # kept: each read of the parameter raises it
             overlap.flush()
 
 

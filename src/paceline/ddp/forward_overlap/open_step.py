@@ -1,6 +1,7 @@
 """A step whose gradients are under way: what is done with each bucket that has arrived, and in which of torch's modes.
 
-Calls are completed with torch's settings of the moment when they were made: whoever completes one may be in others.
+Calls are completed with torch's settings of the moment when they were made. The thread that completes one may be in
+others.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from paceline.errors import ProtocolError
 
 @dataclass(frozen=True)
 class Moment:
-    """Which of torch's modes were on."""
+    """The modes of torch that were on at one moment."""
 
     has_inference_mode: bool  # `torch.inference_mode()`
     has_grad: bool  # whether autograd recorded
@@ -33,7 +34,7 @@ class Moment:
 
     @classmethod
     def now(cls) -> Moment:
-        """This thread's settings."""
+        """Return this thread's settings."""
         autocasts = tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds()
         )
@@ -41,7 +42,7 @@ class Moment:
 
     @classmethod
     def plain(cls) -> Moment:
-        """As in a backward that attaches gradients."""
+        """Return the settings of a backward that attaches gradients."""
         autocasts = tuple((kind, False, torch.get_autocast_dtype(kind)) for kind in _kinds())
         return cls(has_inference_mode=False, has_grad=False, autocasts=autocasts)
 
@@ -60,7 +61,7 @@ class Moment:
 
 @functools.cache
 def _kinds() -> tuple[str, ...]:
-    """Types of devices on which operations may be cast; the same as long as the process lives."""
+    """Return the types of devices on which operations may be cast."""
     return tuple(kind for kind in ("cpu", accelerator_type()) if kind is not None)
 
 
@@ -89,7 +90,7 @@ Action = Callable[[Sequence[Parameter]], None]
 
 @dataclass
 class DeferredStep:
-    """One module's, on one rank."""
+    """The deferred step of one module, on one rank."""
 
     sync: PieceSync  # its gradients
     backward: BackwardPass  # its own; the next step's may be under way
@@ -98,8 +99,6 @@ class DeferredStep:
     actions: list[tuple[Moment, Action]] = field(default_factory=list)
     # ids of parameters whose gradients are dropped on arrival, after the actions
     dropped: set[int] = field(default_factory=set)
-    # debug: parameters' values by id, while NaNs stand in for them
-    kept: dict[int, Tensor] = field(default_factory=dict)
     # by parameters' ids, while others stand in for them: their versions, and their memory
     hidden: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     waited_s: float = 0.0  # so far
@@ -108,7 +107,7 @@ class DeferredStep:
     def buckets(self) -> Sequence[Bucket]:
         return self.sync.buckets
 
-    def make(self, bucket: Bucket) -> None:
+    def apply(self, bucket: Bucket) -> None:
         """Give a bucket that has arrived its gradients, and step it; once: after an error they are undefined. Local."""
         with outside_transforms():
             with Moment.plain().again():
@@ -123,20 +122,11 @@ class DeferredStep:
         self.dropped |= ids
 
     def note_wait(self, seconds: float) -> None:
-        """Somebody has waited so long for a bucket."""
+        """Add the seconds that a thread has waited for a bucket."""
         self.waited_s += seconds
 
-    def poison(self) -> None:
-        """Debug: whoever reads a parameter past the hooks from now on reads NaN."""
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for index in self.left:
-                for parameter in self.buckets[index].parameters:
-                    if parameter.is_floating_point() or parameter.is_complex():
-                        self.kept[id(parameter)] = parameter.detach().clone()
-                        parameter.detach().fill_(_nan(parameter.dtype))
-
-    def hide(self, cover: Cover) -> None:
-        """Whoever reads a parameter in a way that torch's Python functions do not see reads NaN, not the old step."""
+    def hide(self, cover: NaNMask) -> None:
+        """Let reads that torch's Python functions do not see find NaN, not the old step."""
         with torch.no_grad(), torch.inference_mode(mode=False), torch._C.DisableTorchFunction():
             for index in self.left:
                 for parameter in self.buckets[index].parameters:
@@ -149,8 +139,6 @@ class DeferredStep:
             if (hidden := self.hidden.pop(id(parameter), None)) is not None:
                 version, parameter.data = hidden
                 written = written or version != parameter._version
-            if (values := self.kept.pop(id(parameter), None)) is not None:
-                parameter.detach().copy_(values)
         if written:
             raise ProtocolError(
                 "overlap_forward: a parameter was written while its step was outstanding, by code that bypasses "
@@ -158,14 +146,14 @@ class DeferredStep:
             )
 
 
-class Cover:
+class NaNMask:
     """Tensors of NaN in the shapes of parameters, over one memory: that of the largest."""
 
     def __init__(self) -> None:
         self._nans: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def of(self, parameter: Tensor) -> Tensor:
-        """What stands for a parameter while its step is outstanding. Local."""
+        """Return the NaNs that replace a parameter while its step is outstanding. Local."""
         last = sum(
             (size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
         )
@@ -183,7 +171,7 @@ def _nan(dtype: torch.dtype) -> complex:
 
 
 def zero_gradients(parameters: Iterable[Tensor], set_to_none: bool) -> None:
-    """As `Optimizer.zero_grad`, for these."""
+    """Drop or zero these gradients, as `Optimizer.zero_grad` does."""
     for parameter in parameters:
         if set_to_none or parameter.grad is None:
             parameter.grad = None

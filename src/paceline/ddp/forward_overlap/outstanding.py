@@ -1,15 +1,15 @@
-"""Who waits for a step that is outstanding: whoever reads a parameter, and a module in front of its forward.
+"""Waiting for an outstanding step: at each read of a parameter, and before a module's forward.
 
 Rules
 1. A parameter is of this class from the end of backward until its bucket has arrived and its optimizer has stepped it.
    Nothing else about it changes: same object, same hooks; its memory comes back as it was.
-2. Every function of torch that takes it, and every attribute (`.grad`, `.data`), first completes its bucket. So a
-   reader that no hook of a module announces (tied weights, `F.linear(x, layer.weight)`, an average of the weights,
-   clipping, a checkpoint) waits, too, and sees a whole step. Shapes, dtypes and the like need no waiting.
+2. Every function of torch that takes it, and every attribute (`.grad`, `.data`), first completes its bucket. So reads
+   that no module's hook announces wait, too, and see a whole step: tied weights, `F.linear(x, layer.weight)`, an
+   average of the weights, clipping, a checkpoint. Shapes, dtypes and the like need no waiting.
 3. What does not go through torch's Python functions cannot be seen. What takes the parameter so (`torch.tensor(p)`,
    extensions, a `ProcessGroup`'s methods, scripted functions) reads NaN, because its memory is another from
    `optimizer.step()` on (`DeferredStep.hide`). What refers to its own memory from before (a view, `.data`, NumPy) reads
-   the old step. Hence `overlap_forward="debug"`.
+   the old step.
 """
 
 from __future__ import annotations
@@ -19,22 +19,15 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
-
-class Owner(Protocol):
-    """Whose step is outstanding."""
-
-    def complete(self, index: int, reads_gradient: bool) -> None:
-        """Complete the bucket of this index; a gradient, or something else, is read."""
-
-
-_owners: dict[int, tuple[Owner, int]] = {}  # by a parameter's id: who completes it, and its bucket
+# By a parameter's id: the `ForwardOverlap` that completes it (which imports this file), and its bucket.
+_owners: dict[int, tuple[Any, int]] = {}
 lock = threading.RLock()
 """Held while buckets are completed: any thread may read a parameter."""
 
@@ -95,7 +88,7 @@ def _outstanding(arguments: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def is_outstanding(parameter: Tensor) -> bool:
-    """Whether the parameter's step is. Local; does not wait."""
+    """Return whether the parameter's step is. Local; does not wait."""
     return parameter.__class__ is OutstandingParameter
 
 
@@ -107,21 +100,21 @@ def complete(parameter: Tensor, reads_gradient: bool = False) -> None:
             owner[0].complete(owner[1], reads_gradient)
 
 
-def owner_of(parameter: Tensor) -> Owner | None:
-    """Whose step is outstanding, of which this parameter is a part. Local; does not wait."""
+def owner_of(parameter: Tensor) -> Any:
+    """Return the `ForwardOverlap` whose outstanding step includes this parameter. Local; does not wait."""
     owner = _owners.get(id(parameter))
     return None if owner is None else owner[0]
 
 
-def mark(parameters: Iterable[Parameter], owner: Owner, bucket: int) -> None:
-    """From now on reading one of these calls `owner.complete(bucket, ...)`."""
+def mark(parameters: Iterable[Parameter], owner: Any, bucket: int) -> None:
+    """Make each read of these parameters call `owner.complete(bucket, ...)`."""
     for parameter in parameters:
         _owners[id(parameter)] = (owner, bucket)
         parameter.__class__ = OutstandingParameter
 
 
 def unmark(parameters: Iterable[Parameter]) -> None:
-    """They are ordinary parameters again."""
+    """Make these ordinary parameters again."""
     for parameter in parameters:
         parameter.__class__ = Parameter
         del _owners[id(parameter)]
@@ -130,19 +123,10 @@ def unmark(parameters: Iterable[Parameter]) -> None:
 # ---- modules that wait for their own parameters, and when each was first needed
 
 
-class Waiting(Protocol):
-    """Who is told that a module is about to use its parameters."""
-
-    is_idle: bool
-
-    def need(self, parameters: Sequence[Parameter], evaluates: bool) -> None:
-        """These are about to be used, in evaluation or in training."""
-
-
 class _Wait:
     """A forward pre-hook. A copy of the module has it, too, where it does nothing."""
 
-    def __init__(self, waiting: Waiting, parameters: Sequence[Parameter]) -> None:
+    def __init__(self, waiting: Any, parameters: Sequence[Parameter]) -> None:
         self._waiting = weakref.ref(waiting)
         self._parameters = tuple(parameters)
 
@@ -165,10 +149,10 @@ def _nothing() -> Any:
 
 
 def _wait_for_nothing(module: Module, inputs: Any) -> None:
-    """Do nothing."""
+    """The hook of a copied module, which waits for nothing."""
 
 
-def install(module: Module, waiting: Waiting, managed: Iterable[Parameter]) -> tuple[RemovableHandle, ...]:
+def install(module: Module, waiting: Any, managed: Iterable[Parameter]) -> tuple[RemovableHandle, ...]:
     """Make every part of `module` wait before its forward for managed parameters of its own or its parts. Local."""
     ids = set(map(id, managed))
     return tuple(
@@ -179,7 +163,7 @@ def install(module: Module, waiting: Waiting, managed: Iterable[Parameter]) -> t
 
 
 def _own(part: Module) -> list[Parameter]:
-    """A module's parameters, and those of parts that are never called (`nn.ParameterList`)."""
+    """Return a module's parameters, and those of parts that are never called (`nn.ParameterList`)."""
     own = list(part.parameters(recurse=False))
     for child in part.children():
         if _is_container(child):
@@ -191,8 +175,8 @@ def _is_container(part: Module) -> bool:
     return type(part).forward is Module.forward
 
 
-class Needs:
-    """When each parameter was first needed in the last forward that said so, without the time `waited_s` in it.
+class FirstUseTimes:
+    """The moment at which each parameter was first needed in the last measured forward, without `waited_s`.
 
     None are recorded if the step was completed before, say by saving the model. Who reads a weight between a step and
     the forward is not counted.
@@ -204,11 +188,11 @@ class Needs:
         self.waited_s = 0.0
 
     def begin(self) -> None:
-        """Another forward may come."""
+        """Expect another forward."""
         self._began_s, self.waited_s = None, 0.0
 
     def note(self, parameters: Iterable[Parameter]) -> None:
-        """A module that has these of its own is about to run."""
+        """Note that a module which owns these is about to run."""
         now_s = time.perf_counter()
         if self._began_s is None:
             self._first_s.clear()
@@ -218,10 +202,10 @@ class Needs:
             self._first_s.setdefault(id(parameter), passed_s)
 
     def note_wait(self, from_s: float, until_s: float) -> None:
-        """Somebody has waited for gradients."""
+        """Add the time that a thread has waited for gradients."""
         if self._began_s is not None:
             self.waited_s += max(0.0, until_s - max(from_s, self._began_s))
 
     def of(self, parameters: Iterable[Parameter], otherwise_s: float) -> float:
-        """Seconds of forward before the first of these was needed."""
+        """Return the seconds of forward before the first of these was needed."""
         return min((self._first_s.get(id(p), otherwise_s) for p in parameters), default=otherwise_s)

@@ -1,12 +1,12 @@
 """The communication of one backward in pieces: sent in the agreed order, some at a time, as buckets become ready.
 
 Rules
-1. The order is the same on every rank, and nothing overtakes: if the next piece of the order is not ready on this rank,
-   those behind it wait. (Another rank may be in it already.)
-2. Launching never waits for the network. A piece is launched by the thread that makes room for it: the one that makes
-   a bucket ready, or that of the network which has just finished another piece.
-3. Pieces have a process group of their own, or connections of the reduction's, so it does not matter what the main
-   thread launches on others meanwhile.
+1. The order is the same on every rank, and nothing overtakes. If the next piece is not ready on this rank, those behind
+   it wait. (Another rank may be in it already.)
+2. Launching never waits for the network. The thread that makes room for a piece launches it. That thread has made a
+   bucket ready, or is the network's and has just finished another piece.
+3. Pieces have a process group of their own, or connections of the reduction's. So the main thread may launch on other
+   groups meanwhile.
 4. On an accelerator the order of launches is that of the device's stream for communication. So all pieces that are
    ready leave at once, and who needs a bucket lets the current stream wait. A bucket's pieces may leave from the hook
    of a later bucket: before that one was collected, its stream waited for all streams that have gradients.
@@ -42,7 +42,7 @@ HALF_STEPPED = (
 
 
 class _Progress(Work):
-    """One bucket's pieces on their way: a `Work`."""
+    """The pieces of one bucket on their way, as a `Work`."""
 
     def __init__(self, num_pieces: int) -> None:
         self.num_left = num_pieces
@@ -69,7 +69,7 @@ class _Progress(Work):
         return True
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Not known: nobody asks."""
+        """Ignore the callback, which is not used."""
 
 
 class PieceSync(GradientSync):
@@ -123,7 +123,7 @@ class PieceSync(GradientSync):
         self._send()
 
     def _send(self) -> None:
-        """Launch what may be launched now (rules 1 and 2)."""
+        """Launch the pieces that may be launched now (rules 1 and 2)."""
         with self._lock:
             if self._is_sending or self._error is not None:
                 return  # a piece was done before its callback was there: the loop below goes on
@@ -158,7 +158,7 @@ class PieceSync(GradientSync):
             progress.end()
 
     def _note_done(self, piece: Piece, pending: Work) -> None:
-        """On a thread of the network's, or on ours if the piece was done already."""
+        """Count a piece that is done. Runs on a network thread, or on ours if the piece was done at once."""
         error = pending.failure()
         with self._lock:
             self._num_under_way -= 1
@@ -173,7 +173,7 @@ class PieceSync(GradientSync):
         self._send()
 
     def _fail(self, error: Exception) -> None:
-        """Nothing is sent any more; whoever waits for what has not arrived is told."""
+        """Stop sending, and raise this error in all waits for pieces that have not arrived."""
         self._error = self._error or error
         for progress in self.progress:
             if not progress.has_ended:

@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 
 from paceline.reductions import HookReduction
-from paceline.reductions.hook import Hook, batched_power_sgd, quantize_per_channel, quantize_per_tensor
+from paceline.reductions.hook import Hook, quantize_per_channel, quantize_per_tensor
 
-# Torch's hooks that misread Gloo's futures, or fail everywhere; each has a stand-in that computes the same.
+# Torch's hooks that misread Gloo's futures. Each has a stand-in that computes the same.
 STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {
     quantization_hooks.quantization_pertensor_hook: quantize_per_tensor,
     quantization_hooks.quantization_perchannel_hook: quantize_per_channel,
-    powerSGD_hook.batched_powerSGD_hook: batched_power_sgd,
 }
 
 # Hooks whose collectives are all started by the call itself, so that several buckets may be under way. A hook of one's
@@ -71,7 +70,7 @@ def check_hook(hook: Any) -> None:
 
 
 def name_of(hook: Any) -> str:
-    """What torch's logging data calls a hook: the function's qualified name, of an object its class's."""
+    """Return a hook's name in torch's logging data: the qualified name of the function, or of its class."""
     function = hook.func if isinstance(hook, functools.partial) else hook
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
@@ -95,7 +94,7 @@ def forget_buckets(state: Any) -> None:
 
 
 def builtin_hook(kind: dist.BuiltinCommHookType) -> Hook:
-    """The hook that torch has in C++ under this name."""
+    """Return the hook that torch has in C++ under this name."""
     if kind == dist.BuiltinCommHookType.FP16_COMPRESS:
         return default_hooks.fp16_compress_hook
     return default_hooks.allreduce_hook

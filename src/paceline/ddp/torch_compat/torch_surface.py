@@ -1,22 +1,21 @@
 """The attributes and methods of torch's class that integrations use, over our own reducer.
 
 Nothing here takes part in a gradient's way. Whatever torch's class has and is not here is inherited and needs no
-reducer (`scatter`, `gather`, `to_kwargs`, `train`).
+reducer (`scatter`, `gather`, `train`).
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn import Module, Parameter
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
@@ -24,6 +23,8 @@ from paceline.comm.collectives import backend_of
 from paceline.ddp.arguments import ONE_WRAPPER, choose_devices
 from paceline.ddp.buffers import BROADCAST_BYTES, BufferHook
 from paceline.ddp.conflicts import check_comm_hook, check_join
+from paceline.ddp.joining import Shadow
+from paceline.ddp.mixed_precision import mark_low_precision
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.torch_compat.logging_data import Logger, logging_data
 from paceline.ddp.torch_compat.torchs_reducer import TorchsReducer, take_over_optimizers
@@ -70,7 +71,7 @@ class TorchSurface:
         static_graph: bool
         mixed_precision: Any
         _paceline_setting: Setting
-        _paceline_steps: StepCoordinator
+        _paceline_coordinator: StepCoordinator
         _paceline_error: dict[str, Any]
 
         @property
@@ -125,7 +126,7 @@ class TorchSurface:
         self._lazy_init_ran = True
         self._ddp_sink_clone = True
         if self.mixed_precision is not None:
-            _mark_low_precision(self.module, self.mixed_precision.param_dtype)
+            mark_low_precision(self.module, self.mixed_precision.param_dtype)
 
     # What torch's constructor reads first of a module that it is to wrap.
     _ddp_params_and_buffers_to_ignore = WrappedAlready()
@@ -144,7 +145,7 @@ class TorchSurface:
 
     @property
     def process_group(self) -> Any:
-        """Over whom gradients are reduced; of several that take turns the first."""
+        """The group over which gradients are reduced; the first of several that take turns."""
         return self._paceline_setting.process_groups[0]
 
     # ---- communication hooks
@@ -175,7 +176,7 @@ class TorchSurface:
                 RuntimeError, "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
         try:
-            overlaps_forward = self._paceline_steps.forward_overlap is not None
+            overlaps_forward = self._paceline_coordinator.forward_overlap is not None
             check_comm_hook(self._paceline_setting.reduction, overlaps_forward)
         except RuntimeError as error:
             self._log_and_throw(RuntimeError, str(error))
@@ -219,18 +220,18 @@ class TorchSurface:
             raise TypeError(f"hook must be callable, got {type(hook).__name__}")
         self.buffer_hook = _BufferCommHook(hook, state, comm_hook_location)
         runs_before_forward = comm_hook_location == _BufferCommHookLocation.PRE_FORWARD
-        self._paceline_steps.buffers.take_hook(BufferHook(hook, state, runs_before_forward))
+        self._paceline_coordinator.buffers.set_hook(BufferHook(hook, state, runs_before_forward))
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        return self._paceline_steps.buffers.named()
+        return self._paceline_coordinator.buffers.named()
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        return list(self._paceline_steps.buffers.named().values())
+        return list(self._paceline_coordinator.buffers.named().values())
 
     def will_sync_module_buffers(self) -> bool:
-        return self._paceline_steps.has_synchronized_buffers()
+        return self._paceline_coordinator.has_synchronized_buffers()
 
     def _default_broadcast_coalesced(
         self,
@@ -240,7 +241,7 @@ class TorchSurface:
     ) -> None:
         """Give all ranks one rank's tensors, by default the buffers. Collective; blocks."""
         tensors = self.modules_buffers if bufs is None else list(bufs)
-        self._paceline_steps.broadcast_tensors(tensors, authoritative_rank, "broadcasting tensors")
+        self._paceline_coordinator.broadcast_tensors(tensors, authoritative_rank, "broadcasting tensors")
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
@@ -248,14 +249,14 @@ class TorchSurface:
         self._default_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
 
     def _sync_buffers(self) -> None:
-        self._paceline_steps.buffers.synchronize()
+        self._paceline_coordinator.buffers.synchronize()
 
     # ---- uneven inputs
 
     def join_hook(self, **kwargs: Any) -> Shadow:
-        """What `Join` runs on a rank that has no more batches, whether `join` made it or a script."""
-        self._paceline_steps.joining.begin(kwargs.get("divide_by_initial_world_size", True))
-        return Shadow(self, self._paceline_steps)  # type: ignore[arg-type]
+        """Return the hook that `Join` runs on a rank that has no more batches."""
+        self._paceline_coordinator.joining.begin(kwargs.get("divide_by_initial_world_size", True))
+        return Shadow(self, self._paceline_coordinator)  # type: ignore[arg-type]
 
     @property
     def _join_config(self) -> _JoinConfig:
@@ -271,7 +272,7 @@ class TorchSurface:
 
     @property
     def join_device(self) -> torch.device:
-        return self._paceline_steps.membership.device
+        return self._paceline_coordinator.membership.device
 
     @property
     def join_process_group(self) -> Any:
@@ -279,19 +280,19 @@ class TorchSurface:
 
     @property
     def _divide_by_initial_world_size(self) -> bool:
-        return self._paceline_steps.joining.divides_by_all
+        return self._paceline_coordinator.joining.divides_by_all
 
     @property
     def _authoritative_rank(self) -> int:
-        return self._paceline_steps.joining.authoritative_rank
+        return self._paceline_coordinator.joining.authoritative_rank
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
-        self._paceline_steps.take_final_model(is_last_joiner)
+        self._paceline_coordinator.take_final_model(is_last_joiner)
 
     # ---- reports
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """What the module is and how its steps went: strings and integers under torch's keys, times in ns."""
+        """Return facts of the module and its last steps, under torch's keys."""
         return logging_data(self)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
@@ -320,7 +321,7 @@ class TorchSurface:
         self.static_graph = True
 
     def _remove_autograd_hooks(self) -> None:
-        """From now on gradients stay local."""
+        """Stop reducing gradients."""
         self.reducer.tracker.stop()
 
     def _check_reducer_finalized(self) -> None:
@@ -328,18 +329,18 @@ class TorchSurface:
         self.reducer.check_finished()
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
-        """Not needed: sparse gradients find each other's coordinates."""
+        """Ignore the ids: sparse gradients find each other's coordinates."""
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Not needed: outputs are returned as the module made them."""
+        """Keep the value. Outputs are returned as the module made them."""
         self._ddp_sink_clone = val
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        """As `membership.rebuild`; parameters are not copied, and not taken to be those of the same step.
+        """Rebuild the membership, without copying parameters and without comparing steps.
 
         Every member of the new group must switch in the same step.
         """
-        self._paceline_steps.membership.rebuild(new_process_group, same_step=False)
+        self._paceline_coordinator.membership.rebuild(new_process_group, same_step=False)
 
     def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
         managed = self._paceline_setting.managed(self.module)
@@ -361,19 +362,6 @@ class TorchSurface:
         raise err_type(err_msg)
 
 
-def _mark_low_precision(module: Module, dtype: torch.dtype | None) -> None:
-    """Give parameters that are not ignored `_mp_param` and `_fp_param`, for those who look; ours computes with casts.
-
-    The first has no memory, as torch's between forwards.
-    """
-    for parameter in module.parameters():
-        if not getattr(parameter, "_ddp_ignored", False) and not hasattr(parameter, "_mp_param"):
-            low: Any = torch.empty_like(parameter, dtype=dtype, requires_grad=parameter.requires_grad)
-            low.untyped_storage().resize_(0)
-            marked: Any = parameter
-            marked._mp_param, marked._fp_param = low, parameter.data
-
-
 class _DefaultGroup:
     """A communication hook's state in a copy that is being made: there it is the default process group."""
 
@@ -386,36 +374,49 @@ def without_group(state: Any) -> Any:
     return _DefaultGroup() if isinstance(state, dist.ProcessGroup) else state
 
 
-class Shadow(JoinHook):
-    """What a rank that has run out of batches does for each forward and backward of the others (torch's `Join`)."""
+# ---- state dicts with or without the prefix `module.`, which torch's own have
 
-    def __init__(self, joinable: Joinable, steps: StepCoordinator) -> None:
-        self._joinable, self._steps = joinable, steps
-        super().__init__()
+_PREFIX = "module."
 
-    def main_hook(self) -> None:
-        """Match one forward and, if the others will synchronize, one backward, contributing zeros. Collective."""
-        steps = self._steps
-        steps.reducer.prepare()
-        others = steps.joining.announce(is_active=False)
-        steps.reducer.step.divide_by(others.divisor)
-        if not (others.synchronizes or others.opens_window):
-            return
-        is_window = others.opens_window and not others.synchronizes
-        exchange = steps.weighing.exchange() if is_window else None  # before the first forward
-        if steps.wrapped.training and steps.has_synchronized_buffers():
-            source_of = functools.partial(steps.joining.agree_on_source, is_candidate=False)
-            steps.reducer.step.buffers.broadcast_once(source_of, is_joined=True)
-        steps.reducer.drop_gradients()
-        if exchange is not None:
-            steps.match_window(exchange.finish())
-        elif others.opens_window:
-            steps.weighing.exchange().finish().raise_if_refused(steps.membership.rank)  # as backward begins
-            steps.run_without_autograd(share=0.0)
-        else:
-            steps.run_without_autograd()
-        steps.reducer.drop_gradients()
 
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self._steps.take_final_model(is_last_joiner)
-        self._joinable._join_config = _JoinConfig.construct_disabled_join_config()  # torch leaves it enabled
+def restore_names(
+    wrapper: Module,
+    state: MutableMapping[str, Any],
+    prefix: str,
+    *_: Any,  # metadata, strict, and lists of keys and errors
+) -> None:
+    """Put the prefix back where it is missing, before loading, so that both forms load.
+
+    A part of a state may fit in both forms, where the module has a child called `module`: then it is the wrapper's own.
+    """
+    own = set(wrapper.module.state_dict())  # type: ignore[union-attr]
+    names = [name for name in state if name.startswith(prefix)]
+    bare = {name.removeprefix(prefix) for name in names}
+    of_wrapper = {name.removeprefix(_PREFIX) for name in bare if name.startswith(_PREFIX)}
+    if len(bare & own) > len(of_wrapper & own):
+        given = {prefix + _PREFIX + name.removeprefix(prefix): name for name in names}
+        state.update({restored: state.pop(name) for restored, name in given.items()})
+        wrapper._paceline_restored_names = (given, *_lend_versions(state, prefix))  # type: ignore[assignment]
+
+
+def _lend_versions(state: MutableMapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Put the prefix before the names of modules' versions, in the caller's mapping, which `load_state_dict` reads.
+
+    Returns the mapping, and what it was.
+    """
+    modules = getattr(state, "_metadata", None) or {}
+    before = dict(modules)
+    for name, facts in before.items():
+        if f"{name}.".startswith(prefix) or not prefix:
+            rest = f"{name}.".removeprefix(prefix).removesuffix(".") if name else ""
+            modules[(prefix + _PREFIX + rest).removesuffix(".")] = facts
+    return modules, before
+
+
+def take_back_names(wrapper: Module, incompatible: Any) -> None:
+    """Restore the given names and the caller's mapping, after loading."""
+    given, modules, before = wrapper.__dict__.pop("_paceline_restored_names", ({}, {}, {}))
+    modules.clear()
+    modules.update(before)
+    unexpected = incompatible.unexpected_keys
+    unexpected[:] = [given.get(name, name) for name in unexpected]

@@ -27,7 +27,7 @@ class TorchsReducer(Reducer):
         return super().begin(owner)
 
     def set_static_graph(self) -> None:
-        """As the option `static_graph`, before the first step."""
+        """Declare the graph static, before the first step."""
         if self.num_steps > 0 or self.step.used_before:
             raise RuntimeError(
                 f"_set_static_graph() was called after {self.num_steps} synchronized steps. The first backward is the "
@@ -37,7 +37,7 @@ class TorchsReducer(Reducer):
         self.tracker.pending.expect_static_graph()
 
     def _get_local_used_map(self) -> Tensor:
-        """How many ranks used each parameter in the last synchronized backward, shape (parameters,), int32."""
+        """Return how many ranks used each parameter in the last synchronized backward, shape (parameters,), int32."""
         words = self.verdict.status.words[: len(self.managed)]
         return words.real.round().to(torch.int32)
 
@@ -46,13 +46,13 @@ class TorchsReducer(Reducer):
         super()._note_unused(backward)
 
     def _ddp_graph_static(self) -> bool:
-        """Whether every backward used the same parameters here, as far as they were looked for."""
+        """Return whether every backward used the same parameters here, as far as they were looked for."""
         return self._is_static or not self.setting.find_unused_parameters
 
     # What Lightning calls itself where a training step runs its own backwards within forward.
 
     def _rebuild_buckets(self) -> bool:
-        """Not needed: buckets are laid out anew when the first synchronized backward ends."""
+        """Return False: buckets are laid out anew when the first synchronized backward ends."""
         return False
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
@@ -62,7 +62,7 @@ class TorchsReducer(Reducer):
             self.watch([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
 
     def _delay_all_reduce(self) -> None:
-        """Not needed: the first step of a static graph is reduced when its backward ends, not afterwards."""
+        """Return at once: a static graph's first step is reduced when its backward ends."""
 
 
 # Optimizers that step within backward (`torch.distributed.optim._apply_optimizer_in_backward`). Torch runs them as soon
