@@ -267,13 +267,13 @@ class StepCoordinator:
             self.managed, [process_group], peers, number, ("overlap_forward", self.sends_pieces)
         )
 
-    def follow_data(self, rank: int, shares: GlobalBatch | None, met: Members) -> None:
+    def follow_data(self, rank: int, shares: GlobalBatch | None, new: Members) -> None:
         """Train these shares as that rank. Local."""
         if self.setting.shares is not None and shares is not None:
-            limits = [data_position.limit for data_position in met.data_positions]
-            self.setting.shares.follow(shares, rank, met.told.data_position, limits)
+            limits = [data_position.limit for data_position in new.data_positions]
+            self.setting.shares.follow(shares, rank, new.told.data_position, limits)
 
-    def follow(self, before: Groups, met: Members, verified: Verified) -> None:
+    def follow(self, before: Groups, new: Members, verified: Verified) -> None:
         """Reduce over the new membership. Local."""
         members, setting, managed, step = self.membership, self.setting, self.managed, self.reducer.step
         times, batch = step.times, step.batch
@@ -282,7 +282,7 @@ class StepCoordinator:
             times, batch = self.timings.begin_step(), BatchCounts()
         setting.move_to(members.groups.asked_for)
         setting.learn_devices(verified.are_on_cpu)
-        setting.reduction.follow(managed.named(), members.process_group, met.are_alike)
+        setting.reduction.follow(managed.named(), members.process_group, new.are_alike)
         self.joining.begin_again()
         self.buffers.take_layout()
         self._separates_batch_norm = False
@@ -294,7 +294,7 @@ class StepCoordinator:
             self.forward_overlap.move_to(agree_over, members.groups.for_pieces, members.peers)
         self.reducer.retire()
         self.build_reducer(
-            managed, Step(met.told.num_steps + 1, times, batch, BufferSync(self.buffers), step.used_before)
+            managed, Step(new.told.num_steps + 1, times, batch, BufferSync(self.buffers), step.used_before)
         )
 
     # ---- before a step

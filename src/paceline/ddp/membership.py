@@ -92,10 +92,10 @@ class Model(Protocol):
     def verify_over(self, process_group: ProcessGroup, peers: Peers, number: int) -> Verified:
         """Make sure that the ranks of a group have the same module. Collective over it; blocks."""
 
-    def follow_data(self, rank: int, shares: GlobalBatch | None, met: Members) -> None:
+    def follow_data(self, rank: int, shares: GlobalBatch | None, new: Members) -> None:
         """Train these shares as that rank. Local. Raises ConfigurationError if they cannot be; nothing is changed."""
 
-    def follow(self, before: Groups, met: Members, verified: Verified) -> None:
+    def follow(self, before: Groups, new: Members, verified: Verified) -> None:
         """Reduce over the new membership. Local."""
 
     def broadcast_model(self, source: int, with_buffers: bool) -> None:
@@ -187,35 +187,36 @@ class _MemberState:
 class Members:
     """The new members, by their states. All take `source`'s model, if it is not None."""
 
-    def __init__(self, cards: Sequence[_MemberState], source: int | None) -> None:
-        self._cards = cards
-        furthest = max(range(len(cards)), key=lambda rank: cards[rank].num_steps)
+    def __init__(self, states: Sequence[_MemberState], source: int | None) -> None:
+        self._states = states
+        furthest = max(range(len(states)), key=lambda rank: states[rank].num_steps)
         self._source = furthest if source is None else source
-        self.told = cards[self._source]  # by the rank from whose place all go on
+        self.told = states[self._source]  # by the rank from whose place all go on
         self.are_alike = all(  # whether all have made the same steps
-            (card.token, card.num_steps) == (self.told.token, self.told.num_steps) for card in cards
+            (state.token, state.num_steps) == (self.told.token, self.told.num_steps) for state in states
         )
 
     @property
     def token(self) -> int:
-        return self._cards[0].fresh
+        return self._states[0].fresh
 
     @property
     def epoch(self) -> int:
-        return 1 + max(card.epoch for card in self._cards)
+        return 1 + max(state.epoch for state in self._states)
 
     @property
     def number(self) -> int:
-        return max(card.number for card in self._cards)
+        return max(state.number for state in self._states)
 
     @property
     def data_positions(self) -> list[DataPosition]:
-        return [card.data_position for card in self._cards]
+        return [state.data_position for state in self._states]
 
     def check_same_step(self) -> None:
         """Raise ProtocolError, on every rank, if some are ahead of others."""
         places = [
-            (card.num_steps, card.data_position.epoch, card.data_position.position) for card in self._cards
+            (state.num_steps, state.data_position.epoch, state.data_position.position)
+            for state in self._states
         ]
         if len(set(places)) > 1:
             words = ", ".join(
@@ -233,7 +234,7 @@ class Members:
         told = self.told
         if not told.data_position.micro_size:
             return None
-        had = [card.data_position if card.token == told.token else None for card in self._cards]
+        had = [state.data_position if state.token == told.token else None for state in self._states]
         return told.data_position.batch_among(had)
 
 
@@ -368,25 +369,25 @@ class Membership:
         model.check_rebuild(process_group)
         model.complete_step()
         joining = self._peers_of(process_group, f"joining/{_name_of(process_group)}")
-        met = Members(self._meet(process_group, joining), source)
+        new = Members(self._meet(process_group, joining), source)
         if source is None and same_step:
-            met.check_same_step()
-        verified = model.verify_over(process_group, joining, met.number)
-        shares = batch or met.shares()
+            new.check_same_step()
+        verified = model.verify_over(process_group, joining, new.number)
+        shares = batch or new.shares()
         before = self.groups
         if process_group in before.asked_for:
             before.leave_gradients()  # first: what stands beside it may be broken, and is not to be used again
         after = self.open_groups(process_group, verified, joining)
         try:
-            model.follow_data(process_group.rank(), shares, met)
+            model.follow_data(process_group.rank(), shares, new)
         except Exception:
             after.leave_gradients()
             after.close_others()
             raise
-        self.groups, self.epoch, self.number = after, met.epoch, met.number
-        self.name, self._token = f"members/{met.token:x}", met.token
+        self.groups, self.epoch, self.number = after, new.epoch, new.number
+        self.name, self._token = f"members/{new.token:x}", new.token
         self.peers = self._peers_of(process_group, self.name)
-        model.follow(before, met, verified)
+        model.follow(before, new, verified)
         if process_group not in before.asked_for:
             before.leave_gradients()
         before.close_others()
@@ -394,7 +395,7 @@ class Membership:
             model.broadcast_model(source, with_buffers=True)
 
     def _meet(self, process_group: ProcessGroup, joining: Peers) -> list[_MemberState]:
-        """Every new member's card. Collective; blocks."""
+        """Return every new member's state. Collective; blocks."""
         model, fresh = self.model, secrets.randbits(_TOKEN_BITS)
         mine = _MemberState(
             self._token, fresh, self.epoch, self.number, model.num_steps, model.data_position()

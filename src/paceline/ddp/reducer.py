@@ -418,7 +418,7 @@ class Reducer:
         return unused
 
     def _reduce_late(self, backward: BackwardPass) -> None:
-        """Sum what arrived after its bucket had left, or in one that was left out, on all ranks (rule 5)."""
+        """Sum what arrived after its bucket had left, or in one that was not sent, on all ranks (rule 5)."""
         for bucket in self.buckets:
             pending = backward.sync.launch_late(bucket, backward.mean_scale)
             self._peers.wait(pending, "reducing late gradients")
