@@ -2,9 +2,10 @@
 
 Rules
 1. The end of a membership: every rank is told to stop, and says how many steps it has completed. When all that live
-   have said so, the next one is decided. If somebody is lost meanwhile, it is one less.
-2. Who comes in, a rank or a host, asks all to pause between two steps; nothing is computed twice for it.
-3. This process waits for all of its ranks at once, and a few milliseconds at most. Their lives are `seats.py`'s.
+   have said so, the next one is decided. A rank that is lost meanwhile is left out.
+2. A rank or host that comes in asks all ranks to pause between two steps. No step is computed twice for it.
+3. This process waits for all of its ranks at once, and a few milliseconds at most. `rank_assignments.py` starts,
+   watches and replaces them.
 """
 
 from __future__ import annotations
@@ -157,8 +158,8 @@ class Agent:
     def save(self, why: str, check: Callable[[], None]) -> None:
         """Training does not go on: let a rank that is furthest make a checkpoint, if the script has asked for one.
 
-        If it fails, the next one is asked. None is asked if the other hosts may train on without this one: its state
-        may be old, and its checkpoint would take the place of a newer one.
+        If it fails, the next one is asked. None is asked if the other hosts may train on without this one. Its state
+        may be old then, and its checkpoint would take the place of a newer one.
         """
         able = [rank for rank in self._seats.training if rank.saves and rank.step is not None]
         if able and not self._decider.holds_vote():
@@ -295,7 +296,7 @@ class Agent:
     # ---- from one membership to the next
 
     def _ask_decider(self) -> None:
-        """Whether the other hosts want this membership to end."""
+        """Stop or pause the ranks if the other hosts want this membership to end."""
         why, training = self._decider.why_over(self._epoch), self._seats.training
         is_under_way = not self._is_stopping or (
             self._is_pausing and any(each.step is None for each in training)

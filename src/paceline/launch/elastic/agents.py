@@ -1,9 +1,10 @@
 """The agents of several hosts: decides with the others who trains on. A thread beside the agent of one host.
 
 Rules
-1. The thread reads, answers and beats whatever the agent does; the agent asks `why_over`, `decide`, which never wait.
-2. What is decided by whom, and when, is `council.py`'s; how it is said, `links.py`'s. Here is neither.
-3. Who needs nobody else needs no thread: one host alone is its own majority.
+1. The thread reads, answers and sends heartbeats even while the agent is busy. The agent's calls, such as `why_over`
+   and `decide`, never block.
+2. `council.py` decides what to say and when. `links.py` carries it.
+3. One host alone is its own majority, so it needs no thread.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SAY_S = 3.0  # that there is no plan, before people are told: who cannot be rea
 
 @dataclass(frozen=True)
 class AgentSetting:
-    """Which agent this is."""
+    """The name and size of this agent's host."""
 
     name: str  # what people call its host; agents are sorted by it
     num_ranks: int  # that its host begins with
@@ -211,7 +212,7 @@ class Agents:
             self._note(f"waiting up to {limit_s:g} s for ranks to train with: {self._what_is_missing()}")
 
     def waits_for(self) -> str:
-        """In words, what is missing until there is a plan."""
+        """Return in words what is missing until there is a plan."""
         with self._lock:
             return self._what_is_missing()
 
@@ -265,7 +266,6 @@ class Agents:
         self._links.close()
 
     def _close_given(self) -> None:
-        """Nobody trains here, or will."""
         while self._to_give:
             self._to_give.popleft().close()
 

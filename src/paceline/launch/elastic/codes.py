@@ -1,4 +1,4 @@
-"""How agents show each other that they know the job's token: codes over random bytes of the other end."""
+"""Codes by which agents prove that they know the job's token, over random bytes that the other end chose."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NUMBER = struct.Struct("!Q")
 
 
 def frame_of(key: bytes, nonce: bytes, number: int, body: bytes) -> bytes:
-    """A frame as it is sent; see `links`."""
+    """Return a frame as it is sent; see `links`."""
     return LENGTH.pack(len(body)) + code_of(key, nonce, number, body) + body
 
 
 def code_of(key: bytes, nonce: bytes, number: int, body: bytes) -> bytes:
-    """Of the frame of this number, to whoever has made up `nonce`."""
+    """Return the code of the frame with this number, for the listener that chose `nonce`."""
     return hmac.new(key, nonce + _NUMBER.pack(number) + body, hashlib.sha256).digest()

@@ -1,16 +1,17 @@
-"""One agent's part in a job of several hosts: who is alive, when a vote is due, what is said again. Time is told.
+"""One agent's part in a job of several hosts: which agents live, when a vote is due, what is sent again.
 
 Rules
 1. A voter that was not heard for `SILENCE_S`, or whose host refuses connections, is missing: an attempt is due. A
-   wrong suspicion costs one attempt, as all voters are asked, and who answers stays.
-2. Whoever is heard is waited for: it may have ranks that take long to stop, which is its own agent's affair. Who is
-   missing is not waited for.
-3. This host's ranks stop before it promises or proposes: until then what it is asked waits. If nobody was lost, they
-   pause between two steps.
+   wrong suspicion costs one attempt, because all voters are asked and those that answer stay.
+2. Wait for every agent that still sends heartbeats, because its ranks may take long to stop. Do not wait for an agent
+   that is missing.
+3. This host's ranks stop before it promises or proposes. Until then, requests to this agent wait. If no rank was lost,
+   the ranks pause between two steps.
 4. Survivors see the same loss at once, so they propose one after the other, in the order of the decree.
-5. An agent that was stopped itself (SIGSTOP, a suspended machine) has heard nobody: after a pause it listens first.
-6. Hosts that were lost are told the newest decree now and then, at their old addresses: who starts there again joins,
-   although it was told to begin a job. It asks to join when its ranks are there: nobody pauses before.
+5. An agent that was stopped itself (SIGSTOP, a suspended machine) has heard no other agent. So it listens first.
+6. Lost hosts are sent the newest decree now and then, at their old addresses. An agent that starts there again joins,
+   although it was told to begin a job. It asks to join when its ranks are there, and no rank pauses before.
+7. Nothing here reads a clock: time is an argument.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class Peer:
     heard_s: float
     is_missing: bool = False
     is_done: bool = False
-    has_paused: bool = False  # or has no rank that trains: nobody stops within a step for what it asks
+    has_paused: bool = False  # or has no rank that trains: then no rank stops within a step for its request
 
 
 class Council:
-    """What an agent knows of the others, and what it says to them.
+    """The state of one agent in the job: what it knows of the other agents, and which messages it owes them.
 
     `first` is where the job's first agent listens; None: it is this one. `start` is the first decree of as many hosts
     as the job begins with; None until then. `is_done`: this host's ranks have ended well.
@@ -181,14 +182,14 @@ class Council:
         self._places[sender.name] = sender.address
 
     def refused(self, address: Address, now_s: float) -> None:
-        """Nobody listens there any more."""
+        """Count the agent at this address as missing: no process listens there any more."""
         for peer in self.peers.values():
             if peer.voter.address == address and not peer.is_missing:
                 peer.is_missing = True
                 self._consider(now_s)
 
     def turn(self, now_s: float) -> list[tuple[Address, Packet]]:
-        """Do what is due; returns what is to be sent, and where."""
+        """Take the actions that are due, and return the packets to send with their addresses."""
         if now_s - self._turn_s > PAUSE_S:
             self._listens_until_s = now_s + SILENCE_S
             for peer in self.peers.values():
@@ -246,7 +247,7 @@ class Council:
         )
 
     def all_done(self) -> bool:
-        """Return whether nobody needs this agent any more: all others' ranks have ended well, or they are gone."""
+        """Return whether no agent needs this one any more: all others' ranks have ended well, or they are gone."""
         names = () if self.state.decree is None else self.state.decree.names
         others = [self.peers[name] for name in names if name in self.peers]
         return self.is_done and all(peer.is_done or peer.is_missing for peer in others)
@@ -292,7 +293,7 @@ class Council:
             self._consider(now_s)
 
     def _followed_another(self, before: Decree | None, now_s: float) -> None:
-        """If there is a new decree: what belonged to the old one is over."""
+        """Drop what belonged to the old decree if there is a new one."""
         decree = self.state.decree
         if decree is before or decree is None:
             return
@@ -318,10 +319,10 @@ class Council:
         self._beat_s = now_s
 
     def _consider(self, now_s: float) -> None:
-        """Whether an attempt is due because somebody is missing or wants to join."""
+        """Schedule an attempt if an agent is missing or wants to join."""
         decree = self.state.decree
         if decree is None or not self.state.is_voter or self._wants_vote or self.is_done:
-            return  # nobody can train with ranks that have ended
+            return  # no rank can train with ranks that have ended
         gone = [name for name in self.missing() if not (name in self.peers and self.peers[name].is_done)]
         for name in self.state.joiners:
             if name in self.peers and self.peers[name].is_missing:
@@ -347,13 +348,13 @@ class Council:
         if now_s < self._due_s or not self._has_stopped or not (self._wants_vote or is_stale):
             return
         if leads and (state.unanswered - set(self.missing())):
-            return  # somebody who is heard has not stopped yet
+            return  # an agent that sends heartbeats has not stopped its ranks yet
         self._due_s = now_s + RETRY_S + STAGGER_S * self._place
         self._step(vote.suspect(self.state), now_s)
 
     @property
     def _place(self) -> int:
-        """Among the voters."""
+        """This agent's position among the voters."""
         decree = self.state.decree
         return decree.names.index(self.own.name) if decree is not None and self.state.is_voter else 0
 

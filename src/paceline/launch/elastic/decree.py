@@ -1,4 +1,4 @@
-"""What the agents of several hosts decide on: which of them decide next, and which ranks train."""
+"""The decisions of the agents of several hosts: which agents decide next, and which ranks train."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Candidate:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """What has been trained; ranks that are equal in it hold the same state."""
+        """The epoch and step of its state. Ranks with equal progress hold the same state."""
         return self.epoch, self.step
 
 
 @dataclass(frozen=True)
 class Decree:
-    """What is decided for one epoch. There is at most one an epoch."""
+    """The decision for one epoch. There is at most one an epoch."""
 
     epoch: int  # its number
-    # the ranks that train, in their order; none while they are too few: nobody trains
+    # the ranks that train, in their order; empty while they are too few to train
     members: tuple[Candidate, ...]
     # The agents that decide on the next one. A live agent is among them although its ranks are out.
     voters: tuple[Voter, ...]
@@ -50,7 +50,7 @@ class Decree:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the voters."""
+        """The voters' names."""
         return tuple(voter.name for voter in self.voters)
 
     @property
@@ -65,14 +65,17 @@ class Decree:
         return 2 * votes > whole or (2 * votes == whole and self.tie_breaker in voting)
 
     def updated(self, candidate: Candidate) -> Candidate:
-        """What a rank holds once this is decided: nobody trains before all follow, so equal states stay equal."""
+        """Return what a rank holds once this is decided.
+
+        No rank trains before all follow, so equal states stay equal.
+        """
         for member in self.members:
             if member.member == candidate.member and member.progress == self.holder.progress:
                 return Candidate(candidate.member, self.epoch, candidate.step)
         return candidate
 
     def plan(self) -> Plan | None:
-        """What its ranks are told; None if it has none."""
+        """Return the plan that its ranks are told; None if it has no ranks."""
         if not self.members:
             return None
         stores = {voter.name: voter.store for voter in self.voters}

@@ -4,13 +4,14 @@
     sender    frames: length of the body (4 bytes), code (32), body
 
 Rules
-1. A connection carries frames one way only, from who opened it to who listens. So two agents have two.
+1. A connection carries frames one way only, from the end that opened it to the listener. So two agents have two.
 2. A frame's code is an HMAC-SHA256 with the job's token over the listener's random bytes, the frame's number and its
-   body. Who does not know the token gets none through, and a recorded one fits no other connection or place.
+   body. Without the token no frame gets through, and a recorded frame fits no other connection or place.
 3. A stranger is dropped first: at its first wrong frame, after `PROOF_S` without one, or when `MOST_STRANGERS` wait.
-4. Nothing waits. A frame for an agent that is not reached is dropped: whoever needs it sends it again.
-5. One interface: the listener has the address that it is given.
-6. A connection that asks for the state of a rank (`state_call.py`) is handed over to one: the agents have it no more.
+4. No call waits. A frame for an agent that is not reached is dropped. The agent sends it again if it is still needed.
+5. The listener uses one interface: the address that it is given.
+6. A connection that asks for the state of a rank (`state_call.py`) is handed over to a rank, and the agents use it no
+   longer.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ class Received:
 
 @dataclass(frozen=True)
 class Refused:
-    """Nobody listens at this address any more; its host lives."""
+    """The event that no process listens at this address any more, although its host lives."""
 
     address: Address
 
 
 @dataclass(frozen=True)
 class Closed:
-    """Whoever sent over this connection has closed it, or has died."""
+    """The event that the sender of this connection has closed it, or has died."""
 
     connection: int
 
@@ -288,7 +289,7 @@ class Links:
         self._close(link.socket)
 
     def forget(self, address: Address) -> None:
-        """Nothing has been heard from there: what is sent next opens another connection."""
+        """Drop the connection to a silent address, so that the next frame opens another one."""
         if address in self._outgoing:
             self._end(self._outgoing[address])
 

@@ -1,9 +1,9 @@
-"""Where the processes of a host write: where the launcher does, into files, or both. As torchrun's `--tee` says.
+"""Sends the output of a host's processes to the launcher's own, into files, or both, as torchrun's `--tee` says.
 
 Rules
 1. Torch's own description of logs says where: <folder>/<run>_<random>/attempt_<start>/<local rank>/stdout.log. A start
    is that of all ranks, number 0, or of one replacement.
-2. Nobody waits for a line to be shown until the launch ends.
+2. A thread per file shows its lines. Only the end of the launch waits for these threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOOK_S = 0.1
 
 @dataclass(frozen=True)
 class Output:
-    """Of one process."""
+    """The files and environment of one process's output."""
 
     files: tuple[str, str]  # for stdout and stderr; empty: where the launcher writes
     environment: Mapping[str, str]  # that tells the process of more
@@ -32,13 +32,13 @@ class Output:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[list[IO[bytes] | None]]:
-        """For a process that starts."""
+        """Open the files for a process that starts; None where it writes to the launcher's output."""
         with contextlib.ExitStack() as stack:
             yield [stack.enter_context(Path(name).open("wb")) if name else None for name in self.files]
 
 
 class Outputs:
-    """Makes them; `config` is torch's, of a launch with so many local ranks."""
+    """The maker of the outputs. `config` is torch's, of a launch with so many local ranks."""
 
     def __init__(self, config: Any, num_seats: int) -> None:
         self._logs, self._run_id, self._num_seats = config.logs_specs, str(config.run_id), num_seats
@@ -47,7 +47,7 @@ class Outputs:
         self._shown: list[tuple[threading.Thread, Output]] = []
 
     def of_start(self, number: int, local_ranks: Iterable[int]) -> dict[int, Output]:
-        """Files of this start, by local rank; what is written there is shown from now on, if that was asked for."""
+        """Make the outputs of a start, by local rank, and begin to show those that `--tee` names."""
         names = {"TORCHELASTIC_RUN_ID": self._run_id, "TORCHELASTIC_RESTART_COUNT": str(number)}
         environments = {seat: dict(names) for seat in range(self._num_seats)}
         logs = self._logs.reify(environments)
@@ -74,7 +74,7 @@ class Outputs:
         return made
 
     def close(self) -> None:
-        """Wait until all is shown that there is. Processes have ended."""
+        """Wait until every line is shown. All processes have ended before."""
         for thread, output in self._shown:
             output.has_ended.set()
             thread.join()

@@ -1,8 +1,8 @@
-"""`Plan`: who trains together from now on, as the agents of all hosts have decided it; and what one of them proposes.
+"""`Plan`: the ranks that train together from now on, as all hosts' agents have decided; and each agent's `Proposal`.
 
 Rules
-1. A plan is the whole truth of its epoch: who has it needs no earlier one.
-2. Of one epoch there is at most one plan, whoever asks and whenever. Every message says its epoch.
+1. A plan is complete: an agent that has it needs no earlier one.
+2. An epoch has at most one plan, the same for every agent at any time. Every message says its epoch.
 3. Nothing here reads a clock, opens a socket or is unpickled: JSON, checked when it is read.
 """
 
@@ -27,7 +27,7 @@ class Member(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where something listens."""
+    """The host and port of a listener."""
 
     host: str
     port: int
@@ -35,7 +35,7 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class Proposal:
-    """What one host's agent brings into the next membership: its ranks that have stopped, and those that wait.
+    """The ranks that one host's agent brings into the next membership: those that have stopped, and those that wait.
 
     Attributes:
         epoch: The number of the plan that is asked for.
@@ -62,7 +62,7 @@ class Plan:
     voters: tuple[str, ...]
     tie_breaker: str  # one of the voters
     step: int  # how many steps the rank that is furthest has completed
-    holder: Member  # that rank: whoever is behind takes its state
+    holder: Member  # that rank: ranks that are behind take its state
     store: Address  # where the ranks meet; of this epoch alone
     num_new: int = 0  # how many members have no state of the training yet
 
@@ -74,12 +74,12 @@ class Plan:
             )
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """Return the plan as JSON."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, words: bytes) -> Plan:
-        """The plan that `to_bytes` wrote. Raises ProtocolError if it is none."""
+        """Return the plan that `to_bytes` wrote. Raises ProtocolError if it is none."""
         try:
             fields: dict[str, Any] = json.loads(words)
             return cls(
@@ -98,7 +98,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Start:
-    """How ranks of a host begin that begin with the job: as under torchrun, before the first plan."""
+    """The numbers and store with which a host's ranks begin the job, before the first plan; as under torchrun."""
 
     first_rank: int  # of this host
     num_ranks: int  # of all hosts
@@ -108,7 +108,7 @@ class Start:
 
 
 class Decider(Protocol):
-    """Whoever knows what all hosts have decided: alone on one host, a vote among several. Asked again and again."""
+    """The source of plans: the agent alone on one host, a vote among several hosts. The agent polls it."""
 
     name: str  # of this host's agent, in plans
     is_alone: bool  # whether there is no other host
@@ -121,7 +121,10 @@ class Decider(Protocol):
         """
 
     def why_over(self, epoch: int) -> str | None:
-        """Why this epoch has ended; None: it goes on. Local; never blocks. LaunchError if training cannot begin."""
+        """Return why this epoch has ended, or None. Local; never blocks.
+
+        Raises LaunchError if training cannot begin.
+        """
 
     def wants_pause(self, epoch: int) -> bool:
         """Return whether its ranks shall leave it between two steps, because ranks of another host come in."""
@@ -139,7 +142,7 @@ class Decider(Protocol):
         """
 
     def to_give(self) -> socket.socket | None:
-        """To a rank of another host that shall have the state of one of this host; once each. Local."""
+        """Return a connection to a rank of another host that needs a state from here, once each; or None. Local."""
 
 
 class OneHost:

@@ -1,10 +1,10 @@
-"""The ranks of one host: which process has which seat, where each stands, which have ended, and who replaces them.
+"""The ranks of one host: which process has which local rank, what it is doing, which have ended, and replacements.
 
 Rules
-1. A rank is lost when the kernel says that it ends, when it stands still for too long, or when it ends otherwise than
-   by leaving its loop over steps. Whoever is lost is killed: nobody comes back from the dead with an old epoch.
-2. A seat is empty until what had it is buried: so a replacement finds ports, files and memory free. It is filled when
-   the agent says so: a process that starts would share cores with those that recover.
+1. A rank is lost when it dies or stands still for too long, or when it ends before it has left its loop over steps.
+   A lost rank is killed, so that it cannot come back with an old epoch.
+2. A local rank is vacant once its lost process has ended, so a replacement finds ports, files and memory free. It is
+   filled when the agent says so, because a process that starts would share cores with those that recover.
 3. Before the first membership a failed rank ends the launch, as without `--min-ranks`. A script that does not use
    `Elastic` may have trained by then, so starting all ranks again would repeat that.
 """
@@ -35,7 +35,7 @@ _EARLY_S = 1.0  # that a rank's death may be seen later than those that it cause
 
 
 class Phase(enum.Enum):
-    """What a process is doing, as far as its agent knows."""
+    """The state of a process, as far as its agent knows."""
 
     STARTING = "is starting"
     WAITING = "waits to come in"
@@ -69,7 +69,7 @@ class Rank:
 
     @property
     def name(self) -> str:
-        """In words."""
+        """The rank in words."""
         who = f"rank {self.rank}" if self.rank >= 0 else f"a process for local rank {self.local_rank}"
         return f"{who} (pid {self.process.pid})"
 
@@ -95,13 +95,13 @@ class RankAssignments:
         self._name, self._note, self._take, self._lose_because = name, note, take, lose
         self._ranks: dict[int, Rank] = {}
         self._num_started = 0
-        self._failed_starts: dict[int, int] = {}  # of replacements in a row, by seat
+        self._failed_starts: dict[int, int] = {}  # of replacements in a row, by local rank
         self._early_ends: dict[int, ProcessFailure] = {}  # before the first membership, by rank
         self._early_s = 0.0  # when the first of them was seen
         self.dying: list[Rank] = []
         """Lost, and not yet buried."""
         self._vacant: list[int] = []  # local ranks
-        self._closed: dict[int, str] = {}  # local ranks that nobody takes any more, and why
+        self._closed: dict[int, str] = {}  # local ranks that get no replacement any more, and why
         self.finished: set[Member] = set()
         """Processes that have ended well."""
         self.is_training_over = False
@@ -121,7 +121,7 @@ class RankAssignments:
 
     @property
     def training(self) -> list[Rank]:
-        """By their numbers in the membership."""
+        """The ranks that train, by their numbers in the membership."""
         return sorted(self.in_phase(Phase.TRAINING), key=lambda rank: rank.rank)
 
     # ---- they begin and end
@@ -135,7 +135,7 @@ class RankAssignments:
         del self._ranks[rank.member.number]
 
     def kill(self, rank: Rank) -> None:
-        """What it holds is old, or may be: a replacement takes others' state."""
+        """Kill a rank whose state is old, or may be. A replacement takes other ranks' state."""
         rank.phase = Phase.LOST
         self._remove(rank)
         self.dying.append(rank)

@@ -1,4 +1,4 @@
-"""Of a command line: where this host's agent listens, where the first one does, and what training needs."""
+"""Reads from the command line where this host's agent and the first one listen, and what training needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WAITS_RATIO = 10.0  # of --lost-after, that an agent waits for a majority or fo
 
 @contextlib.contextmanager
 def connected(arguments: LaunchArguments, start: Address, note: Callable[[str], None]) -> Iterator[Agents]:
-    """The agent of this host among several.
+    """Run the agent of this host among several.
 
     Raises ConfigurationError without a token that others do not know, or for an address that cannot be listened on.
     """

@@ -33,7 +33,7 @@ class EpochStores:
         self._open: deque[tuple[int, Address, dist.Store]] = deque(maxlen=_KEPT)
 
     def of(self, epoch: int) -> Address:
-        """Where the store of this epoch listens; opened when first asked for. Earlier ones are closed in time."""
+        """Return the address of this epoch's store, and open it at the first call. Earlier ones are closed in time."""
         if not self._open or self._open[-1][0] != epoch:
             store = listening_store(self._host)
             self._open.append((epoch, Address(self._host, store.port), store))
@@ -64,12 +64,15 @@ class Starter:
         self._num_starts = 0
 
     def new_store(self) -> Address:
-        """Where ranks that start can meet; of one start, because a store keeps the addresses of ranks that are gone."""
+        """Open a store where the ranks of one start meet.
+
+        A store keeps the addresses of dead ranks, so each start has its own.
+        """
         self._stores.append(listening_store(self.host))
         return Address(self.host, self._stores[-1].port)
 
     def start_all(self, start: Start | None) -> list[RankProcess]:
-        """All ranks of this host, which meet each other as under torchrun. None: the job has begun without them."""
+        """Start all ranks of this host. They meet as under torchrun; `start` None: the job has begun without them."""
         size = self._arguments.num_local_ranks
         if start is None:
             return [self.start_one(local_rank) for local_rank in range(size)]
@@ -80,7 +83,7 @@ class Starter:
         ]
 
     def start_one(self, local_rank: int) -> RankProcess:
-        """A rank that meets nobody, until a membership takes it in."""
+        """Start a rank that is alone until a membership takes it in."""
         number = self._next()
         output = self._outputs.of_start(number, [local_rank])[local_rank]
         return self._start(number, local_rank, 1, Start(0, 1, 0, 1, self.new_store()), output)

@@ -36,7 +36,7 @@ _SILENCE = (
 def call(address: Address, token: str) -> socket.socket:
     """Ask the agent that listens there; returns the connection over which a rank's state comes.
 
-    Blocks, for some `CONNECT_S`. Raises OSError if nobody answers who knows the token.
+    Blocks, for some `CONNECT_S`. Raises OSError if no agent that knows the token answers.
     """
     with contextlib.ExitStack() as closes:
         end = closes.enter_context(socket.create_connection(address, CONNECT_S))

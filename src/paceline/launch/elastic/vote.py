@@ -33,7 +33,7 @@ NO_BALLOT: Ballot = (0, "")
 
 @dataclass(frozen=True)
 class Report:
-    """What a host brings into a decree."""
+    """The agent and ranks that a host brings into a decree."""
 
     voter: Voter  # its agent
     candidates: tuple[Candidate, ...] = ()  # its ranks that could train now
@@ -41,7 +41,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Quorum:
-    """What a decree needs to have members at all."""
+    """The hosts or ranks without which a decree has no members."""
 
     hosts: int = 1  # in the first one that has: how many hosts bring ranks
     ranks: int = 1  # in every other one: how many ranks there are
@@ -89,7 +89,7 @@ class State:
 
     @property
     def unanswered(self) -> frozenset[str]:
-        """Who was asked in its attempt, and has not answered."""
+        """The agents that were asked in its attempt and have not answered."""
         if self.decree is None or self.own == NO_BALLOT or self.offered is not None:
             return frozenset()
         answered = {promise.report.voter.name for promise in self.promises}
@@ -98,7 +98,7 @@ class State:
 
 @dataclass(frozen=True)
 class Message:
-    """From one agent to another.
+    """A message from one agent to another.
 
     Attributes:
         kind: `ask` and `promise`, `offer` and `vote`, `decree` (one that is decided), or `join`.
@@ -127,7 +127,7 @@ def begin(report: Report, needs: Quorum) -> State:
 
 
 def suspect(state: State) -> Result:
-    """Somebody is missing or wants to join: lead an attempt at the next decree. The ranks of its host have stopped."""
+    """Lead an attempt at the next decree: an agent is missing or wants to join. This host's ranks have stopped."""
     decree = state.decree
     if decree is None or not state.is_voter:
         return state, ()
@@ -160,7 +160,7 @@ def lose_patience(state: State) -> Result:
 
 
 def repeat(state: State) -> tuple[Message, ...]:
-    """What its attempt waits for, once more: it, or the answer, may have been lost."""
+    """Return the messages of its attempt that are unanswered, to send again: they or the answers may be lost."""
     if state.decree is None or state.own == NO_BALLOT or state.own < state.promised:
         return ()
     kind, decree = ("ask", state.decree) if state.offered is None else ("offer", state.offered)
@@ -171,7 +171,7 @@ def repeat(state: State) -> tuple[Message, ...]:
 
 
 def forget(state: State, name: str) -> State:
-    """Whoever asked to join is gone."""
+    """Remove an agent that asked to join and is gone."""
     return replace(state, joiners=state.joiners - {name})
 
 
@@ -181,7 +181,7 @@ def ask_to_join(state: State, names: tuple[str, ...]) -> Result:
 
 
 def _hear_own(state: State, messages: list[Message]) -> Result:
-    """What an agent says to itself it hears at once."""
+    """Deliver an agent's messages to itself at once, and return the others."""
     out: list[Message] = []
     while messages:
         message = messages.pop(0)

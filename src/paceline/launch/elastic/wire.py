@@ -1,4 +1,4 @@
-"""What agents say to each other, as JSON: every field is checked when it is read, and nothing is unpickled."""
+"""Messages between agents as JSON. Every field is checked when it is read, and nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Packet:
 
 
 def encode(packet: Packet) -> bytes:
-    """As JSON."""
+    """Return a packet as JSON."""
     fields = [packet.job, _of_voter(packet.sender), packet.epoch, packet.is_done, packet.has_paused]
     if (message := packet.message) is not None:
         promise = message.promise
@@ -42,7 +42,7 @@ def encode(packet: Packet) -> bytes:
 
 
 def decode(body: bytes) -> Packet:
-    """What `encode` was given. Raises ProtocolError if it is something else."""
+    """Return the packet that `encode` was given. Raises ProtocolError if it is something else."""
     try:
         job, sender, epoch, is_done, has_paused, *rest = json.loads(body)
         return Packet(
