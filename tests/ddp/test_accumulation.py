@@ -8,11 +8,12 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from harness.models import WORKLOADS, Mlp, conv_net, digest, generator, squares
-from harness.ranks import pool
+from harness.ranks import Ranks, pool
 from paceline import DistributedDataParallel, convert_sync_batchnorm, windows
 from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError, ProtocolError
 from paceline.reductions.adasum import combine
@@ -494,6 +495,89 @@ def synchronized_norm(rank, _num_ranks):
     with model.accumulate(data[:1]) as window:
         ordinary(model, window)
     return digest(p.grad for p in model.parameters())
+
+
+def raise_where_others_wait(rank, num_ranks, backend):
+    """Rank 1 raises in its second window, while rank 0 is in a layer that waits for it, and lives on."""
+    group, store = dist.new_group(backend=backend), dist.distributed_c10d._get_default_store()
+    model = DistributedDataParallel(convert_sync_batchnorm(conv_net()), process_group=group)
+    data, told = torch.randn(2, 3, 8, 8, generator=generator(rank)), []
+    for step in range(3):
+        model.zero_grad()
+        try:
+            with model.accumulate([data]) as window:
+                (raise_before_the_first if step and rank else ordinary)(model, window)
+        except (RuntimeError, ValueError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    store.set(f"{rank} is told", b"")
+    store.wait([f"{each} is told" for each in range(num_ranks)])
+    return told
+
+
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+def test_a_rank_that_raises_where_others_wait_is_named(backend):
+    """Its error comes at once, and theirs soon; no rank waits for the timeout, and none trains the model any more."""
+    (other, *others), (wrong, *refused) = pool(2).run(raise_where_others_wait, backend)
+    assert wrong == "ValueError: out of memory, say"
+    assert other.startswith(
+        "PeerLostError: rank 0 was summing statistics of synchronized batch normalisation"
+    )
+    assert "left its step with ValueError" in other.partition("The backend said")[0]
+    for words in (*others, *refused):
+        assert words.startswith("ProtocolError: communication of this module failed earlier")
+
+
+def raise_beside_a_collective(rank, _num_ranks):
+    """Rank 1 raises, and ends, while rank 0 is in a collective of the script's."""
+    model = DistributedDataParallel(Mlp())
+    with model.accumulate([torch.ones(2, 8)]) as window:
+        for x in window:
+            if rank:
+                raise ZeroDivisionError("a bad sample")
+            dist.all_reduce(torch.ones(1))
+            squares(model(x)).backward()
+
+
+def raise_and_end(rank, num_ranks):
+    try:
+        raise_beside_a_collective(rank, num_ranks)
+    except ZeroDivisionError:
+        os._exit(7)
+
+
+def test_a_rank_that_raises_beside_a_collective_of_the_script_is_named():
+    """It does not wait, so it ends; the error that the backend then raises on the others becomes one with its name."""
+    with Ranks(2) as ranks:
+        first, second = ranks.outcomes(raise_and_end)
+    assert second.exit_code == 7, second.story()
+    assert first.error is not None
+    assert first.error.is_a("PeerLostError"), first.story()
+    assert (
+        "rank 0 was within a window of micro-batches when communication failed: rank 1" in first.error.message
+    )
+
+
+def refuse_with_a_norm(rank, _num_ranks):
+    """Rank 1 cannot begin its second window, in which rank 0 would wait for it in forward."""
+    model = DistributedDataParallel(convert_sync_batchnorm(conv_net()))
+    data, told = torch.randn(2, 3, 8, 8, generator=generator(rank)), ""
+    for step in range(3):
+        model.zero_grad()
+        try:
+            with model.accumulate(
+                [data], weight=lambda _, step=step: -1 if rank and step == 1 else 1
+            ) as window:
+                ordinary(model, window)
+        except (ConfigurationError, PeerAbortedError) as error:
+            told = f"{step} {type(error).__name__}"
+    return told, digest(p.grad for p in model.parameters())
+
+
+def test_a_window_that_cannot_begin_where_others_would_wait():
+    """They are told before their forward, and the next window is clean."""
+    (first, gradients), (second, others) = pool(2).run(refuse_with_a_norm)
+    assert (first, second) == ("1 PeerAbortedError", "1 ConfigurationError")
+    assert gradients == others
 
 
 def test_synchronized_norms_need_equal_counts():

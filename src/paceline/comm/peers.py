@@ -143,6 +143,18 @@ class Peers:
         if self._failure_detection.still_asks:
             self._failure_detection.learn()
 
+    def leave(self, why: str) -> None:
+        """Tell the ranks that wait for this one, or will, that it takes no part any more. Local.
+
+        They raise PeerLostError, which says so in these words.
+        """
+        self._failure_detection.leave(why)
+
+    def lost_behind(self, error: Exception, doing: str) -> PeerLostError | None:
+        """Return the error that names ranks which have left or died, if this error may come from that. Local."""
+        failure = self._failure(error, doing, None) if self._failure_detection.some_have_ended() else error
+        return failure if isinstance(failure, PeerLostError) else None
+
     def fail(self, error: Exception, doing: str, consequence: str | None = None) -> NoReturn:
         """Start failure detection, or join it, and raise. Arguments as of `wait`.
 
@@ -203,6 +215,7 @@ class _Progress:
     """The progress of this rank; outlives the object that waits."""
 
     num_steps: int | None = None
+    has_left: bool = False  # it has said why, while its program goes on
     is_store_busy: bool = False  # a query that hangs holds the store's lock
 
     @property
@@ -255,6 +268,14 @@ class _FailureDetection:
                 raise _CalledError(
                     f"another rank has started failure detection ({reason.decode(errors='replace')})"
                 )
+
+    def leave(self, why: str) -> None:
+        """Tell the other ranks so, as `Peers.leave`."""
+        self.progress.has_left = True
+        if self._has_store and not _StoreQuery.some_hangs():
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"left/{self._rank}", why)
+                self._store.set("failure_detection", f"rank {self._rank} {why}")
 
     def who_is_gone(self, doing: str, named: int | None, reason: str | None) -> tuple[str, bool]:
         """Start failure detection, or join it if there is no `reason`.
@@ -322,6 +343,21 @@ class _FailureDetection:
             look_s = min(2 * look_s, _LAST_LOOK_S)
         return self._store.get(key) is not None  # it may have answered, and then ended
 
+    def some_have_ended(self) -> bool:
+        """Return whether a rank has left, or its process is of this host and dead, as far as the store answers."""
+        others = [rank for rank in range(self._num_ranks) if rank != self._rank]
+        if not self._has_store:
+            return False
+        # A process that is killed closes its connections a moment before it is dead.
+        for pause_s in (_FIRST_LOOK_S, 2 * _FIRST_LOOK_S, 0.0):
+            with contextlib.suppress(RuntimeError):
+                if _StoreQuery(self._store, f"who/{self._rank}").answer(SLICE_S) is None:
+                    return False
+                if any(map(self._has_ended, others)):
+                    return True
+            time.sleep(pause_s)
+        return False
+
     def _has_ended(self, rank: int) -> bool:
         """Return whether a rank has left, or its process is of this host and dead."""
         card = self._card(rank)
@@ -355,7 +391,7 @@ def _forget_oldest(leaves: weakref.finalize[[SealedStore, int, _Progress], Proce
 
 def _say_left(store: SealedStore, rank: int, progress: _Progress) -> None:
     """Tell who may still wait that this rank has left, and how."""
-    if progress.is_store_busy or _StoreQuery.some_hangs():
+    if progress.has_left or progress.is_store_busy or _StoreQuery.some_hangs():
         return
     error: BaseException | None = getattr(sys, "last_value", None)
     after = "" if progress.num_steps is None else f" after step {progress.num_steps}"

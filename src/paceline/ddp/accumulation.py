@@ -4,8 +4,9 @@ Rules
 1. After a window every rank's `.grad` is sum(w g) / sum(w) over all micro-batches of all ranks. Here g is the gradient
    of a micro-batch's mean loss, and w its weight. Ranks may have different numbers of micro-batches, or none.
 2. A micro-batch of weight 0 is not run: the mean over its no tokens would be 0/0.
-3. Collectives: at the beginning of a window (weights, buffers) and in its last backward. Between them a rank may raise,
-   and no rank waits for it: leaving the window completes the collectives and tells the others.
+3. Collectives: at the beginning of a window (weights, buffers) and in its last backward. A rank that raises between
+   them launches those of that backward, and so tells the other ranks. If layers wait for all ranks in forward, the
+   other ranks do not get there, and this rank is lost to them; so it is where others make up for a lost rank.
 4. While accumulating, `.grad` is in units of the current micro-batch's weight. So autograd adds to it without a
    factor. Gradients are rescaled where the weight changes.
 """
@@ -29,6 +30,7 @@ from paceline.ddp.verdict import Status
 from paceline.ddp.weights import REFUSED, StepWeights, WeightExchange, checked_weight
 from paceline.errors import (
     ConfigurationError,
+    PacelineError,
     PeerLostError,
     PeerOutOfMemoryError,
     ProtocolError,
@@ -120,7 +122,7 @@ class Window(Generic[Batch]):
             return self
         if problem is not None:
             raise problem
-        if steps.has_sync_batch_norm:
+        if steps.waits_in_forward:
             self._check_equal_counts()
         steps.enter_window(self)
         return self
@@ -185,8 +187,10 @@ class Window(Generic[Batch]):
                 )
 
     def _check_equal_counts(self) -> None:
-        counts = self._weights().micro_steps
-        if len(set(counts)) > 1 and REFUSED not in counts:
+        weights = self._weights()
+        weights.raise_if_refused(self._steps.membership.rank)
+        counts = weights.micro_steps
+        if len(set(counts)) > 1:
             raise ConfigurationError(
                 f"the ranks' windows have {', '.join(map(str, counts))} micro-batches, but the module has synchronized "
                 "batch normalisation, in which every forward waits for all ranks. Give all ranks equally many "
@@ -218,7 +222,13 @@ class Window(Generic[Batch]):
             if self.repeats or self._is_recoverable(error):
                 return True
             is_full = is_out_of_memory(error)
-            ranks = self._give_up(Status.OUT_OF_MEMORY if is_full else Status.ABORTED)
+            if isinstance(error, RuntimeError) and not (is_full or isinstance(error, PacelineError)):
+                lost = self._steps.lost_behind(error)  # it may come from a collective of the script's own
+                if lost is not None:
+                    if self._is_recoverable(lost):
+                        return True
+                    raise lost from error
+            ranks = self._give_up(error, Status.OUT_OF_MEMORY if is_full else Status.ABORTED)
             if isinstance(error, PeerOutOfMemoryError):
                 return self._makes_room(error, error.ranks)
             return is_full and self._makes_room(error, ranks)
@@ -250,16 +260,21 @@ class Window(Generic[Batch]):
             self._steps.match_window(self._weights())
             return
         done = self._place + (self._num_backwards > 0)
-        self._give_up()
-        raise ProtocolError(
-            f"the window was left after {max(done, 0)} of {len(self._counted)} micro-batches. The other ranks were "
+        error = ProtocolError(
+            f"the window was left after {max(done, 0)} of {len(self._counted)} micro-batches. The other ranks are "
             "told and this step's gradients dropped everywhere; parameters are untouched. Iterate over all of them, "
             "without break; give a micro-batch that shall not count the weight 0."
         )
+        self._give_up(error, Status.ABORTED)
+        raise error
 
-    def _give_up(self, status: Status = Status.ABORTED) -> tuple[int, ...]:
-        """Complete the step's collectives, if the other ranks are in them, and tell these; as `Reducer.give_up`."""
-        reducer = self._steps.reducer
+    def _give_up(self, error: Exception, status: Status) -> tuple[int, ...]:
+        """Tell the other ranks that this one has raised, if they are in this step; returns as `Reducer.give_up`.
+
+        It waits for them only if the step may be repeated. Otherwise the error goes first: the other ranks may be in a
+        collective of the forward, where they wait for this rank.
+        """
+        steps, reducer = self._steps, self._steps.reducer
         if self._has_synchronized and reducer.step.backward is None:
             return ()
         try:
@@ -269,10 +284,15 @@ class Window(Generic[Batch]):
             ProtocolError,
         ):  # as the user has been told, or will be by whatever communicates next
             others_wait = False
-        if others_wait:
-            return reducer.give_up(status)
-        reducer.drop_step()
-        return ()
+        if not others_wait:
+            reducer.drop_step()
+            return ()
+        shares = steps.setting.shares
+        may_repeat = status is Status.OUT_OF_MEMORY and shares is not None and shares.can_make_room
+        if steps.waits_in_forward or (steps.is_made_up_for and not may_repeat):
+            steps.leave(error)
+            return ()
+        return reducer.give_up(status, waits=may_repeat)
 
     # ---- the loop
 

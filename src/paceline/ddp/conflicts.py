@@ -9,6 +9,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
+from paceline.ddp import sync_batch_norm
 from paceline.ddp.droppable import Unit
 from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.layout import ManagedParameters
@@ -90,8 +91,7 @@ def check_join(model: Any, throws_early: bool) -> None:
 
     With `throws_early`, all ranks leave the context as soon as one has no more batches.
     """
-    layers = (part for part in model.modules() if isinstance(part, torch.nn.SyncBatchNorm))
-    if model.process_group.size() > 1 and not throws_early and any(layer.training for layer in layers):
+    if model.process_group.size() > 1 and not throws_early and sync_batch_norm.are_in_use(model):
         raise ConfigurationError(
             "join() and synchronized batch normalisation: each forward of these layers waits for all ranks, but a rank "
             "without batches runs none. Pass throw_on_early_termination=True, use BatchNorm, or give all ranks equally "

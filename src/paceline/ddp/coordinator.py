@@ -39,7 +39,7 @@ from paceline.ddp.skipping import Skipping
 from paceline.ddp.step import BackwardPlan, Step
 from paceline.ddp.step_shares import DataPosition, StepShares
 from paceline.ddp.weights import StepWeights, Weighing, WeightExchange
-from paceline.errors import ConfigurationError
+from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
 from paceline.observe import StepTimings, spans
 from paceline.observe.run_records import RunHeader
 from paceline.recording.labels import range_of
@@ -288,7 +288,8 @@ class StepCoordinator:
         self._separates_batch_norm = False
         if self.has_sync_batch_norm:
             own, moved = members.groups.for_batch_norm, [*before.asked_for, before.for_batch_norm]
-            sync_batch_norm.move(self._module, moved, own or members.process_group, own is not None)
+            peers = None if own is None else members.peers
+            sync_batch_norm.move(self._module, moved, own or members.process_group, peers)
         if self.forward_overlap is not None and members.groups.for_pieces is not None:
             agree_over = members.groups.for_numbers or members.process_group
             self.forward_overlap.move_to(agree_over, members.groups.for_pieces, members.peers)
@@ -444,6 +445,31 @@ class StepCoordinator:
         """The reduction that keeps the gradients of logical ranks apart, if there are logical ranks."""
         reduction = self.setting.reduction
         return reduction if isinstance(reduction, LogicalMean) else None
+
+    @property
+    def waits_in_forward(self) -> bool:
+        """Whether a forward waits for all ranks in a layer."""
+        return (
+            self.has_sync_batch_norm and self.membership.size > 1 and sync_batch_norm.are_in_use(self._module)
+        )
+
+    @property
+    def is_made_up_for(self) -> bool:
+        """Whether the other ranks compute a step again that this rank has left."""
+        return self._handler is not None
+
+    def lost_behind(self, error: Exception) -> PeerLostError | None:
+        """Return the error that names ranks which have left or died, if this one of a window may come from that."""
+        lost = self.membership.peers.lost_behind(error, "within a window of micro-batches")
+        if lost is not None:
+            self.reducer.abandon(lost)
+        return lost
+
+    def leave(self, error: Exception) -> None:
+        """Take no part any more, because of this error: the other ranks wait where this rank does not come. Local."""
+        why = f"left its step with {type(error).__name__}, see its output"
+        self.reducer.abandon(ProtocolError(why))
+        self.membership.peers.leave(why)
 
     def close_window(self) -> None:
         """Leave window mode. Local."""

@@ -102,10 +102,15 @@ class BucketSync(GradientSync):
     def group_of(self, bucket: Bucket) -> ProcessGroup:
         return self._groups[bucket.index % len(self._groups)]
 
-    def wait_for_status(self) -> bool:
-        self.wait()
+    @property
+    def tells_by_launching(self) -> bool:
+        """As `GradientSync.tells_by_launching`: if the last bucket carries the statuses."""
         has_words = self._last is not None and self._last.words is not None
         return self._reduction.carries_status and has_words
+
+    def wait_for_status(self) -> bool:
+        self.wait()
+        return self.tells_by_launching
 
     def wait(self) -> None:
         for launched in self._launched[self._num_awaited :]:

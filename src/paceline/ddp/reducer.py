@@ -18,7 +18,7 @@ Rules
 8. A backward whose token autograd has dropped, and that was never ended, has raised. This rank's gradients go at once.
    The other ranks wait for its collectives: they are completed, and the others told, at this rank's next forward,
    window, evaluation or synchronization. Nothing may communicate while an exception is on its way. Gradients that a
-   user has set meanwhile stay.
+   user has set meanwhile stay. A window that raises launches them at once, if that is all, and only waits later.
 9. A failure of communication is for good: no step begins after it, until another reducer takes the place.
 
 The stations of a gradient: autograd -> `Bucket.enter` or `collect` -> `Reduction.launch` -> `attach` -> `.grad`.
@@ -386,7 +386,13 @@ class Reducer:
         return self.timings.last
 
     def _complete(self, backward: BackwardPass, status: Status) -> list[int]:
-        """Launch the remaining buckets, the last with status words, and wait for these. Returns unused parameters."""
+        """Launch the remaining buckets, and wait for the ranks' status words. Returns unused parameters."""
+        unused = self._launch_rest(backward, status)
+        self._wait_for_status(backward)
+        return unused
+
+    def _launch_rest(self, backward: BackwardPass, status: Status) -> list[int]:
+        """Launch the remaining buckets, the last with status words. Returns unused parameters."""
         unused: list[int] = []
         not_finite: list[Tensor] = []
         has_late = False
@@ -412,10 +418,12 @@ class Reducer:
         for bucket in remaining:
             self._launch(backward, bucket)
         step.buffers.launch_at_end(self.setting.reduction)
-        if not sync.wait_for_status():
-            self.verdict.exchange(self._group_for_numbers, self._peers)
-        step.buffers.finish()
         return unused
+
+    def _wait_for_status(self, backward: BackwardPass) -> None:
+        if not backward.sync.wait_for_status():
+            self.verdict.exchange(self._group_for_numbers, self._peers)
+        backward.step.buffers.finish()
 
     def _reduce_late(self, backward: BackwardPass) -> None:
         """Sum what arrived after its bucket had left, or in one that was not sent, on all ranks (rule 5)."""
@@ -478,18 +486,29 @@ class Reducer:
         self._failure = str(error)
         self.drop_gradients()
 
-    def give_up(self, status: Status = Status.ABORTED) -> tuple[int, ...]:
+    def give_up(self, status: Status, waits: bool) -> tuple[int, ...]:
         """End this step on all ranks without gradients, whether its backward has begun or not.
 
-        Returns the ranks that ran out of memory, if nothing else went wrong on any. Collective; blocks.
+        Returns the ranks that ran out of memory, if nothing else went wrong on any. Collective; blocks if it `waits`,
+        or if launching the buckets does not tell the other ranks. Otherwise the next forward waits.
         """
-        if self.step.backward is None or not self.step.backward.plan.synchronizes:
+        backward = self.step.backward
+        if backward is None or not backward.plan.synchronizes:
             self.step.end_backward()
             self.tracker.rest()
-            self._arm(Backward(True, _never_ended, by_autograd=False), BackwardPlan())
-        out_of_memory = self._complete_interrupted(status)
+            backward = self._arm(Backward(True, _never_ended, by_autograd=False), BackwardPlan())
         self.open_forwards.forget()
-        return out_of_memory
+        if waits or not backward.sync.tells_by_launching:
+            return self._complete_interrupted(status)
+        self.tracker.expect_nothing()
+        try:
+            backward.sync.agree()
+            self._launch_rest(backward, status)
+        except Exception as error:
+            self.abandon(error)
+            raise
+        self.drop_gradients()
+        return ()
 
     def drop_step(self) -> None:
         """Begin the step again: no rank waits for this one's collectives. Its buffers stay in line. Local."""
@@ -545,8 +564,10 @@ class Reducer:
         sync = backward.sync
         self.tracker.expect_nothing()
         with suppress(StepDroppedError):  # the other ranks raise it; nothing was launched
-            sync.agree()
-            self._complete(backward, status)
+            if sync.num_launched < len(self.buckets):  # else `give_up` has not waited
+                sync.agree()
+                self._launch_rest(backward, status)
+            self._wait_for_status(backward)
             sync.wait()  # as in `_finish`
             return self.verdict.status.read().only_out_of_memory
         return ()

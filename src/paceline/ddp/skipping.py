@@ -237,6 +237,11 @@ class SkippingSync(BucketSync):
             "Nothing was reduced; the gradients of this step were dropped on every rank, parameters are untouched."
         )
 
+    @property
+    def tells_by_launching(self) -> bool:
+        """As `GradientSync.tells_by_launching`; the ranks have to agree first."""
+        return self._is_agreed and super().tells_by_launching
+
     def agree(self) -> Exception | None:
         """Agree on the buckets to send. Return the error if this rank uses a skipped layer."""
         super().agree()

@@ -68,6 +68,11 @@ class GradientSync(ABC):
     def launch(self, bucket: Bucket) -> None:
         """Send the bucket, whose turn it is. Collective; does not wait."""
 
+    @property
+    def tells_by_launching(self) -> bool:
+        """Whether the ranks know how each backward has ended once all have launched their buckets."""
+        return False
+
     def agree(self) -> Exception | None:
         """Agree on the buckets to send, when autograd has ended. Local in a plain sync; else collective, and blocks.
 

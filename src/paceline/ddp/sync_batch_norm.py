@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import Module, functional
 
-from paceline.comm.collectives import sum_in_place
+from paceline.comm.collectives import all_reduce, sum_in_place
 from paceline.comm.opened_groups import close, group_like
 from paceline.comm.peers import Peers
 
@@ -31,23 +31,29 @@ class _NormalizeOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: ProcessGroup
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        group: ProcessGroup,
+        peers: Peers | None,  # who wait for each other; None: dynamo compiles this, or the group is not ours
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = _wide(x)
         dims = [0, *range(2, x.dim())]
         num_local = x.numel() // x.size(1)
         sums = torch.cat([wide.sum(dims), wide.new_tensor([num_local])])
-        sum_in_place(sums, group)
+        _sum(sums, group, peers)
         count = sums[-1]
         mean = sums[:-1] / count
         centred = wide - _over_channels(mean, x)
         squares = (centred * centred).sum(dims)
-        sum_in_place(squares, group)
+        _sum(squares, group, peers)
         variance = squares / count
         invstd = torch.rsqrt(variance + eps)
         normalized = centred * _over_channels(invstd, x)
         ctx.save_for_backward(normalized, weight, invstd, count)
-        ctx.group, ctx.has_bias, ctx.dtype = group, bias is not None, x.dtype
+        ctx.group, ctx.peers, ctx.has_bias, ctx.dtype = group, peers, bias is not None, x.dtype
         ctx.mark_non_differentiable(mean, variance, count)
         y = normalized if weight is None else normalized * _over_channels(weight, x)
         y = y if bias is None else y + _over_channels(bias, x)
@@ -55,20 +61,35 @@ class _NormalizeOverRanks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, dy: Tensor, *_: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
         normalized, weight, invstd, count = ctx.saved_tensors
         wide = _wide(dy)
         dims = [0, *range(2, dy.dim())]
         sum_dy, sum_dy_x = wide.sum(dims), (wide * normalized).sum(dims)
         both = torch.cat([sum_dy, sum_dy_x]) / count
-        sum_in_place(both, ctx.group)
+        _sum(both, ctx.group, ctx.peers)
         mean_dy, mean_dy_x = both.chunk(2)
         scale = invstd if weight is None else invstd * weight
         dx = wide - _over_channels(mean_dy, dy) - normalized * _over_channels(mean_dy_x, dy)
         dx = (dx * _over_channels(scale, dy)).to(ctx.dtype)
         d_weight = None if weight is None else sum_dy_x.to(weight.dtype)
         d_bias = sum_dy.to(invstd.dtype if weight is None else weight.dtype) if ctx.has_bias else None
-        return dx, d_weight, d_bias, None, None
+        return dx, d_weight, d_bias, None, None, None
+
+
+def _sum(tensor: Tensor, group: ProcessGroup, peers: Peers | None) -> None:
+    """Replace `tensor` by the sum of all ranks' tensors. Collective; blocks. `peers` name a rank that is lost."""
+    if peers is None:
+        sum_in_place(tensor, group)
+        return
+    doing = "summing statistics of synchronized batch normalisation"
+    try:
+        pending = all_reduce(tensor, group)
+    except RuntimeError as error:
+        peers.fail(error, doing)
+    peers.wait(pending, doing, on_host=True)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -102,7 +123,9 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
         normalize = _NormalizeOverRanks.apply
-        y, mean, variance, count = normalize(input, self.weight, self.bias, self.eps, group)  # type: ignore[no-untyped-call]
+        opened = None if torch.compiler.is_compiling() else self._opened
+        peers = None if opened is None else opened.peers
+        y, mean, variance, count = normalize(input, self.weight, self.bias, self.eps, group, peers)  # type: ignore[no-untyped-call]
         self._track(mean, variance, count)
         return cast("Tensor", y)
 
@@ -161,16 +184,27 @@ def layers_over(module: Module, *groups: ProcessGroup | None) -> list[SyncBatchN
 class _Opened:
     """Held by the layers that talk over a group of their own, which is closed once none of them is left."""
 
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+
 
 def move(
-    module: Module, before: Sequence[ProcessGroup | None], group: ProcessGroup, is_their_own: bool
+    module: Module, before: Sequence[ProcessGroup | None], group: ProcessGroup, peers: Peers | None
 ) -> None:
-    """Let the layers that talk over one of the groups `before`, or none, talk over `group`. Local."""
-    opened = _Opened() if is_their_own else None
+    """Let the layers that talk over one of the groups `before`, or none, talk over `group`. Local.
+
+    `peers` are who wait for each other, if the group is the layers' own.
+    """
+    opened = None if peers is None else _Opened(peers)
     if opened is not None:
         weakref.finalize(opened, close, group).atexit = False
     for layer in layers_over(module, *before):
         layer.process_group, layer._opened = group, opened
+
+
+def are_in_use(module: Module) -> bool:
+    """Return whether a forward of the module waits for all ranks in a layer. Local."""
+    return any(layer.training for layer in module.modules() if isinstance(layer, torch.nn.SyncBatchNorm))
 
 
 def separate_group(module: Module, process_group: ProcessGroup, peers: Peers) -> ProcessGroup | None:
@@ -181,6 +215,6 @@ def separate_group(module: Module, process_group: ProcessGroup, peers: Peers) ->
     """
     if layers_over(module, process_group) and process_group.size() > 1:
         own = group_like(process_group, device=next(module.parameters()).device, peers=peers)
-        move(module, [process_group], own, is_their_own=True)
+        move(module, [process_group], own, peers)
         return own
     return None

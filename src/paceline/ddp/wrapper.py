@@ -326,8 +326,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             ConfigurationError: A weight that is negative or not finite; gradients from before; a window in a window.
             PeerOutOfMemoryError: A rank ran out of memory. Not raised with `balance`: the window's `repeats` is True
                 then, there are no gradients, and `steps` hands out the same samples again, in other shares.
-            ProtocolError: A micro-batch without, or with more than one, backward; a loop that was left early. Whatever
-                is raised within the window, the other ranks get a PeerAbortedError and no gradients.
+            ProtocolError: A micro-batch without, or with more than one, backward; a loop that was left early.
+            PeerAbortedError: Another rank raised within its window; no rank has gradients.
+            PeerLostError: Another rank raised within its window and has ended, or this one waits for it in forward.
         """
         return Window(self._paceline_coordinator, batches, weight)
 
