@@ -2,7 +2,6 @@
 
 import os
 from datetime import timedelta
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -21,10 +20,16 @@ MANY_HOSTS = "1"
 
 def trained(rank, num_ranks, local_ranks, accelerated):
     """Buckets and gradients of ranks of which those in `accelerated` say that they are on an accelerator."""
-    says = partial(replicas.verify, on_cpu=rank not in accelerated)
+    cpu, accelerator = torch.device("cpu"), torch.device("cuda")
+
+    def says(described, group, peers, _device, number, _knows_beside):
+        claimed = accelerator if rank in accelerated else cpu
+        return replicas.verify(described, group, peers, claimed, number)
+
     with (
         mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": local_ranks, "WORLD_SIZE": str(num_ranks)}),
-        mock.patch("paceline.ddp.coordinator.verify", lambda *facts: says(*facts[:4], number=facts[5])),
+        mock.patch("paceline.ddp.coordinator.verify", says),
+        mock.patch("paceline.ddp.replicas.device_for_metadata", return_value=cpu),
     ):
         group = dist.new_group(timeout=timedelta(seconds=20))
         torch.manual_seed(0)
