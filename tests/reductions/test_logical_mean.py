@@ -31,3 +31,12 @@ def test_shared_memory_folds_in_logical_order():
     """Three ranks, an uneven size, 16 bits, a message small enough to be staged whole."""
     for found in pool(3).run(both_ways):
         assert all(is_equal and not is_own for _, is_equal, is_own in found), found
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 12))
+def test_a_part_that_is_put_aside_is_scaled_as_one_that_is_not(num_ranks):
+    """A quotient by five had other bits than a product with a fifth: after a loss parameters ended with others."""
+    mean, weights = ordered_mean.LogicalMean(num_ranks), torch.rand(99, dtype=torch.float64).tolist()
+    for weight in weights:
+        mean.put_aside([], weight)
+        assert mean._aside[0][0] == weight * mean.begin_step(num_ranks)

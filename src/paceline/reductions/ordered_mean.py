@@ -143,7 +143,10 @@ class LogicalMean(Reduction):
     def put_aside(self, parameters: Iterable[Parameter], weight: float) -> None:
         """Keep the gradients that there are, to count `weight` in the mean, and take `.grad` away. Local."""
         kept = {each: each.grad.detach().clone() for each in parameters if each.grad is not None}
-        self._aside[self._place] = weight / self.num_averaged, kept
+        self._aside[self._place] = (
+            weight * self.begin_step(self.num_averaged),
+            kept,
+        )  # a quotient has other bits
         for each in kept:
             each.grad = None
 
