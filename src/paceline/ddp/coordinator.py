@@ -448,14 +448,14 @@ class StepCoordinator:
 
     @property
     def waits_in_forward(self) -> bool:
-        """Whether a forward waits for all ranks in a layer."""
+        """Return whether a forward waits for all ranks in a layer."""
         return (
             self.has_sync_batch_norm and self.membership.size > 1 and sync_batch_norm.are_in_use(self._module)
         )
 
     @property
     def is_made_up_for(self) -> bool:
-        """Whether the other ranks compute a step again that this rank has left."""
+        """Return whether the other ranks compute a step again that this rank has left."""
         return self._handler is not None
 
     def lost_behind(self, error: Exception) -> PeerLostError | None:

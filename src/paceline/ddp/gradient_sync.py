@@ -104,7 +104,7 @@ class BucketSync(GradientSync):
 
     @property
     def tells_by_launching(self) -> bool:
-        """As `GradientSync.tells_by_launching`: if the last bucket carries the statuses."""
+        """Return whether the last bucket carries the statuses."""
         has_words = self._last is not None and self._last.words is not None
         return self._reduction.carries_status and has_words
 

@@ -239,7 +239,7 @@ class SkippingSync(BucketSync):
 
     @property
     def tells_by_launching(self) -> bool:
-        """As `GradientSync.tells_by_launching`; the ranks have to agree first."""
+        """Return whether the ranks have agreed, and the last bucket carries the statuses."""
         return self._is_agreed and super().tells_by_launching
 
     def agree(self) -> Exception | None:

@@ -70,7 +70,7 @@ class GradientSync(ABC):
 
     @property
     def tells_by_launching(self) -> bool:
-        """Whether the ranks know how each backward has ended once all have launched their buckets."""
+        """Return whether the ranks know how each backward has ended once all have launched their buckets."""
         return False
 
     def agree(self) -> Exception | None:
