@@ -82,9 +82,10 @@ class BlockingCollectives:
         write_back(flat, tensor)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        rows = [flat_of(output) for output in outputs]
-        flat = apart([flat_of(tensor)], rows, self._rank)[0]
+        flat, rows = flat_of(tensor), [flat_of(output) for output in outputs]
         if self._alone:
+            if not self._here.is_small(flat.nbytes):  # which is staged whole before anything is written
+                flat = apart([flat], rows, self._rank)[0]
             self._here.all_gather(described("all-gather", flat.dtype, flat.numel()), rows, flat)
         else:
             seen = [bytes_of(row) for row in rows]

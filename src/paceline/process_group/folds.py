@@ -168,12 +168,12 @@ def apart(reads: Sequence[Tensor], writes: Sequence[Tensor], shift: int = 0) -> 
 
     All are contiguous. Read i is in place, and needs no copy, if its memory is that of write i + `shift`.
     """
+    spans = [(write.data_ptr(), write.nbytes) for write in writes]
     for index, read in enumerate(reads):
-        first, num_bytes = read.data_ptr(), read.nbytes
-        for place, write in enumerate(writes):
-            start, end = write.data_ptr(), write.data_ptr() + write.nbytes
-            is_in_place = index + shift == place and start == first and end == first + num_bytes
-            if start < first + num_bytes and first < end and not is_in_place:
+        span = first, num_bytes = read.data_ptr(), read.nbytes
+        for place, (start, length) in enumerate(spans):
+            overlaps = start < first + num_bytes and first < start + length
+            if overlaps and not (index + shift == place and span == spans[place]):
                 return [each.clone() for each in reads]
     return reads
 
