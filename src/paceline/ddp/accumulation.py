@@ -6,7 +6,7 @@ Rules
 2. A micro-batch of weight 0 is not run: the mean over its no tokens would be 0/0.
 3. Collectives: at the beginning of a window (weights, buffers) and in its last backward. A rank that raises between
    them launches those of that backward, and so tells the other ranks. If layers wait for all ranks in forward, the
-   other ranks do not get there, and this rank is lost to them; so it is where others make up for a lost rank.
+   other ranks do not get there. So this rank is lost to them, as it is where others make up for a lost rank.
 4. While accumulating, `.grad` is in units of the current micro-batch's weight. So autograd adds to it without a
    factor. Gradients are rescaled where the weight changes.
 """
