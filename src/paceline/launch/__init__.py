@@ -1,8 +1,8 @@
 """The launcher behind `paceline run`: starts the ranks of a script on this machine, and ends with all of them gone.
 
-torchrun's own parser, rendezvous and agent do the work; this package adds checks before anything starts, one
-paragraph in place of a banner when a rank fails, and a watchdog: a supervisor process that ends the ranks if the
-launcher is killed.
+torchrun's own parser, rendezvous and agent do the work. This package adds checks before anything starts, and one
+paragraph in place of a banner when a rank fails. It also adds a watchdog: a supervisor process that ends the ranks if
+the launcher is killed.
 """
 
 from paceline.launch.agent import launch

@@ -144,7 +144,7 @@ def _show_live(arguments: LaunchArguments, folder: Path, enter: Callable[[Any], 
 
 @contextlib.contextmanager
 def _environment(asked: Mapping[str, str]) -> Iterator[None]:
-    """Within this context, what is started has these variables."""
+    """Set these variables for every process that is started within this context."""
     before = {name: os.environ.get(name) for name in asked}
     os.environ.update(asked)
     try:
@@ -168,7 +168,7 @@ def _choose_threads(arguments: LaunchArguments, note: Callable[[str], None]) -> 
 
 
 def _stay_on_this_machine(arguments: LaunchArguments) -> None:
-    """With one machine, let the ranks meet at the loopback address, unless the user named another, with a token."""
+    """Let the ranks of a single machine meet at the loopback address with a token, unless the user named another."""
     args = arguments.torchrun
     host = (args.rdzv_endpoint or "").rpartition(":")[0]
     is_here = args.standalone or not host or is_loopback(host)
@@ -179,7 +179,7 @@ def _stay_on_this_machine(arguments: LaunchArguments) -> None:
 
 
 def _find_the_others(arguments: LaunchArguments, note: Callable[[str], None]) -> MachineRendezvous:
-    """Settle where the machines of this launch meet, and what they compare there."""
+    """Choose where the machines of this launch meet, and what they compare there."""
     args = arguments.torchrun
     if arguments.is_first:
         rendezvous_endpoint.be_first(args, arguments.words, note)
@@ -211,7 +211,7 @@ def _quieten_torch() -> None:
 
 
 def _kept_logs(arguments: LaunchArguments, note: Callable[[str], None]) -> str | None:
-    """A folder that outlives the launch, if the ranks' output was to be written to files."""
+    """Return a folder that outlives the launch, if the ranks' output was to be written to files."""
     args = arguments.torchrun
     if args.redirects == "0" and args.tee == "0":
         return None
@@ -237,7 +237,10 @@ def _ranks_failed(arguments: LaunchArguments, error: ChildFailedError, elapsed_s
 
 
 def _likely_cause_first(rank: int, failure: ProcessFailure) -> tuple[int, int, int]:
-    """Killed ranks first, then by time: torch's stamps are whole seconds, too coarse to tell who fell first."""
+    """Sort killed ranks first, then by time.
+
+    torch's stamps are whole seconds, too coarse to tell which rank failed first.
+    """
     order = 1 if failure.exitcode > 0 else _CONSEQUENCES.get(signal.Signals(-failure.exitcode), 0)
     return order, failure.timestamp, rank
 

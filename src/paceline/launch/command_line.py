@@ -1,8 +1,7 @@
 """Parses torchrun's command line for `paceline run`, and refuses what cannot work before anything starts.
 
-The parser is torch's own, so every flag, both spellings and the PET_* environment variables work; what is ours
-is the wording of what is wrong, and the flags `--share-devices`, `--min-ranks` and `--replace-ddp` with
-`--reduction` and `--compression`.
+The parser is torch's own, so every flag, both spellings and the PET_* environment variables work. Paceline adds
+clearer errors, and its own flags such as `--share-devices`, `--min-ranks` and `--replace-ddp`.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class LaunchArguments:
     companions: tuple[Companion, ...] = ()  # processes next to the ranks, by options of other packages
     shows_timings: bool = False  # whether to print at the end where the time of a step went
     shows_live: bool = False  # whether to show a line a rank while they train
-    hang_after_s: float = 0.0  # how long nothing may move before a rank is called hung; 0: nobody looks
+    hang_after_s: float = 0.0  # how long nothing may move before a rank is called hung; 0: no watch
     # with how many ranks training goes on when some are lost; None: a lost rank ends the launch
     min_ranks: int | None = None
     lost_after_s: float = LOST_AFTER_S  # how long a rank may stand still before it counts as lost
@@ -155,7 +154,7 @@ def _parser(extra: Mapping[str, ExtraOption]) -> argparse.ArgumentParser:
 
 
 def _rank_environment(args: argparse.Namespace) -> dict[str, str]:
-    """What tells the ranks to replace torch's class; nothing if that was not asked for."""
+    """Return the variables that make ranks replace torch's class; empty without --replace-ddp."""
     given = {"reduction": args.reduction, "compression": args.compression}
     options = {name: value for name, value in given.items() if value is not None}
     if not args.replace_ddp:

@@ -20,7 +20,7 @@ class Running(Protocol):
 
 
 class Companion(Protocol):
-    """What an option's value asks for."""
+    """The processes that an option's value asks for."""
 
     def running(self, address: str | None, note: Callable[[str], None]) -> AbstractContextManager[Running]:
         """Return a context within which the processes run.

@@ -1,12 +1,12 @@
-"""What the launchers of several machines tell each other about ranks that stand still, in the store where they met.
+"""Messages between the launchers of several machines about ranks that stand still, in the store where they met.
 
 Rules
-1. Nobody writes while all goes well: each launcher reads one counter a second.
+1. No launcher writes while all ranks make progress. Each reads one counter a second.
 2. A launcher whose ranks wait asks, by that counter. Then each one writes how far its ranks are, and reads the rest.
-3. Whether a rank does anything, its own machine's launcher alone can see. It judges and tells; others pass that on.
+3. Only a machine's own launcher can see whether a rank does anything. It judges and tells, and others pass that on.
 4. What is written is sealed with the job's token (`comm/sealed_store.py`). A store that is gone is not asked again.
-5. A store beyond a network that is cut does not answer for minutes. So a thread of its own asks it (`Correspondent`),
-   and neither the look at this machine's ranks nor the launch's end waits for it longer than a moment.
+5. A store beyond a network that is cut does not answer for minutes. So a thread of its own asks it (`Correspondent`).
+   The look at this machine's ranks and the launch's end wait for that thread a moment at most.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Board:
         self._seen: dict[int, tuple[bytes, float]] = {}  # each machine's words, and when they came
 
     def look(self, own: Sequence[Entered], now_s: float, *, asks: bool) -> list[Entered]:
-        """Ask and answer; how far other machines' ranks are, their processes 0. RuntimeError: the store is gone."""
+        """Ask and answer, and return how far other machines' ranks are, with pid 0. RuntimeError: the store is gone."""
         asks = asks and now_s - self._asked_s > _ASKS_S
         if asks:
             self._asked_s = now_s
@@ -83,7 +83,7 @@ class Board:
         self._sealed.set(f"{_TOLD}/{self._num_told}", json.dumps(list(lines)))
 
     def heard(self) -> list[str]:
-        """What another machine has told since the last time."""
+        """Return the lines that another machine has told since the last call."""
         number = self._store.add(_TOLD, 0)
         if number == self._num_told:
             return []
@@ -95,7 +95,7 @@ class Board:
 
 
 class Correspondent:
-    """Asks a board, which nobody else uses, on its own thread: nobody waits for a store that does not answer."""
+    """The only user of a board, on a thread of its own, so that no caller waits for a store that does not answer."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -110,11 +110,11 @@ class Correspondent:
 
     @property
     def num_ranks(self) -> int:
-        """Of all machines; 0: not known."""
+        """The ranks of all machines; 0: not known."""
         return self._board.num_ranks
 
     def look(self, own: Sequence[Entered], now_s: float, *, asks: bool) -> tuple[list[Entered], list[str]]:
-        """As `Board.look` and `Board.heard`; nothing if the store is slow. RuntimeError: the store is gone."""
+        """Call `Board.look` and `Board.heard`; empty if the store is slow. RuntimeError: the store is gone."""
 
         def call() -> None:
             self._others = self._board.look(own, now_s, asks=asks)
@@ -132,7 +132,7 @@ class Correspondent:
         return (self._others if has_answered else []), lines
 
     def tell(self, lines: Sequence[str]) -> None:
-        """As `Board.tell`, as soon as the store answers."""
+        """Call `Board.tell` as soon as the store answers."""
         self._calls.put(lambda: self._board.tell(lines))
 
     def close(self) -> None:

@@ -1,11 +1,12 @@
-"""Watches a launch for ranks that hang: says who is missing, where it is, and what the others wait for.
+"""Watches a launch for ranks that hang: says which rank is missing, where it is, and what the others wait for.
 
 Rules
-1. A rank hangs if others wait for it in a collective that it has not entered, nobody involved has entered or left one
-   for some seconds, and the rank does nothing: it neither computes, nor reads, nor writes (`host/activity.py`). So an
-   evaluation, a checkpoint or a compilation on one rank is no hang, however long; after minutes it is mentioned.
-2. Who waits is not to blame. Where everybody waits, in different collectives, all of them are named.
-3. It only looks and tells: nothing is ended. What goes on after all is told, too, and the next time waited for longer.
+1. A rank hangs if others wait for it in a collective that it has not entered, and three things hold. No rank involved
+   has entered or left a collective for some seconds. The rank does nothing: it neither computes, nor reads, nor writes
+   (`host/activity.py`). So an evaluation, a checkpoint or a compilation on one rank is no hang, however long. It is
+   mentioned after minutes.
+2. A rank that waits is not to blame. Where all ranks wait, in different collectives, all of them are named.
+3. The watch reports and ends nothing. If the ranks go on after all, it says so, and waits longer the next time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ QUIET_S = 5.0
 _LOOK_S = 0.5
 _WINDOW_S = 3.0  # so long a rank must have done nothing
 _START_S = 30.0  # ... that has not entered anything yet: it may be importing
-_NETWORK_S = 60.0  # everybody is in the same collective: it may be large
+_NETWORK_S = 60.0  # every rank is in the same collective: it may be large
 _BUSY_S = 300.0  # a rank that computes while others wait is worth a line after that
 _ASK_AFTER_S = 1.0  # ranks here have waited so long: other machines are asked about theirs
 _END_S = 10.0  # a look may be under way as the launch ends: py-spy
@@ -55,7 +56,7 @@ class _Suspicion:
     busy_is_told: bool = False
 
     def went_on(self, entered: Iterable[Entered]) -> bool:
-        """Return whether those that were waited for have entered something since. At the launch's end nobody does."""
+        """Return whether the awaited ranks have entered a collective since. At the launch's end none does."""
         awaited = self.what.missing or tuple(each.rank for each in self.what.waiting)
         return any(
             each.rank in awaited and each.count > self.counts.get((each.rank, each.group), 0)
@@ -98,7 +99,7 @@ class HangWatch:
             self._board.close()
 
     def meet(self, store: Any, job: str, num_ranks: int) -> None:
-        """The machines of this launch have met in a store, instead of one before; arguments as `Board`'s."""
+        """Use the store in which the machines have met, in place of an earlier one. Arguments as `Board`'s."""
         before, self._board = self._board, Correspondent(Board(store, job, num_ranks))
         if before is not None:
             before.close()
@@ -124,7 +125,7 @@ class HangWatch:
 
     @property
     def last_words(self) -> str:
-        """For the launcher's last message: the hang that it ended in, or nothing."""
+        """The hang in which the launch ended, for the launcher's last message; or an empty string."""
         return self._last_words
 
     def _watch(self) -> None:
@@ -165,7 +166,10 @@ class HangWatch:
         return now.who != before.who or now.since_s > before.since_s + off_s
 
     def _judge(self, suspicion: _Suspicion, now_s: float, known_s: float) -> None:
-        """Nobody involved has moved until `known_s`: is that a hang? Ranks of other machines may have moved since."""
+        """Tell if it is a hang that no rank involved has moved until `known_s`.
+
+        Ranks of other machines may have moved since.
+        """
         what, quiet_s = suspicion.what, known_s - suspicion.what.since_s
         if what.missing and not set(what.missing) & set(suspicion.pids):
             return  # none of them is here: their launcher tells
@@ -217,14 +221,14 @@ class HangWatch:
             self._board.tell(lines)
 
     def _say(self, lines: Sequence[str], what: Standstill) -> None:
-        """To the user, and to each rank here that waits."""
+        """Write to the user, and to the stderr of each rank here that waits."""
         for line in lines:
             self._note(line)
         text = "".join(f"paceline: {line}\n" for line in lines)
         write_to_stderr_of([each.pid for each in what.waiting if each.pid], text)
 
     def _of_others(self, board: Correspondent, own: Sequence[Entered], now_s: float) -> list[Entered]:
-        """Return how far other machines' ranks are; passes on what is told of them."""
+        """Return how far other machines' ranks are, and pass on what their launchers tell."""
         here = standstill(own, 0)
         try:
             others, lines = board.look(
@@ -255,7 +259,7 @@ def _activities(what: Standstill, pids: Mapping[int, int]) -> dict[int, Activity
 
 
 def _processes(launch_id: str) -> dict[int, int]:
-    """Of each rank here the process that carries its number, and whose parent does not."""
+    """Return the process of each rank here: the one with its RANK whose parent has another."""
     rank_of: dict[int, int] = {}
     for pid in marked(launch_id):
         with contextlib.suppress(OSError, ValueError, StopIteration):

@@ -18,7 +18,7 @@ NEXT = (
 
 
 def headline(what: Standstill, quiet_s: float) -> str:
-    """Who is missing, or that ranks are in different collectives."""
+    """Return which ranks are missing, or that ranks are in different collectives."""
     if not what.missing:
         where = "; ".join(f"rank {each.rank} is {_act(each)}" for each in what.waiting[:MOST_SHOWN])
         return f"hang: the ranks are in different collectives, and each waits for the others: {where}."
@@ -30,7 +30,7 @@ def headline(what: Standstill, quiet_s: float) -> str:
 
 
 def headline_of_all(what: Standstill, num_ranks: int, quiet_s: float) -> str:
-    """What to say where every rank here is in the same collective."""
+    """Return the sentence for a hang in which every rank here is in the same collective."""
     who = "every rank" if num_ranks else "every rank of this machine"
     rest = (
         "So the network between them does not carry it"
@@ -41,7 +41,7 @@ def headline_of_all(what: Standstill, num_ranks: int, quiet_s: float) -> str:
 
 
 def waiting(what: Standstill) -> str:
-    """Who waits, and what for."""
+    """Return which ranks wait, and what for."""
     first = what.waiting[0]
     names = names_of([each.rank for each in what.waiting])
     return f"{names} {'has' if len(what.waiting) == 1 else 'have'} been {_act(first)}"
@@ -52,7 +52,7 @@ def _act(entered: Entered) -> str:
 
 
 def names_of(ranks: Sequence[int]) -> str:
-    """`rank 1`, `ranks 0 and 2`, `the launcher`."""
+    """Return a name such as `rank 1`, `ranks 0 and 2` or `the launcher`."""
     if list(ranks) == [LAUNCHER]:
         return "the launcher"
     shown = [str(rank) for rank in ranks[:MOST_SHOWN]]
@@ -62,7 +62,7 @@ def names_of(ranks: Sequence[int]) -> str:
 
 
 def describe(rank: int, pid: int, stack: Stack) -> list[str]:
-    """Lines about where a missing rank is."""
+    """Return lines about where a missing rank is."""
     if not stack.frames:
         return [
             f"  rank {rank} (process {pid}) {stack.kernel or 'does nothing'}; its Python stack is unknown: {stack.by}"
@@ -74,11 +74,11 @@ def describe(rank: int, pid: int, stack: Stack) -> list[str]:
 
 
 def describe_briefly(waits: Entered, stack: Stack) -> list[str]:
-    """A line about where a waiting rank is, or none."""
+    """Return a line about where a waiting rank is, or none."""
     return [f"  rank {waits.rank} waits in {place(stack)}"] if stack.frames else []
 
 
 def place(stack: Stack) -> str:
-    """The innermost function of the user's own."""
+    """Return the innermost function of the user's own."""
     own = [frame for frame in stack.frames if frame.is_of_user] or list(stack.frames)
     return str(own[0]) if own else "a place that could not be read"

@@ -1,4 +1,4 @@
-"""Why a launch ended otherwise than well."""
+"""The errors with which a launch ends."""
 
 from __future__ import annotations
 

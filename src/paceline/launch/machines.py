@@ -1,4 +1,4 @@
-"""Makes sure that the machines of a launch fit together, before torch's rendezvous: each says what it has, all compare.
+"""Makes sure that the machines of a launch fit together, before torch's rendezvous: all compare their facts.
 
 Rules
 1. Every launcher writes its node's facts into the store behind the rendezvous, and reads all others'. All are compared
@@ -48,18 +48,18 @@ class MachinesDifferError(PacelineError):
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What a machine says of itself."""
+    """The facts of one machine, which all machines compare."""
 
     name: str  # its host name
     num_ranks: int  # that it will run
-    # What has to be the same on every machine, by what it is called in messages.
+    # The values that must be the same on every machine, by their name in messages.
     must_agree: Mapping[str, str]
     node_rank: int | None  # its number, if it was given one
     arguments: tuple[str, ...] = ()  # the script's; they may differ, but seldom should
 
     @classmethod
     def of_this_machine(cls, args: argparse.Namespace, num_ranks: int) -> NodeInfo:
-        """The node of a launch with these arguments of torch's parser, on this machine."""
+        """Return the node of a launch with these arguments of torch's parser, on this machine."""
         return cls(
             name=socket.gethostname(),
             num_ranks=num_ranks,
@@ -76,7 +76,7 @@ class NodeInfo:
 
     @classmethod
     def decode(cls, text: bytes | None) -> NodeInfo | None:
-        """The node that `encode` wrote; None if it is none: where there is no token, anybody may write anything."""
+        """Return the node that `encode` wrote; None if it is none. Without a token, a stranger may write anything."""
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             fields = json.loads(text or b"")
             node = cls(**fields | {"arguments": tuple(fields["arguments"])})
@@ -86,13 +86,13 @@ class NodeInfo:
         return None
 
     def encode(self) -> str:
-        """As one line of text."""
+        """Return the node as one line of text."""
         return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)
 class MachineRendezvous:
-    """Where, and how many machines come together."""
+    """The meeting of a launch's machines: the place, their number, and how long to wait."""
 
     node: NodeInfo  # of this machine
     num_machines: int  # that have to come
@@ -105,9 +105,9 @@ class MachineRendezvous:
     def hold(self, store: dist.Store, is_server: bool, note: Callable[[str], None]) -> list[NodeInfo]:
         """Compare this machine with the others in a `store` that all reach; all that are there, in the order of coming.
 
-        Collective over the machines, if it `waits`, and then blocks. `is_server`: the store ends with this process;
-        `note` is called with a line for who waits. Raises MachinesDifferError, on all that are there: one does not fit,
-        or came too late.
+        Collective over the machines, if it `waits`, and then blocks. `is_server`: the store ends with this process.
+        `note` is called with lines for the user. Raises MachinesDifferError on all machines that are there, if one does
+        not fit or came too late.
         """
         store = dist.PrefixStore(f"paceline launch {self.job}", store)
         number = store.add(_COUNT, 1) - 1
@@ -171,7 +171,7 @@ class MachineRendezvous:
             time.sleep(_PAUSE_S)
 
     def _compare(self, nodes: Mapping[int, NodeInfo], new: int, note: Callable[[str], None]) -> None:
-        """Compare the first machine's node with one that has come, or if that is the first, with all."""
+        """Compare the first machine's node with a new one. If the first one is new, compare it with all."""
         first = nodes.get(0)
         if first is None:
             return
@@ -236,7 +236,7 @@ def _key(number: int) -> str:
 
 
 def _told_apart(nodes: Mapping[int, NodeInfo]) -> dict[int, NodeInfo]:
-    """In the order in which the machines came, whichever node was read first; a name that came before gets a number."""
+    """Return the nodes in the order of coming, and add a number to a name that came before."""
     apart: dict[int, NodeInfo] = {}
     names: set[str] = set()
     for number in sorted(nodes):
@@ -254,7 +254,7 @@ def _names(nodes: Mapping[int, NodeInfo]) -> str:
 
 
 def _script(args: argparse.Namespace) -> str:
-    """The script's name, and a digest of its file where it is one of Python."""
+    """Return the script's name, and a digest of its file if it has one."""
     name = str(args.training_script)
     path: str | None = name
     if args.module:
@@ -271,7 +271,7 @@ def _script(args: argparse.Namespace) -> str:
 
 
 def _own_version() -> str:
-    """The version, and a digest of the sources: a version says little while they are being worked on."""
+    """Return the version, and a digest of the sources: a version says little while they are being worked on."""
     folder = Path(__file__).parents[1]
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):

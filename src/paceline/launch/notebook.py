@@ -124,7 +124,7 @@ def _launch(folder: Path, num_processes: str) -> None:
 
 
 def _call(folder: Path) -> None:
-    """On a rank: call the function, and leave what it returns in the folder."""
+    """Call the function on this rank, and leave its result in the folder."""
     cloudpickle = _cloudpickle()
     function, args = cloudpickle.loads((folder / "call").read_bytes())
     answer = cloudpickle.dumps(function(*args))

@@ -1,4 +1,4 @@
-"""Which values of torchrun's options cannot work? Asked before anything starts."""
+"""Refuses values of torchrun's options that cannot work, before anything starts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_values(args: argparse.Namespace, num_local_ranks: int, num_machines: i
 
 
 def _check_meeting(args: argparse.Namespace, num_machines: int) -> None:
-    """Where, when and as what the machines meet."""
+    """Check the options that say where, when and under which number the machines meet."""
     if args.master_port is not None and not 0 <= args.master_port <= _MOST_PORT:
         raise ConfigurationError(
             f"--master-port {args.master_port} is not a port. Pass 1 to {_MOST_PORT}, or leave it out."
@@ -90,7 +90,7 @@ def _check_meeting(args: argparse.Namespace, num_machines: int) -> None:
 
 
 def _may_be_own(args: argparse.Namespace, num_machines: int) -> bool:
-    """Whether --local-addr may be this machine's; of several without Elastic, it may be one that a router forwards."""
+    """Return whether --local-addr may be this machine's. With several, without Elastic, a router may forward it."""
     if num_machines == 1 or args.min_ranks is not None:
         return bool(addresses_here(args.local_addr))
     try:
@@ -100,7 +100,7 @@ def _may_be_own(args: argparse.Namespace, num_machines: int) -> bool:
 
 
 def _check_settings(text: str) -> None:
-    """What --rdzv-conf says: names with values, of which times and counts are whole numbers."""
+    """Check that --rdzv-conf has names with values, and that times and counts are whole numbers."""
     for word in filter(None, text.strip().split(",")):
         name, _, value = (part.strip() for part in word.partition("="))
         if not name or not value:

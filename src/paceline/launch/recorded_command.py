@@ -41,10 +41,10 @@ def run_recorded(
     is_paused: bool = False,
     is_quiet: bool = False,
 ) -> tuple[Diagnosis, int]:
-    """As `record_command`, and diagnose; recording ends after `num_steps`, None: never.
+    """Run `record_command` and diagnose. Recording ends after `num_steps`; None: never.
 
-    Returns the diagnosis at its end and the exit code. `note` is called when something else delays the steps than
-    before, or is wrong with the ranks' numbers.
+    Returns the diagnosis at its end and the exit code. `note` is called when the cause of delays changes, or when
+    something is wrong with the ranks' numbers.
     """
     said: object = None
     health: set[str] = set()
@@ -122,7 +122,7 @@ def _num_common(run: Run) -> int:
 
 @contextlib.contextmanager
 def _signals_passed_on(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Let the command end by itself on Ctrl-C, which it gets too, and on signals that only we get."""
+    """Let the command end by itself on Ctrl-C, which it gets too, and on signals that only this process gets."""
 
     def pass_on(number: int, _: Any) -> None:
         if number != signal.SIGINT:  # the terminal sends that one to both

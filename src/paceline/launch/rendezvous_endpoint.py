@@ -34,7 +34,7 @@ _QUIET_S = 3.0
 
 
 def choose_backend(args: argparse.Namespace, num_machines: int) -> bool:
-    """Fill in torch's arguments; returns whether to say where to meet. Raises ConfigurationError."""
+    """Fill in torch's arguments. Return whether to say where to meet. Raises ConfigurationError."""
     endpoint = args.rdzv_endpoint or ""
     is_static = args.node_rank is not None or args.master_addr is not None or args.standalone
     if endpoint.startswith(FILE):
@@ -104,7 +104,7 @@ def without(words: Sequence[str], options: Sequence[str]) -> list[str]:
 
 
 def find_own_address(args: argparse.Namespace) -> None:
-    """With several machines, say to torch which address of this one the others reach; by default it takes a name."""
+    """Tell torch which address of this machine the others reach. By default it takes a name."""
     if args.local_addr is not None or args.rdzv_backend != "c10d":
         return
     host = None if meets_by_file(args) else args.rdzv_endpoint.rpartition(":")[0]
@@ -112,7 +112,7 @@ def find_own_address(args: argparse.Namespace) -> None:
 
 
 def wait_for_store(args: argparse.Namespace, note: Callable[[str], None]) -> None:
-    """Wait until somebody listens where the machines meet, if that is elsewhere: they may start in any order."""
+    """Wait until the first machine's store listens, if it is elsewhere: machines start in any order."""
     host, _, port = (args.rdzv_endpoint or "").rpartition(":")
     if meets_by_file(args) or args.rdzv_backend != "c10d" or not port.isdigit() or addresses_here(host):
         return

@@ -1,4 +1,4 @@
-"""Who waits for whom: decided from what each rank has entered, without looking at any process."""
+"""Decides which ranks wait for which, from the collectives that each has entered. Looks at no process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from paceline.observe.progress import Entered
 
 @dataclass(frozen=True)
 class Standstill:
-    """Ranks that wait for others, and for whom."""
+    """Ranks that wait, and the ranks that they wait for."""
 
-    waiting: tuple[Entered, ...]  # where each is that waits
-    # ranks that are in no collective, while others wait for them; empty: everybody waits
+    waiting: tuple[Entered, ...]  # the position of each rank that waits
+    # ranks that are in no collective while others wait for them; empty: all ranks wait
     missing: tuple[int, ...]
     since_s: float  # when the last of them entered or left a collective
     starting: bool = False  # whether one of them has not entered any collective yet
@@ -27,7 +27,7 @@ class Standstill:
 
     @property
     def known_s(self) -> float:
-        """Until when it is known that they wait; infinite if all are on this machine."""
+        """The time until which they are known to wait; infinite if all are on this machine."""
         return min(each.known_s for each in self.waiting)
 
     @property
@@ -37,7 +37,10 @@ class Standstill:
 
 
 def standstill(entered: Iterable[Entered], num_ranks: int) -> Standstill | None:
-    """Who waits for whom; None: nobody. `num_ranks`: of the job, if all are here, to miss silent ones; or 0."""
+    """Return which ranks wait for which; None if no rank waits.
+
+    `num_ranks` is the job's if all ranks are here, so that silent ones count as missing; else 0.
+    """
     by_group: dict[bytes, list[Entered]] = {}
     for each in entered:
         by_group.setdefault(each.group, []).append(each)
@@ -71,12 +74,12 @@ def standstill(entered: Iterable[Entered], num_ranks: int) -> Standstill | None:
 
 
 def _lags(group: Sequence[Entered], furthest: int) -> bool:
-    """Nobody is seen to wait: whether some have launched a collective that others have not."""
+    """Return whether some ranks have launched a collective that others have not, where none is seen to wait."""
     return any(each.count < furthest for each in group)
 
 
 class StepLengths:
-    """How long steps are, as the ranks count them."""
+    """The lengths of the last steps, as the ranks count them."""
 
     def __init__(self) -> None:
         self._step = -1
@@ -84,7 +87,7 @@ class StepLengths:
         self._lengths_s: deque[float] = deque(maxlen=20)
 
     def note(self, entered: Iterable[Entered], now_s: float) -> None:
-        """Note how far they are now."""
+        """Note the step at which the ranks are now."""
         step = max((each.step for each in entered), default=-1)
         if step > self._step:
             if self._step >= 0:

@@ -2,7 +2,7 @@
 
 Rules
 1. A store listens on the address that its host's name has on this machine: with one machine usually loopback.
-2. With several machines a name that means loopback here may mean something else there (Debian's 127.0.1.1): such a
+2. With several machines, a name that means loopback here may mean something else there (Debian's 127.0.1.1). Then the
    store listens everywhere, as torch's does, and the launcher says so.
 3. The first store of a launch over several machines is where they meet (`machines`), before torch's rendezvous.
 4. A file by which machines meet is its user's alone, holds the job's token, and goes with the last launcher.
@@ -50,8 +50,8 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 class Listening:
     """A context within which torch's launcher opens its stores on one address each; for one machine, on loopback.
 
-    `rendezvous` compares the machines in the first store; `when_met` is called with that store, the launch's id and the
-    number of all ranks, 0 if some may still come; `note` with a line for the user.
+    `rendezvous` compares the machines in the first store. `when_met` is called with that store, the launch's id and the
+    number of all ranks, or 0 if some may still come. `note` is called with lines for the user.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Listening:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         store = dist.FileStore(path)  # without a number of users it stays until `leave`
         self._file = Path(path), store
-        if TOKEN not in os.environ:  # whoever may read the file belongs to the job
+        if TOKEN not in os.environ:  # a process that may read the file belongs to the job
             os.environ[TOKEN] = store.compare_set(_TOKEN_KEY, "", secrets.token_hex(16)).decode()
         store.add(_IN_FILE, 1)
         self._meet(store, is_server=False)

@@ -1,4 +1,4 @@
-"""Whether this host's TCP is tuned for networks that drop packets: its congestion control and its smallest time-out."""
+"""Checks whether this host's TCP is tuned for networks that drop packets: congestion control, smallest time-out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.host.addresses import is_loopback
 
-QUIET = "PACELINE_TCP_ADVICE"  # set to 0: whoever starts the launchers sets TCP by options of its own
+QUIET = "PACELINE_TCP_ADVICE"  # 0: no advice, because the program that starts the launchers sets TCP itself
 _SYSTEM = Path("/proc/sys/net/ipv4")
 _CONTROL, _TIMEOUT = "tcp_congestion_control", "tcp_rto_min_us"
 _KERNELS_TIMEOUT_MS = 200.0
@@ -21,7 +21,7 @@ _GOOD_CONTROL, _GOOD_TIMEOUT_MS = "bbr", 20.0
 
 @dataclass(frozen=True)
 class TcpTuning:
-    """How TCP behaves towards an address."""
+    """The settings of TCP towards an address."""
 
     congestion_control: str  # its name; "" if it is not known
     min_timeout_ms: float  # after how long at least it repeats what was not confirmed
@@ -29,7 +29,7 @@ class TcpTuning:
 
     @classmethod
     def towards(cls, address: str, system: Path = _SYSTEM) -> TcpTuning:
-        """Read it: of the route to `address` if that has its own, else of the whole host. Local."""
+        """Read the settings of the route to `address`, else of the whole host. Local."""
         route = _route_metrics(address)
         timeout_us = _read(system / _TIMEOUT)
         own = float(str(route["rto_min"])) if "rto_min" in route else None
@@ -41,7 +41,7 @@ class TcpTuning:
         )
 
     def advice(self) -> str | None:
-        """One line: what to set where packets are dropped, and where that was read; None if all is set."""
+        """Return a line that says what to set for networks that drop packets; None if all is set."""
         found, remedies = [], []
         if self.congestion_control not in (_GOOD_CONTROL, ""):
             found.append(
@@ -67,7 +67,7 @@ class TcpTuning:
 
 
 def advice_towards(host: str) -> str | None:
-    """`TcpTuning.advice` for a host by name or address; None on this machine itself, or where nothing is known."""
+    """Return `TcpTuning.advice` for a host's name or address; None for this machine, or where nothing is known."""
     if os.environ.get(QUIET) == "0":
         return None
     try:
@@ -86,7 +86,7 @@ def _read(path: Path) -> str:
 
 
 def _route_metrics(address: str) -> dict[str, object]:
-    """What the route to an address sets for TCP, as `ip` prints it; nothing where there is no `ip`."""
+    """Return the TCP settings of the route to an address, as `ip` prints them; empty without `ip`."""
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, IndexError, KeyError):
         done = subprocess.run(
             ["ip", "-j", "route", "get", address], check=True, capture_output=True, text=True, timeout=5

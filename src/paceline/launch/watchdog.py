@@ -4,14 +4,14 @@ Rules
 1. The watchdog reads its standard input, a pipe whose other end only the launcher holds. The kernel closes
    that end however the launcher dies, SIGKILL included.
 2. `done` before the end of the pipe means that every rank ended well: the watchdog exits without searching for any.
-3. Otherwise it ends every process of the launch: SIGTERM, a grace, SIGKILL. Which those are, `LaunchProcesses` says;
-   it does not depend on what they made of their environment.
-4. The launcher adopts what its descendants orphan (PR_SET_CHILD_SUBREAPER), so that a daemon of a rank is a child of
-   the launcher, where the watchdog sees it.
+3. Otherwise it ends every process of the launch: SIGTERM, a grace, SIGKILL. `LaunchProcesses` finds them, also those
+   that have changed their environment.
+4. The launcher adopts its descendants' orphans (PR_SET_CHILD_SUBREAPER). So a daemon of a rank becomes a child of the
+   launcher, where the watchdog sees it.
 5. Either way the launch's folder of temporary files is removed, by the watchdog or by the launcher, whichever was not
-   killed. If both were killed together, the next launch does: the folder's name says who owned it. A container or an
-   emulated host takes both along when it ends, and no later launch can tell: whoever makes such hosts names a folder
-   of theirs (`PLACE`), and removes that.
+   killed. If both were killed together, the next launch removes it: the folder's name says which process owned it. A
+   container or an emulated host takes both along when it ends, and no later launch can tell. The program that makes
+   such hosts names a folder of its own (`PLACE`), and removes that.
 6. This file runs as a plain script and imports only the standard library: it costs milliseconds.
 
 Limits: Linux with /proc; elsewhere it does nothing. If the launcher is killed, a process escapes that has overwritten
@@ -54,7 +54,7 @@ class Watchdog:
 
     @property
     def folder(self) -> Path:
-        """For temporary files of the launch, made when first asked for; gone afterwards."""
+        """The folder for temporary files of the launch, made at the first use; gone afterwards."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         return self._folder
 
@@ -74,7 +74,7 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # The watchdog may be gone if someone killed it; then nobody reads the pipe, and its work is left to us.
+        # The watchdog may have been killed; then no process reads the pipe, and its work is left to the launcher.
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate(b"done" if kind is None else b"")
         if self._process.wait() != 0 and kind is not None:
@@ -84,7 +84,7 @@ class Watchdog:
 
 
 class _Process(NamedTuple):
-    """What /proc says about a process."""
+    """The facts of a process in /proc."""
 
     parent: int
     session: int
@@ -93,7 +93,10 @@ class _Process(NamedTuple):
 
 
 class LaunchProcesses:
-    """The processes of a launch: marked ones, the launcher's children but the `others` of before, theirs, sessions."""
+    """The processes of a launch: marked ones, the launcher's children, and their descendants and sessions.
+
+    `others` are children that the launcher had before the launch, by their start; they do not count.
+    """
 
     def __init__(self, launch_id: str, launcher: int, others: dict[int, str]) -> None:
         self._launch_id = launch_id
@@ -103,7 +106,7 @@ class LaunchProcesses:
 
     @property
     def words(self) -> list[str]:
-        """As words of a command line; see `from_words`."""
+        """The constructor's arguments as words of a command line; see `from_words`."""
         return [
             self._launch_id,
             *(f"{pid}.{start}" for pid, start in (self._launcher, *self._others.items())),
@@ -120,7 +123,7 @@ class LaunchProcesses:
         return found
 
     def look(self) -> None:
-        """Note the launcher's children: when it has died, nothing says any more whose they were."""
+        """Note the launcher's children. Once it has died, /proc no longer says that they were its."""
         pid, start = self._launcher
         if _start(pid) == start:
             for child, born in _children(pid).items():
@@ -128,7 +131,7 @@ class LaunchProcesses:
                     self._known[child] = born
 
     def living(self) -> list[int]:
-        """Process ids of the launch, but for watchdogs: those end by themselves, last."""
+        """Return the process ids of the launch, without watchdogs, which end by themselves."""
         self.look()
         spared = {os.getpid(), self._launcher[0]}
         processes = {pid: process for pid, process in _processes().items() if pid not in spared}
@@ -161,7 +164,7 @@ class LaunchProcesses:
             time.sleep(_PAUSE_S)
 
     def _leads(self, session: int, processes: dict[int, _Process]) -> bool:
-        """Return whether this session's number is one of ours: nobody else gets it while the session has members."""
+        """Return whether a process of the launch leads this session. Its number is not reused while it has members."""
         if session not in self._known:
             return False
         return session not in processes or processes[session].start == self._known[session]
@@ -182,18 +185,18 @@ def _place() -> Path:
 
 
 def marked(launch_id: str) -> list[int]:
-    """Process ids whose environment carries this launch's mark."""
+    """Return the process ids whose environment carries this launch's mark."""
     needle = f"{MARK}={launch_id}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile, or is somebody else's
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
             if needle in (folder / "environ").read_bytes().split(b"\0"):
                 found.append(int(folder.name))
     return found
 
 
 def _identity(pid: int) -> str:
-    """The namespace, number and start time of a living process, so that a reused number is not taken for it."""
+    """Return the namespace, number and start time of a living process, which differ for a reused number."""
     process = _process(pid)
     if process is None or process.is_over:  # a zombie owns nothing
         return f"0.{pid}.0"
@@ -218,7 +221,7 @@ def _start(pid: int) -> str:
 
 
 def _children(pid: int) -> dict[int, str]:
-    """Children of a process by their start."""
+    """Return the start of each child of a process, by its number."""
     found = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -233,7 +236,7 @@ def _is_watchdog(pid: int) -> bool:
 
 
 def _adopt(*, wanted: bool) -> bool:
-    """Return whether descendants' orphans become our children from now on; returns whether they did."""
+    """Set whether this process adopts its descendants' orphans. Return whether it did before."""
     if sys.platform != "linux":
         return False
     libc, before = ctypes.CDLL(None), ctypes.c_int(0)
@@ -243,7 +246,7 @@ def _adopt(*, wanted: bool) -> bool:
 
 
 def _watch(folder: str, kin: LaunchProcesses) -> None:
-    """Wait for the launcher's end, then clear up."""
+    """Wait for the launcher's end, then end the launch's processes if need be, and remove its folder."""
     while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
         kin.look()
     if sys.stdin.buffer.read() != b"done":

@@ -1,4 +1,4 @@
-"""One process of a rank, as its agent has it: started in a session of its own, with a line to the agent, watched."""
+"""One process of a rank, as its agent has it: started in a session of its own, with a connection to the agent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.launch.elastic.output import Output
 
 
 class RankProcess:
-    """Starts it, with this environment alone; `line` hears and tells, `pidfd` is readable once it has ended."""
+    """A rank's process with this environment. `line` is its agent connection; `pidfd` is readable once it has ended."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], output: Output) -> None:
         self.line, theirs = AgentConnection.pair()
@@ -44,13 +44,13 @@ class RankProcess:
         self.line.tell(message, waits=False, handing=handing)
 
     def hear(self) -> Message | None:
-        """A message that has come. None: it has closed its end, or speaks no language of ours."""
+        """Return a message that has come; None if the process has closed its end or sent something else."""
         with contextlib.suppress(ProtocolError):
             return self.line.hear()
         return None
 
     def ask_to_end(self, number: signal.Signals) -> None:
-        """Send a signal to it and to what it has started."""
+        """Send a signal to the process and to its session."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
@@ -58,7 +58,7 @@ class RankProcess:
         return self._process.poll() is not None
 
     def bury(self) -> int:
-        """End it and all it started; returns its exit code. Blocks until the kernel has freed its memory."""
+        """Kill the process and its session, and return its exit code. Blocks until the kernel has freed its memory."""
         if not self.has_ended():
             self._process.kill()
         code = self._process.wait()
@@ -71,7 +71,7 @@ class RankProcess:
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words."""
+    """Return an exit code in words."""
     if code >= 0:
         return f"exited with code {code}"
     try:
