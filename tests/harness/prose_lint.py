@@ -61,6 +61,7 @@ PLAIN: tuple[str, ...] = (
     "src/paceline/elastic",
     "src/paceline/host",
     "src/paceline/integrations",
+    "src/paceline/launch",
     "src/paceline/observe",
     "src/paceline/optim",
     "src/paceline/planning",

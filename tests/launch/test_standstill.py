@@ -8,8 +8,7 @@ import struct
 import pytest
 
 from paceline.host.activity import Activity
-from paceline.launch.hang_watch import standstill
-from paceline.launch.hang_words import headline, headline_of_all, waiting
+from paceline.launch.hang_watch import headline, headline_of_all, standstill, waiting
 from paceline.launch.standstill import Standstill
 from paceline.observe import progress
 from paceline.observe.progress import Entered

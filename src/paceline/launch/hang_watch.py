@@ -24,8 +24,7 @@ from typing_extensions import Self
 from paceline.host.activity import Activity, activity_of
 from paceline.host.foreign_output import write_to_stderr_of
 from paceline.host.processes import GONE, parent_of, state_of
-from paceline.host.stacks import stack_of
-from paceline.launch import hang_words
+from paceline.host.stacks import Stack, stack_of
 from paceline.launch.hang_board import Board, Correspondent
 from paceline.launch.standstill import Standstill, StepLengths, standstill
 from paceline.launch.watchdog import marked
@@ -41,6 +40,80 @@ _BUSY_S = 300.0  # a rank that computes while others wait is worth a line after 
 _ASK_AFTER_S = 1.0  # ranks here have waited so long: other machines are asked about theirs
 _END_S = 10.0  # a look may be under way as the launch ends: py-spy
 _STEPS = 2.0  # steps of usual length may be that long
+_LAUNCHER = -1  # the launcher waits, and no rank of its machine does
+_MOST_SHOWN = 4
+_MOST_FRAMES = 12
+_NEXT = (
+    "Nothing has been ended: the others fail at their group's timeout, or end the launch now (Ctrl-C). "
+    "`paceline explain hang` says more."
+)
+
+
+def headline(what: Standstill, quiet_s: float) -> str:
+    """Return which ranks are missing, or that ranks are in different collectives."""
+    if not what.missing:
+        where = "; ".join(f"rank {each.rank} is {_act(each)}" for each in what.waiting[:_MOST_SHOWN])
+        return f"hang: the ranks are in different collectives, and each waits for the others: {where}."
+    first, *others = what.missing
+    who = f"hang: {_names_of(what.missing)} are missing" if others else f"hang: rank {first} is missing"
+    waits = waiting(what)
+    comma = "," if what.waiting[0].step >= 0 else ""
+    return f"{who}. {waits[0].upper()}{waits[1:]}{comma} for {quiet_s:.1f} s."
+
+
+def headline_of_all(what: Standstill, num_ranks: int, quiet_s: float) -> str:
+    """Return the sentence for a hang in which every rank here is in the same collective."""
+    who = "every rank" if num_ranks else "every rank of this machine"
+    rest = (
+        "So the network between them does not carry it"
+        if num_ranks
+        else "So a rank of another machine is missing, or the network does not carry it"
+    )
+    return f"hang: {who} is {_act(what.waiting[0])}, and nothing has moved for {quiet_s:.0f} s. {rest}."
+
+
+def waiting(what: Standstill) -> str:
+    """Return which ranks wait, and what for."""
+    first = what.waiting[0]
+    names = _names_of([each.rank for each in what.waiting])
+    return f"{names} {'has' if len(what.waiting) == 1 else 'have'} been {_act(first)}"
+
+
+def _act(entered: Entered) -> str:
+    return f"{entered.what}, step {entered.step}" if entered.step >= 0 else entered.what
+
+
+def _names_of(ranks: Sequence[int]) -> str:
+    """Return a name such as `rank 1`, `ranks 0 and 2` or `the launcher`."""
+    if list(ranks) == [_LAUNCHER]:
+        return "the launcher"
+    shown = [str(rank) for rank in ranks[:_MOST_SHOWN]]
+    more = f" and {len(ranks) - _MOST_SHOWN} more" if len(ranks) > _MOST_SHOWN else ""
+    words = ", ".join(shown) + more if more or len(shown) < 2 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {words}"
+
+
+def _describe(rank: int, pid: int, stack: Stack) -> list[str]:
+    """Return lines about where a missing rank is."""
+    if not stack.frames:
+        return [
+            f"  rank {rank} (process {pid}) {stack.kernel or 'does nothing'}; its Python stack is unknown: {stack.by}"
+        ]
+    lines = [
+        f"  rank {rank} (process {pid}) {stack.kernel or 'does nothing'}, in, innermost first ({stack.by}):"
+    ]
+    return lines + [f"    {frame}" for frame in stack.frames[:_MOST_FRAMES]]
+
+
+def _describe_briefly(waits: Entered, stack: Stack) -> list[str]:
+    """Return a line about where a waiting rank is, or none."""
+    return [f"  rank {waits.rank} waits in {_place(stack)}"] if stack.frames else []
+
+
+def _place(stack: Stack) -> str:
+    """Return the innermost function of the user's own."""
+    own = [frame for frame in stack.frames if frame.is_of_user] or list(stack.frames)
+    return str(own[0]) if own else "a place that could not be read"
 
 
 @dataclass
@@ -113,7 +186,7 @@ class HangWatch:
             what: What `waiting` does, in words.
         """
         ranks = tuple(sorted(missing))
-        waits = (waiting or {hang_words.LAUNCHER: 0}) if missing else {}
+        waits = (waiting or {_LAUNCHER: 0}) if missing else {}
         known = {each.rank: each.ranks for each in self._waits}
         if known != dict.fromkeys(waits, ranks):
             now_s, group = time.monotonic(), what.encode()
@@ -175,7 +248,7 @@ class HangWatch:
             return  # none of them is here: their launcher tells
         if not what.missing and not what.differs:
             if quiet_s > max(_NETWORK_S, self._patience_s()):
-                self._tell(suspicion, now_s, hang_words.headline_of_all(what, self._num_known, quiet_s))
+                self._tell(suspicion, now_s, headline_of_all(what, self._num_known, quiet_s))
             return
         activities = _activities(what, suspicion.pids)
         elapsed_s = now_s - suspicion.looked_s
@@ -189,12 +262,12 @@ class HangWatch:
             if quiet_s > _BUSY_S and not suspicion.busy_is_told:
                 suspicion.busy_is_told = True
                 self._note(
-                    f"{hang_words.names_of(busy)} has been busy for {quiet_s:.0f} s without entering a collective, "
-                    f"while {hang_words.waiting(what)}. That is no hang; if it is no evaluation or checkpoint either, "
+                    f"{_names_of(busy)} has been busy for {quiet_s:.0f} s without entering a collective, "
+                    f"while {waiting(what)}. That is no hang; if it is no evaluation or checkpoint either, "
                     f"py-spy dump --pid {suspicion.pids[busy[0]]} shows where it is."
                 )
         elif quiet_s > max(self._patience_s(), _START_S if what.starting else 0.0):
-            self._tell(suspicion, now_s, hang_words.headline(what, quiet_s))
+            self._tell(suspicion, now_s, headline(what, quiet_s))
 
     def _patience_s(self) -> float:
         return max(self._quiet_s, _STEPS * self._steps.usual_s)
@@ -203,18 +276,16 @@ class HangWatch:
         what, pids = suspicion.what, suspicion.pids
         suspicion.told_s = now_s
         stacks = {
-            rank: stack_of(pids[rank], self._folder)
-            for rank in what.missing[: hang_words.MOST_SHOWN]
-            if rank in pids
+            rank: stack_of(pids[rank], self._folder) for rank in what.missing[:_MOST_SHOWN] if rank in pids
         }
         waits = next((each for each in what.waiting if each.pid), None)
         lines = [headline]
         for rank, stack in stacks.items():
-            lines += hang_words.describe(rank, pids[rank], stack)
+            lines += _describe(rank, pids[rank], stack)
         if waits is not None:
-            lines += hang_words.describe_briefly(waits, stack_of(waits.pid))
-        lines.append(hang_words.NEXT)
-        where = "; ".join(f"rank {rank} was in {hang_words.place(stack)}" for rank, stack in stacks.items())
+            lines += _describe_briefly(waits, stack_of(waits.pid))
+        lines.append(_NEXT)
+        where = "; ".join(f"rank {rank} was in {_place(stack)}" for rank, stack in stacks.items())
         self._last_words = f" Before that: {headline}" + (f" {where}." if where else "")
         self._say(lines, what)
         if self._board is not None:
@@ -247,7 +318,7 @@ class HangWatch:
         stood_s = now_s - suspicion.what.since_s
         self._quiet_s = min(max(self._quiet_s, 2.0 * stood_s), _BUSY_S)
         self._last_words = ""
-        who = hang_words.names_of(suspicion.what.missing) if suspicion.what.missing else "every rank"
+        who = _names_of(suspicion.what.missing) if suspicion.what.missing else "every rank"
         self._note(
             f"{who} went on after {stood_s:.1f} s; it was no hang. The next one is called one after "
             f"{self._quiet_s:.0f} s (--hang-after)"
