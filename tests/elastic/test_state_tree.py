@@ -61,7 +61,11 @@ def test_containers_numbers_and_shapes_stay_what_they_are():
     assert found["t"].dtype == torch.int32
 
 
-@pytest.mark.parametrize("value", [object(), {1}, np.array(["x"]), torch.ones(2).to_sparse(), 1j], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1}, np.array(["x"]), torch.ones(2).to_sparse(), 1j],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_would_have_to_be_unpickled_is_refused_by_its_place(value):
     """The error says where it is, and where it may come from."""
     name = type(value).__name__
