@@ -64,14 +64,21 @@ class World:
             self.start(i)
 
     def start(self, place: int) -> None:
-        """Begin the agent of a host, for the first time or again. On the first host it begins the job."""
+        """Begin the agent of a host, for the first time or again. On the first host it begins the job.
+
+        If an agent is there, it has just died: the others' connections to it are closed.
+        """
         number = next(self._numbers)
         name, address = f"{place}-{number}", Address(f"host{place}", 1)
         first = None if place == 0 else Address("host0", 1)
         council = Council(Voter(name, address), self.needs, first, self.now_s)
         host = Host(council, [Member(name, 0)], address)
         host.steps = {Member(name, 0): NOT_STARTED}
+        before = self.hosts[place : place + 1]
         self.hosts[place : place + 1] = [host]
+        for other, each in enumerate(self.hosts):
+            if before and not (before[0].is_dead or {place, other} & self.cut or other == place):
+                each.council.closed(before[0].council.own.name, self.now_s)
 
     def run(self, seconds: float) -> None:
         """Let time pass."""

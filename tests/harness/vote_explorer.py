@@ -4,6 +4,9 @@ Messages are never taken out of the network: any may be delivered now, later, ag
 reordering, repetition, partition and crash. A crashed host gets no more messages. Only the number of suspicions is
 bounded.
 
+A host may also end for good, if it has decided nothing that the others do not know. Those are told (rule 8 of
+`vote.py`). What it has sent may still arrive.
+
 Every combination is checked. An epoch has one decree. No host trains by a decree while a later one with members is
 decided. From every n-th combination the network heals, with every set of hosts dead that leaves a quorum of each
 decree that may still be decided. Then the other hosts have to come to a decree of live hosts that train.
@@ -22,10 +25,11 @@ from paceline.launch.elastic.decree import Candidate, Decree, Voter
 from paceline.launch.elastic.plan import NOT_STARTED, Member
 from paceline.launch.elastic.vote import Message, Quorum, Report, State
 
-_SUSPECT, _LOSE_PATIENCE, _TRAIN = -1, -2, -3
+_SUSPECT, _LOSE_PATIENCE = -1, -2
 _MOST_TURNS = 25
 
-Node = tuple[tuple[int, ...], int, int]  # the hosts' states, the network as a set of bits, suspicions left
+# the hosts' states, the network as a set of bits, suspicions and ends left
+Node = tuple[tuple[int, ...], int, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,13 @@ class Scene:
             decree, None a host without a rank.
         joiners: Number of other hosts, which ask to join.
         suspicions: How often a host leads an attempt.
+        ends: How many hosts may end for good.
     """
 
     steps: tuple[int | None, ...]
     joiners: int = 0
     suspicions: int = 2
+    ends: int = 0
 
     def states(self) -> tuple[State, ...]:
         reports = [
@@ -53,6 +59,13 @@ class Scene:
         decree = Decree(0, members, voters, "h0", trained=0)
         new = [reported(f"h{len(reports) + i}", NOT_STARTED, NOT_STARTED) for i in range(self.joiners)]
         return *(State(report, Quorum(), decree) for report in reports), *(State(report) for report in new)
+
+
+@dataclass(frozen=True)
+class Ended(State):
+    """A host that has ended for good: nothing happens there any more."""
+
+    known: int = NOT_STARTED  # the epoch of the newest decree that it knew
 
 
 def reported(name: str, epoch: int, step: int | None) -> Report:
@@ -99,7 +112,8 @@ class Explorer:
         voters = tuple(f"h{i}" for i in range(len(scene.steps)))
         wishes = [m for state in states[len(voters) :] for m in vote.ask_to_join(state, voters)[1]]
         numbers = tuple(self._states.number(state) for state in states)
-        self._start: Node = numbers, self._mask(wishes), scene.suspicions
+        self._ended: set[int] = set()  # numbers of states
+        self._start: Node = numbers, self._mask(wishes), (scene.suspicions, scene.ends)
         self.found = Found()
 
     def _mask(self, messages: Any) -> int:
@@ -127,11 +141,18 @@ class Explorer:
         numbers, network, left = node
         known = self._after
         for i, number in enumerate(numbers):
-            for event in (_SUSPECT, _LOSE_PATIENCE) if left else (_LOSE_PATIENCE,):
+            for event in (_SUSPECT, _LOSE_PATIENCE) if left[0] else (_LOSE_PATIENCE,):
                 after, sent = known.get((number, event)) or self._apply(number, event)
                 if after != number or sent & ~network:
-                    yield (*numbers[:i], after, *numbers[i + 1 :]), network | sent, left - (event == _SUSPECT)
+                    less = (left[0] - (event == _SUSPECT), left[1])
+                    yield (*numbers[:i], after, *numbers[i + 1 :]), network | sent, less
+        if left[1]:
+            for i, number in enumerate(numbers):
+                if number not in self._ended:
+                    yield self._after_end(numbers, i), network, (left[0], left[1] - 1)
         for i, number in enumerate(numbers):
+            if number in self._ended:
+                continue
             rest = network & self._mail[i] & ~self._dull[number]
             while rest:
                 low = rest & -rest
@@ -146,6 +167,15 @@ class Explorer:
             trained = self._known_trained[numbers] = self._trained(numbers)
         if trained != numbers:
             yield trained, network, left
+
+    def _after_end(self, numbers: tuple[int, ...], place: int) -> tuple[int, ...]:
+        """Let a host end for good, and tell all others that know what it had decided."""
+        state = self._states.items[numbers[place]]
+        ended = Ended(Report(Voter(state.name)), known=state.decree.epoch if state.decree else NOT_STARTED)
+        self._ended.add(self._states.number(ended))
+        after = [_told(self._states.items[each], ended) for each in numbers]
+        after[place] = ended
+        return tuple(self._states.number(each) for each in after)
 
     def _trained(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """Let all members of a decree train. A member with older state takes the holder's."""
@@ -187,14 +217,16 @@ class Explorer:
             m.promise.report.voter for m in network if m.promise is not None and m.epoch == newest.epoch
         }
         may_be.add(replace(newest, voters=(*newest.voters, *sorted(answered - {*newest.voters}, key=str))))
-        everybody = frozenset(range(len(states)))
-        for size in range(len(states)):
+        ended = [state for state in states if isinstance(state, Ended)]
+        everybody = frozenset(i for i, state in enumerate(states) if not isinstance(state, Ended))
+        for size in range(len(everybody)):
             for dead in map(frozenset, itertools.combinations(everybody, size)):
                 live = everybody - dead
                 names = [states[i].name for i in live]
-                if all(each.has_quorum(names) for each in may_be) and any(
-                    states[i].decree == newest for i in live
-                ):
+                suffice = all(
+                    each.has_quorum(names) or _are_all_that_live(each, names, ended) for each in may_be
+                )
+                if suffice and any(states[i].decree == newest for i in live):
                     self.found.healed_from += 1
                     if not heals(list(states), network, dead, prefer):
                         raise AssertionError(f"stuck with {set(dead)} dead: {states} {network}")
@@ -232,6 +264,20 @@ class Explorer:
         return self.found
 
 
+def _are_all_that_live(decree: Decree, names: list[str], ended: list[Ended]) -> bool:
+    """Return whether these are all voters but those that are known to have ended for good."""
+    gone = {each.name for each in ended if each.known <= decree.epoch}
+    return bool({*names} & {*decree.names}) and {*decree.names} <= {*names} | gone
+
+
+def _told(state: State, ended: Ended) -> State:
+    """Return the state of a host that is told that another has ended for good."""
+    mine = state.decree
+    if mine is None or ended.name not in mine.names or ended.known > mine.epoch:
+        return state
+    return vote.bury(state, ended.name)
+
+
 def _caught_up(state: State, decree: Decree) -> State:
     mine = {member.member for member in decree.members}
     candidates = tuple(
@@ -252,6 +298,8 @@ def heals(states: list[State], network: list[Message], dead: frozenset[int], pre
     join. Time-outs come to one host at a time, as random delays make them.
     """
     places = {state.name: i for i, state in enumerate(states)}
+    ended = [state for state in states if isinstance(state, Ended)]
+    dead = dead | {places[state.name] for state in ended}
     live = [i for i in range(len(states)) if i not in dead]
 
     def deliver(messages: Iterable[Message]) -> None:
@@ -266,6 +314,8 @@ def heals(states: list[State], network: list[Message], dead: frozenset[int], pre
     for _ in range(_MOST_TURNS):
         newest = _newest([states[i] for i in live])
         for i in live:
+            for each in ended:
+                states[i] = _told(states[i], each)
             deliver([Message("decree", states[i].name, states[i].name, decree=newest)])
             if not states[i].is_voter:
                 deliver(vote.ask_to_join(states[i], newest.names)[1])

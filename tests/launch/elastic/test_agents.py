@@ -45,12 +45,15 @@ def start() -> Iterator[Start]:
         needs: Quorum = THREE,
         patience_s: float = 60,
         note: Callable[[str], None] = print,
+        listen: Address = LOCAL,
     ) -> Agents:
         place = None if first is None else first.address
         number = len(running)
         start = Address("127.0.0.1", 100 + number)
         running.append(
-            Agents(AgentSetting(f"{number}", number + 1, start, LOCAL, place, token, needs, patience_s), note)
+            Agents(
+                AgentSetting(f"{number}", number + 1, start, listen, place, token, needs, patience_s), note
+            )
         )
         return running[-1]
 
@@ -93,6 +96,38 @@ def test_three_agents_meet_and_go_on_without_the_first(start: Start) -> None:
     assert after[0] == after[1]
     assert (after[0].step, len(after[0].members)) == (5, 2)
     assert time.monotonic() - began_s < 20
+
+
+def test_the_first_of_two_hosts_is_let_in_when_it_starts_again(start: Start) -> None:
+    """By the same command, at the same address. The other holds the state, and had waited for the first one's vote."""
+    first = start(needs=TWO)
+    second = start(first, needs=TWO)
+    epoch = meet([first, second])[0].epoch
+    first.close()
+    until(lambda: second.why_over(epoch))
+    assert propose(second, epoch + 1, step=5) is None
+    again = start(needs=TWO, listen=first.address)
+    assert again.meet(lambda: None) is None  # the job has begun
+    plans: dict[str, Plan] = {}  # that their ranks follow
+
+    def both_train() -> bool:
+        for agent, step in ((second, 5), (again, NOT_STARTED)):
+            known = plans[agent.name].epoch if agent.name in plans else epoch
+            if not _is_in(plans.get(agent.name), again) or agent.why_over(known) or agent.wants_pause(known):
+                plan = propose(agent, known + 1, step)
+                if plan is not None:
+                    plans[agent.name] = plan
+        return len(plans) == 2 and all(_is_in(plan, again) for plan in plans.values())
+
+    until(both_train)
+    plan = plans[second.name]
+    assert plan == plans[again.name]
+    assert (plan.step, plan.holder.host, len(plan.members)) == (5, second.name, 2)
+
+
+def _is_in(plan: Plan | None, agent: Agents) -> bool:
+    """Whether a rank of this agent's host trains by the plan."""
+    return plan is not None and any(member.host == agent.name for member in plan.members)
 
 
 def test_a_lost_rank_ends_the_membership_everywhere(start: Start) -> None:

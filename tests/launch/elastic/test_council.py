@@ -167,6 +167,61 @@ def test_of_two_hosts_the_one_that_breaks_ties_goes_on() -> None:
     assert world.training() == {0, 1}
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("after_s", [0.0, 0.5, 5.0])
+def test_of_two_hosts_the_first_is_let_in_when_it_starts_again(after_s: float, ranks: int) -> None:
+    """The other holds the state, and cannot decide alone: that the first has ended shows by who listens there."""
+    world = World(2, Quorum(hosts=2, ranks=ranks))
+    world.run(4)
+    if after_s:
+        kill(world, 0)
+        world.run(after_s)
+        assert world.training() <= {1}
+    world.start(0)
+    world.run(8)
+    world.check()
+    assert world.training() == {0, 1}
+    kill(world, 0)  # and again
+    world.run(1)
+    world.start(0)
+    world.run(8)
+    world.check()
+    assert world.training() == {0, 1}
+
+
+def test_two_of_three_hosts_are_let_in_when_they_start_again(world: World) -> None:
+    """One of them is not enough: the other may train."""
+    kill(world, 0)
+    kill(world, 2)
+    world.run(3)
+    world.start(2)
+    world.run(6)
+    assert world.training() == set()
+    world.start(0)
+    world.run(8)
+    world.check()
+    assert world.training() == {0, 1, 2}
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_host_that_was_out_of_touch_does_not_go_on_from_an_old_state(is_frozen: bool) -> None:
+    """The first host has trained alone before it died: steps that the other has not seen."""
+    world = World(2, Quorum(hosts=2, ranks=1))
+    world.run(4)
+    world.cut.add(1)
+    world.hosts[1].is_frozen = is_frozen
+    world.run(8)
+    assert world.training() == {0}
+    kill(world, 0)
+    world.cut.clear()
+    world.hosts[1].is_frozen = False
+    world.run(0.1)
+    world.start(0)
+    world.run(8)
+    world.check()
+    assert world.training() == set()
+
+
 def test_the_first_host_comes_back_as_a_new_one(world: World) -> None:
     """Host 0 is started again by the same command, which says that it begins a job: it joins the one that goes on."""
     kill(world, 0)
@@ -238,6 +293,7 @@ EVENTS: dict[str, Callable[[World, int], None]] = {
     "freeze": lambda world, place: setattr(world.hosts[place], "is_frozen", True),
     "wake": lambda world, place: setattr(world.hosts[place], "is_frozen", False),
     "start": lambda world, place: world.start(place) if world.hosts[place].is_dead else None,
+    "start again": lambda world, place: world.start(place),
 }
 
 
@@ -257,5 +313,5 @@ def test_whatever_happens_steps_are_made_once(events: list[tuple[str, int, float
         host.is_frozen = False
     world.run(12)
     world.check()
-    if not any(name == "kill" for name, _, _ in events):
+    if not any(name in ("kill", "start again") for name, _, _ in events):
         assert world.training() == {0, 1, 2}

@@ -21,6 +21,8 @@ SCENES = {
     "two hosts and a third that joins": Scene(steps=(4, 4), joiners=1),
     "one host and two that join": Scene(steps=(4,), joiners=2),
     "ranks on one of three hosts": Scene(steps=(None, NOT_STARTED, 4), suspicions=1),
+    "two hosts, of which one ends for good": Scene(steps=(4, 4), suspicions=3, ends=1),
+    "two of three hosts end for good": Scene(steps=(4, 4, 4), suspicions=1, ends=2),
     "two ranks of three are new": Scene(steps=(NOT_STARTED, NOT_STARTED, 4), suspicions=1),
 }
 
@@ -46,12 +48,18 @@ def test_no_order_of_events_of_three_hosts_makes_two_trainings() -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "scene",
-    [Scene(steps=(4, 4, 4), suspicions=3), Scene(steps=(4, 4, 4), joiners=1), Scene(steps=(4, 5, None))],
+    [
+        Scene(steps=(4, 4, 4), suspicions=3),
+        Scene(steps=(4, 4, 4), joiners=1),
+        Scene(steps=(4, 5, None)),
+        Scene(steps=(4, 4), joiners=1, ends=1),
+        Scene(steps=(4, 4, 4), ends=2),
+    ],
     ids=str,
 )
 def test_many_orders_of_events_of_three_hosts_make_one_training(scene: Scene) -> None:
     """Larger ones, as far as the memory goes."""
-    found = Explorer(scene).run(limit=3_000_000, every=499)
+    found = Explorer(scene).run(limit=3_000_000 if not scene.ends else 400_000, every=499)
     assert found.combinations > 100_000
 
 
@@ -92,6 +100,10 @@ def _a_wish_makes_a_voter(decree: Decree, reports: list[Report], needs: Quorum) 
     return replace(found, voters=(*found.voters, *(v for v in [Voter("h2")] if "h2" not in found.names)))
 
 
+def _one_is_gone(self: State, names: object) -> bool:
+    return self.decree is not None and (self.decree.has_quorum(names) or bool(self.gone))  # type: ignore[arg-type]
+
+
 def _promises_while_training(state: State) -> bool:
     return state.is_voter
 
@@ -125,6 +137,9 @@ MUTANTS = {
     ),
     "a wish makes a voter": Mutant(
         vote, "next_decree", _a_wish_makes_a_voter, Scene((4, 4), joiners=1), "stuck"
+    ),
+    "one is gone, so another is not waited for": Mutant(
+        State, "suffices", _one_is_gone, Scene((4, 4, 4), ends=1), "two decrees"
     ),
     "a promise does not stop ranks": Mutant(
         State, "trains", property(_promises_while_training), Scene((None, 4, 4)), "two trainings"
@@ -196,6 +211,12 @@ def test_who_was_in_keeps_its_order_and_the_furthest_holds_the_state() -> None:
     assert [one.member for one in after.members] == [Member("b", 0), Member("a", 0), Member("a", 1)]
     assert (after.tie_breaker, after.holder) == ("b", old[1])
     assert [after.updated(one).epoch for one in after.members] == [3, 4, -1]
+    nobody = replace(decree, epoch=4, members=())  # ranks were too few
+    assert [one.member for one in vote.next_decree(nobody, reports, Quorum()).members] == [
+        Member("a", 0),
+        Member("b", 0),
+        Member("a", 1),
+    ]
 
 
 def test_an_old_message_is_answered_by_the_newest_decree() -> None:

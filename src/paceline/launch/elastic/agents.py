@@ -222,7 +222,7 @@ class Agents:
         if decree is None:
             return f"nobody of this job answers at {':'.join(map(str, self._setting.first or self.address))}."
         heard = [name for name in decree.names if name not in missing]
-        if not decree.has_quorum(heard):
+        if not council.state.suffices(heard):
             half = 2 * len(heard) == len(decree.names)
             ties = f", and {decree.tie_breaker}, which breaks ties, is missing" if half else ""
             reached = f"{self.name} reaches {len(heard)} of {len(decree.names)} agents{ties}"
@@ -294,10 +294,9 @@ class Agents:
             self._council.refused(event.address, now_s)
         elif isinstance(event, Closed):
             name = self._names.pop(event.connection, "")
-            if name in self._council.peers:  # whether it has died shows by who listens there now
-                address = self._council.peers[name].voter.address
-                self._links.forget(address)
-                self._council.call(address)
+            if name in self._council.peers:
+                self._links.forget(self._council.peers[name].voter.address)
+                self._council.closed(name, now_s)
         elif is_call(event.body):
             if (given := self._links.hand_over(event.connection, event.body)) is not None:
                 self._to_give.append(given)

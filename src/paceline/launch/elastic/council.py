@@ -12,6 +12,9 @@ Rules
 6. Lost hosts are sent the newest decree now and then, at their old addresses. An agent that starts there again joins,
    although it was told to begin a job. It asks to join when its ranks are there, and no rank pauses before.
 7. Nothing here reads a clock: time is an argument.
+8. A voter has ended for good (rule 8 of `vote.py`) if two things were seen. It closed or refused a connection while it
+   was in touch. Since then another agent of the job listens at its address. Before a voter decides anything alone, it
+   has to miss this agent for `SILENCE_S`.
 """
 
 from __future__ import annotations
@@ -40,8 +43,11 @@ class Peer:
 
     voter: Voter
     heard_s: float
+    epoch: int = NOT_STARTED  # of the newest decree that it knew
+    excused_s: float = 0.0  # of its silence: this agent did not run itself
     is_missing: bool = False
     is_done: bool = False
+    ended_in_touch: bool = False  # it has closed or refused a connection while it was in touch
     has_paused: bool = False  # or has no rank that trains: then no rank stops within a step for its request
 
 
@@ -147,10 +153,6 @@ class Council:
 
     # ---- others
 
-    def call(self, address: Address) -> None:
-        """Say something there, to see who listens."""
-        self._beat(address)
-
     def heard(self, packet: Packet, now_s: float) -> bool:
         """Take what another agent says; whether it is of this job."""
         if packet.sender.name == self.own.name:  # who has listened here before is invited, too
@@ -173,30 +175,48 @@ class Council:
         return True
 
     def _meet(self, sender: Voter, packet: Packet, now_s: float) -> None:
-        self.peers[sender.name] = Peer(sender, now_s, is_done=packet.is_done, has_paused=packet.has_paused)
+        self.peers[sender.name] = Peer(
+            sender, now_s, packet.epoch, is_done=packet.is_done, has_paused=packet.has_paused
+        )
         names = () if self.state.decree is None else self.state.decree.names
+        for name in set(names) - self.state.gone - {sender.name}:
+            before = self.peers.get(name)
+            if before is not None and before.ended_in_touch and before.voter.address == sender.address:
+                self.state = vote.bury(self.state, name)
         for name in [
             n for n, address in self._places.items() if address == sender.address and n not in names
         ]:
             del self._places[name]  # who has listened there before
         self._places[sender.name] = sender.address
 
+    def closed(self, name: str, now_s: float) -> None:
+        """Send a heartbeat to an agent that has closed its connection: it has ended, or counts this one as missing."""
+        peer = self.peers.get(name)
+        if peer is not None:
+            self._see_end(peer, now_s)
+            self._beat(peer.voter.address)
+
     def refused(self, address: Address, now_s: float) -> None:
         """Count the agent at this address as missing: no process listens there any more."""
         for peer in self.peers.values():
             if peer.voter.address == address and not peer.is_missing:
+                self._see_end(peer, now_s)
                 peer.is_missing = True
                 self._consider(now_s)
+
+    def _see_end(self, peer: Peer, now_s: float) -> None:
+        """Note whether the agent was in touch until now (rule 8)."""
+        peer.ended_in_touch |= now_s - peer.heard_s <= SILENCE_S and peer.epoch <= self._epoch
 
     def turn(self, now_s: float) -> list[tuple[Address, Packet]]:
         """Take the actions that are due, and return the packets to send with their addresses."""
         if now_s - self._turn_s > PAUSE_S:
             self._listens_until_s = now_s + SILENCE_S
             for peer in self.peers.values():
-                peer.heard_s += now_s - self._turn_s
+                peer.excused_s += now_s - self._turn_s
         self._turn_s = now_s
         for peer in self.peers.values():
-            peer.is_missing |= now_s - peer.heard_s > SILENCE_S
+            peer.is_missing |= now_s - peer.heard_s - peer.excused_s > SILENCE_S
         if now_s >= self._beat_s:
             self._beat_s = now_s + BEAT_S
             self._beat_all()
@@ -242,7 +262,7 @@ class Council:
         if now_s < self._listens_until_s or now_s - self._turn_s > PAUSE_S:  # rule 5
             return False
         heard = set(decree.names) - set(self.missing())
-        return decree.has_quorum(heard) and any(
+        return self.state.suffices(heard) and any(
             each.epoch == decree.trained for each in self.state.report.candidates
         )
 

@@ -14,6 +14,8 @@ Rules
 6. A decree has members only if one of them trained in the newest epoch that had members. That one has stopped there, so
    there is never a second training, and never one that begins anew.
 7. An agent that lost its memory is another one: it comes with another name. So nothing is kept on disk.
+8. All voters that have not ended for good suffice, whatever the quorum. A voter has ended for good if it had decided
+   nothing that the others do not know: so what a quorum of ended voters may have decided was trained by no rank.
 
 Single-decree Paxos an epoch (Lamport 1998, "The part-time parliament"), its acceptors chosen by the epoch before. The
 tie-breaker is that of Jajodia and Mutchler 1990, "Dynamic voting algorithms". Explored by
@@ -22,6 +24,7 @@ tie-breaker is that of Jajodia and Mutchler 1990, "Dynamic voting algorithms". E
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from paceline.launch.elastic.decree import Candidate, Decree, Voter
@@ -73,6 +76,7 @@ class State:
     offered: Decree | None = None  # what was offered in it
     votes: frozenset[str] = frozenset()  # the names of voters that accepted that
     joiners: frozenset[str] = frozenset()  # the names of agents that asked to join
+    gone: frozenset[str] = frozenset()  # the names of voters of `decree` that have ended for good
 
     @property
     def name(self) -> str:
@@ -93,7 +97,12 @@ class State:
         if self.decree is None or self.own == NO_BALLOT or self.offered is not None:
             return frozenset()
         answered = {promise.report.voter.name for promise in self.promises}
-        return (frozenset(self.decree.names) | self.joiners) - answered
+        return (frozenset(self.decree.names) | self.joiners) - answered - self.gone
+
+    def suffices(self, names: Iterable[str]) -> bool:
+        """Return whether these voters can decide on the next decree (rules 1 and 8)."""
+        decree, voting = self.decree, frozenset(names)
+        return decree is not None and (decree.has_quorum(voting) or voting | self.gone >= set(decree.names))
 
 
 @dataclass(frozen=True)
@@ -147,7 +156,7 @@ def lose_patience(state: State) -> Result:
         decree is None
         or state.offered is not None
         or state.name not in reports
-        or not decree.has_quorum(reports)
+        or not state.suffices(reports)
     ):
         return state, ()
     newest = max(state.promises, key=lambda promise: promise.ballot)
@@ -173,6 +182,11 @@ def repeat(state: State) -> tuple[Message, ...]:
 def forget(state: State, name: str) -> State:
     """Remove an agent that asked to join and is gone."""
     return replace(state, joiners=state.joiners - {name})
+
+
+def bury(state: State, name: str) -> State:
+    """Note that a voter has ended for good (rule 8)."""
+    return replace(state, gone=state.gone | {name})
 
 
 def ask_to_join(state: State, names: tuple[str, ...]) -> Result:
@@ -204,7 +218,9 @@ def next_decree(decree: Decree, reports: list[Report], needs: Quorum) -> Decree:
         (r.voter for r in reports), key=lambda voter: (places.get(voter.name, len(places)), voter.name)
     )
     found = [candidate for report in reports for candidate in report.candidates]
-    members = sorted(found, key=lambda one: (ranks.get(one.member, len(ranks)), one.member))
+    members = sorted(
+        found, key=lambda one: (ranks.get(one.member, len(ranks)), one.step == NOT_STARTED, one.member)
+    )
     is_first = decree.trained == NOT_STARTED
     num_hosts = len({one.member.host for one in members})
     enough = num_hosts >= needs.hosts if is_first else len(members) >= needs.ranks
@@ -266,7 +282,7 @@ def _voted(state: State, message: Message) -> Result:
         return state, ()
     before, decree = state.decree, state.offered
     state = replace(state, votes=state.votes | {message.sender})
-    if not before.has_quorum(state.votes):
+    if not state.suffices(state.votes):
         return state, ()
     told = sorted({*before.names, *decree.names} - {state.name})
     return _learn(state, decree), tuple(Message("decree", state.name, to, decree=decree) for to in told)
