@@ -10,10 +10,10 @@ from paceline.compression import RandomK, TopK
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
 from paceline.optim import LAMB, LARS, Curve, DiLoCo, rate_factor
+from paceline.planning import TrialConfig
 from paceline.recipes import GhostBatchNorm
 from paceline.reductions import (
     Adasum,
-    Auto,
     Compressed,
     GradientNoiseScale,
     PowerSGD,
@@ -33,8 +33,8 @@ REFUSED = [
     (lambda: Adasum(hosts=3), "hosts=3: give None"),
     (lambda: Adasum(hosts="b"), "hosts='b': give None"),
     (lambda: Adasum(hosts=["a"]), "hosts=['a']: give None"),
-    (lambda: Auto(on_ratio="a"), "on_ratio='a' must be at least"),
-    (lambda: Auto(off_ratio="a"), "off_ratio='a'"),
+    (lambda: TrialConfig(gain_ratio="a"), "gain_ratio='a', num_sweeps=8"),
+    (lambda: TrialConfig(num_sweeps=1.5), "num_sweeps=1.5, turn_steps=1"),
     (lambda: GradientNoiseScale(memory_steps="a"), "memory_steps='a' averages"),
     (lambda: GradientNoiseScale(every="a"), "every='a' measures no step"),
     (lambda: GradientNoiseScale(every=1.5), "every=1.5 measures no step"),

@@ -24,6 +24,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from paceline.errors import ConfigurationError
+from paceline.numbers_given import number
 
 _RAREST_CHECKS = 8  # times as many steps between two checks as at first
 
@@ -53,10 +54,12 @@ class TrialConfig:
     drift_ratio: float = 0.1
 
     def __post_init__(self) -> None:
-        counts = (self.num_sweeps, self.turn_steps, self.check_every, self.try_every)
-        if min(*counts, 1 + self.warm_up_steps) < 1 or not (
-            0 <= self.gain_ratio < 1 and self.drift_ratio > 0
-        ):
+        counts = [self.num_sweeps, self.turn_steps, self.check_every, self.try_every]
+        is_counted = all(
+            number(count) >= 1 and number(count) % 1 == 0
+            for count in [*counts, 1 + number(self.warm_up_steps)]
+        )
+        if not (is_counted and 0 <= number(self.gain_ratio) < 1 and number(self.drift_ratio) > 0):
             raise ConfigurationError(
                 f"{self}: numbers of steps have to be positive, gain_ratio less than 1 and drift_ratio more than 0."
             )

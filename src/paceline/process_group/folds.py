@@ -102,7 +102,7 @@ def fold_of(op_name: str, dtype: torch.dtype) -> Fold:
         try:
             fold.all_of([one, one], one, 1)
         except (RuntimeError, NotImplementedError) as error:
-            reason = f"{str(error).splitlines()[0]}; cast to another dtype first"
+            reason = f"{str(error).splitlines()[0].rstrip('.')}; cast to another dtype first"
         else:
             return fold
     raise ConfigurationError(f"cannot reduce {dtype} by {op_name}: {reason}. Nothing was sent.")
