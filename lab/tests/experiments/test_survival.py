@@ -18,10 +18,15 @@ JOB = Job(2, 1, ("--epochs", "1", "--samples", "4", "--batch", "4"))
 
 
 def outcome(
-    *, samples: tuple[list[int], ...] = ([0, 1], [2, 3]), tries: int = 1, pauses: int = 0, **changed: Any
+    *,
+    samples: tuple[list[int], ...] = ([0, 1], [2, 3]),
+    tries: int = 1,
+    pauses: int = 0,
+    saved: tuple[int, ...] = (),
+    **changed: Any,
 ) -> Outcome:
     """Two ranks that trained four samples in one step, as often as was tried; another one paused."""
-    ranks = [[fault(1.5, "pause")]] * pauses
+    ranks = [[fault(1.5, "pause")]] * pauses + [[{"what": "saved", "step": step}] for step in saved]
     for own in samples:
         attempts = [
             {"what": "try", "at": 1.0 + t, "step": 0, "under": t, "of": 0, "samples": own}
@@ -68,6 +73,7 @@ def test_a_good_case_has_no_problems() -> None:
         ({"tries": 2}, "1 steps were computed again after 0 faults"),
         ({"tries": 2, "pauses": 1}, "1 steps were computed again after 0 faults"),
         ({"models": []}, "no rank left its parameters"),
+        ({"saved": (-1, 0, 1)}, "checkpoints after [-1] steps were written when others had done step 0"),
         (
             {"models": [{name: each + 1e-6 for name, each in reference(JOB.options, 1).items()}]},
             "differ by 1.00e-06",

@@ -293,6 +293,11 @@ def problems(job: Job, outcome: Outcome, *, rounding: float = 1e-9) -> list[str]
         found.append(
             f"{counts.num_tries - counts.num_steps} steps were computed again after {num_strokes} faults"
         )
+    done = [note["step"] for notes in outcome.notes for note in notes if note["what"] == "done"]
+    last = max(done, default=0)
+    saved = [note["step"] for notes in outcome.notes for note in notes if note["what"] == "saved"]
+    if old := [step for step in saved if step < last]:
+        found.append(f"checkpoints after {old} steps were written when others had done step {last}")
     if outcome.code == 0 and not outcome.models:
         found.append("no rank left its parameters")
     if outcome.models:

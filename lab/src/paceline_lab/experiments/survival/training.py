@@ -284,6 +284,7 @@ def main() -> None:
         scheduler=[scheduler, by_epoch],
         sampler=shuffle,
         deterministic=args.deterministic,
+        checkpoint=lambda: notes.write(what="saved", step=elastic.step),
     )
     saved = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "sampler": shuffle}
     loader = DataLoader(data, batch_sampler=shuffle, num_workers=args.workers)
