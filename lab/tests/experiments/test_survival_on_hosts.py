@@ -10,7 +10,7 @@ import torch
 
 from harness import warm
 from paceline_lab.experiments.survival.hosts import Blow, HostsJob, HostsOutcome, run_on_hosts
-from paceline_lab.experiments.survival.job import Job, faults_of, problems, read_notes
+from paceline_lab.experiments.survival.job import Job, problems, read_notes
 from paceline_lab.experiments.survival.training import Fault
 
 pytestmark = [pytest.mark.lab, pytest.mark.processes, pytest.mark.timeout(600)]
@@ -48,7 +48,7 @@ def test_a_host_that_is_started_again_follows_one_that_trains(tmp_path: Path, di
     assert problems(job, found.outcome) == [], "\n".join(found.said)
     assert found.codes == [0, 0]
     assert len(found.outcome.ends) == 4
-    assert len(faults_of(found.outcome)) == len(fatal)
+    assert len(found.outcome.of("fault")) == len(fatal)
     if dies == "nobody":
         notes = [note for file in tmp_path.glob("host1/*.jsonl") for note in read_notes(file)]
         assert any("gradients" in note["frame"] for note in notes if note["what"] == "followed")

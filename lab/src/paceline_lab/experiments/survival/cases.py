@@ -40,8 +40,7 @@ def random_job(seed: int) -> Job:
         options += ["--workers", "1"]
     if dice.random() < 0.2:
         options += ["--deterministic"]
-    if dice.random() < 0.5:
-        options += ["--ordinary"]
+    options += ["--ordinary"] * dice.choice([0, 1])
     if dice.random() < 0.2:
         every_s, count = dice.choice([0.3, 0.6]), dice.randint(2, 5)
         return Job(

@@ -91,15 +91,19 @@ class Outcome:
     num_blows: int = 0
     ended_s: float = field(default_factory=time.monotonic)
 
+    def of(self, what: str) -> list[dict[str, Any]]:
+        """Return the notes of this kind."""
+        return [note for notes in self.notes for note in notes if note["what"] == what]
+
     @property
     def ends(self) -> list[dict[str, Any]]:
         """The last words of the ranks that came to the end."""
-        return [note for notes in self.notes for note in notes if note["what"] == "end"]
+        return self.of("end")
 
     @property
     def still_s(self) -> float:
         """Return the time from the last completed step until the job was over."""
-        done = [note["at"] for notes in self.notes for note in notes if note["what"] == "done"]
+        done = [note["at"] for note in self.of("done")]
         return self.ended_s - max(done, default=0.0)
 
     @property
@@ -287,16 +291,14 @@ def problems(job: Job, outcome: Outcome, *, rounding: float = 1e-9) -> list[str]
     counts = trained(outcome, args.samples, args.epochs)
     if counts.num_lost or counts.num_doubled:
         found.append(f"{counts.num_lost} samples were lost, {counts.num_doubled} doubled")
-    num_deadly = sum(note["how"] != "pause" for note in faults_of(outcome))  # which no rank notices
+    num_deadly = sum(note["how"] != "pause" for note in outcome.of("fault"))  # which no rank notices
     num_strokes = num_deadly + len(outcome.kills) + 2 * outcome.num_blows
     if counts.num_tries - counts.num_steps > num_strokes:
         found.append(
             f"{counts.num_tries - counts.num_steps} steps were computed again after {num_strokes} faults"
         )
-    done = [note["step"] for notes in outcome.notes for note in notes if note["what"] == "done"]
-    last = max(done, default=0)
-    saved = [note["step"] for notes in outcome.notes for note in notes if note["what"] == "saved"]
-    if old := [step for step in saved if step < last]:
+    last = max((note["step"] for note in outcome.of("done")), default=0)
+    if old := [note["step"] for note in outcome.of("saved") if note["step"] < last]:
         found.append(f"checkpoints after {old} steps were written when others had done step {last}")
     if outcome.code == 0 and not outcome.models:
         found.append("no rank left its parameters")
@@ -307,8 +309,3 @@ def problems(job: Job, outcome: Outcome, *, rounding: float = 1e-9) -> list[str]
         if not worst <= rounding:
             found.append(f"final parameters differ by {worst:.2e} from those of one process")
     return found
-
-
-def faults_of(outcome: Outcome) -> list[dict[str, Any]]:
-    """Return the faults that happened, as the ranks noted them."""
-    return [note for notes in outcome.notes for note in notes if note["what"] == "fault"]

@@ -35,7 +35,7 @@ from paceline_lab.experiments.survival.beside import draw as draw_sides
 from paceline_lab.experiments.survival.cases import random_hosts_job, random_job
 from paceline_lab.experiments.survival.cost import measure
 from paceline_lab.experiments.survival.hosts import run_on_hosts
-from paceline_lab.experiments.survival.job import Job, Outcome, faults_of, problems, run_job, trained
+from paceline_lab.experiments.survival.job import Job, Outcome, problems, run_job, trained
 from paceline_lab.experiments.survival.record import Case, Report, commit, words
 from paceline_lab.experiments.survival.stall import measure_stalls
 from paceline_lab.experiments.survival.standstills import standstills
@@ -66,7 +66,7 @@ def perform(seed: int, on_hosts: bool, folder: Path) -> Performed:
     if not on_hosts:
         job = replace(random_job(seed), python=python)
         outcome = run_job(job, folder)
-        happened = [f"{note['how']}: {note['moment']}" for note in faults_of(outcome)]
+        happened = [f"{note['how']}: {note['moment']}" for note in outcome.of("fault")]
         happened += ["SIGKILL: from without"] * len(outcome.kills)
         stills = [(each.kind, each.seconds, each.since_last_s) for each in standstills(outcome)]
         return Performed(job, outcome, happened, stills)
