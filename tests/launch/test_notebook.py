@@ -72,7 +72,7 @@ import os, signal, sys, time
 import paceline
 
 def wait():
-    print("rank", os.getpid(), flush=True)
+    os.write(1, b"rank %d\\n" % os.getpid())  # in one piece: print writes the line's end apart
     time.sleep(600)
 
 paceline.notebook_launcher(wait)
@@ -84,8 +84,12 @@ paceline.notebook_launcher(wait)
 def test_ranks_end_with_the_cell(sent):
     """An interrupt of the kernel's process alone, and its death; Jupyter interrupts the ranks as well."""
     with subprocess.Popen([sys.executable, "-c", CELL], stdout=subprocess.PIPE, text=True) as kernel:
-        said = (line.split() for line in kernel.stdout if line.startswith("rank "))
-        ranks = [os.pidfd_open(int(pid)) for _, (_, pid) in zip(range(2), said, strict=False)]
+        try:
+            said = (line.split() for line in kernel.stdout if line.startswith("rank "))
+            ranks = [os.pidfd_open(int(pid)) for _, (_, pid) in zip(range(2), said, strict=False)]
+        except BaseException:
+            kernel.kill()  # else the end of this block waits for it
+            raise
         kernel.send_signal(sent)
         for rank in ranks:
             ended, _, _ = select.select([rank], [], [], DEADLINE_S)
