@@ -81,6 +81,7 @@ def test_an_errors_name_alone_leads_to_all_its_cases(name, capsys):
     assert all(f"{words}\n\n" in printed for words in ("cannot join the others", "appears not to match"))
 
 
+@pytest.mark.processes
 def test_what_nothing_explains_gets_the_nearest_headings(tmp_path):
     done = paceline("explain", "the", "flux", "capacitor", "is", "longer", cwd=tmp_path)
     assert done.code == 2
@@ -88,6 +89,7 @@ def test_what_nothing_explains_gets_the_nearest_headings(tmp_path):
     assert "is longer than training" in done.err
 
 
+@pytest.mark.processes
 def test_without_words_it_lists_the_headings(tmp_path):
     done = paceline("explain", cwd=tmp_path)
     assert done.code == 0

@@ -251,7 +251,15 @@ def _are_answered(commands, answer):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("commands", [RUN, PLAN, LAB, SVM], ids=["run", "plan", "lab", "svm"])
+@pytest.mark.parametrize(
+    "commands",
+    [
+        pytest.param(RUN, id="run", marks=pytest.mark.processes),  # it asks whether the script is a program
+        pytest.param(PLAN, id="plan"),
+        pytest.param(LAB, id="lab"),
+        pytest.param(SVM, id="svm"),
+    ],
+)
 def test_a_bad_command_is_answered_by_a_paragraph(commands, answer):
     """Before work starts: these commands can start no process, and fit nothing."""
     _are_answered(commands, answer)

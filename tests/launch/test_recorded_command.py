@@ -69,6 +69,7 @@ def refused(capsys, *words):
     return capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_what_cannot_be_is_refused_before_anything_starts(tmp_path, capsys):
     assert "there is no command nosuch" in refused(capsys, "--", "nosuch", "train.py")
     assert "there is no run in" in refused(capsys, str(tmp_path))

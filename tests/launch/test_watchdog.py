@@ -15,6 +15,8 @@ import pytest
 from harness.terminal import DEADLINE_S, started
 from paceline.launch import watchdog
 
+pytestmark = pytest.mark.processes
+
 HIDES = """\
 import ctypes, os, subprocess, sys, time
 fields = open("/proc/self/stat").read().rsplit(")", 1)[1].split()

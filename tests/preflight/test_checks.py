@@ -106,6 +106,7 @@ def test_a_name_that_nobody_knows(monkeypatch):
     assert found.remedy.endswith(" nowhere.invalid' >> /etc/hosts")
 
 
+@pytest.mark.processes
 def test_windows_too_small(tmp_path):
     system = "proc/sys/net/ipv4"
     root = _write(
@@ -125,6 +126,7 @@ def test_which_torch(installed, level, monkeypatch):
     assert software.versions().level == level
 
 
+@pytest.mark.processes
 def test_without_torch_the_rest_is_looked_at(monkeypatch):
     monkeypatch.setattr(software, "_torch", lambda: None)
     found = {each.topic: each for each in check.look_around()}

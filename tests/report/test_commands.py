@@ -87,6 +87,7 @@ def test_what_cannot_be(words, said, tmp_path, monkeypatch, capsys):
     assert err.count("\n") == 1
 
 
+@pytest.mark.processes
 def test_this_machine(monkeypatch, capsys):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

@@ -160,6 +160,7 @@ def outcome_of(step_s: float, compute_s: float, communication_s: float) -> StepO
     return StepOutcome((times(compute_s),) * 2, ([communication_s] * 4,) * 2, (side,), ())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("parts", "says"),
     [

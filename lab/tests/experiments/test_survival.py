@@ -177,6 +177,7 @@ def test_a_stall_with_two_deaths_ends_with_the_second_recovery() -> None:
     assert round(sum(second.values())) == 200
 
 
+@pytest.mark.processes
 def test_searches_side_by_side_add_to_one_report(tmp_path: Any) -> None:
     """A record a seed; the later one of a seed counts."""
     here, there = Report(tmp_path / "survival.json"), Report(tmp_path / "survival.json")
@@ -193,6 +194,7 @@ def test_searches_side_by_side_add_to_one_report(tmp_path: Any) -> None:
     ]
 
 
+@pytest.mark.processes
 def test_what_came_out_is_counted() -> None:
     performed = study.Performed(
         JOB, outcome(samples=([0, 1], [2])), ["SIGKILL: forward"], [("one death", 0.2, 0.2)]

@@ -1,5 +1,6 @@
 """Studies that train: which trainings they ask for next, and the samples that they make."""
 
+import pytest
 import torch
 
 from paceline.reductions.adasum import combine
@@ -103,6 +104,7 @@ def test_both_sides_come_to_an_optimum_that_all_ranks_share():
         assert min(adasum_steps.least_squares(0, side, 0.0, 0.5, 100)) < 1e-3
 
 
+@pytest.mark.processes
 def test_trials_are_run_until_none_is_missing(tmp_path):
     store = store_of(tmp_path, ResnetTrial, ResnetOutcome)
     trials = [ResnetTrial(BASELINE, 1, 0.1, seed) for seed in range(3)]
