@@ -82,7 +82,8 @@ def _run(folder: Path, num_processes: int) -> str | None:
         assert launcher.stdout is not None
         try:
             for line in launcher.stdout:
-                sys.stdout.write(line)  # of a notebook: the cell's output
+                sys.stdout.write(line)  # of a notebook: in the output of the cell
+                sys.stdout.flush()
         except BaseException:  # KeyboardInterrupt, most of all
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(1)  # it may have been told, too
