@@ -50,6 +50,7 @@ class _Blocked:
             self.may_end.wait(LIMIT_S)
 
 
+@pytest.mark.compiles  # what is imported makes numba load its functions
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("module", "kind"),

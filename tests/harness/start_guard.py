@@ -58,8 +58,10 @@ def _watch_processes() -> None:
 
 @functools.cache
 def _watch_numba() -> None:
-    from numba.core.dispatcher import Dispatcher
-
+    try:  # also where no test has imported it so far: which test is the first differs from run to run
+        from numba.core.dispatcher import Dispatcher
+    except ImportError:
+        return
     # Also where a compiled function is loaded: on a fresh clone the same test compiles it.
     Dispatcher.compile = _noted("compiles", "numba", Dispatcher.compile)  # type: ignore[method-assign]
 
@@ -88,8 +90,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
     if not item.config.option.quick:
         return (yield)
     _watch_processes()
-    if "numba.core.dispatcher" in sys.modules:
-        _watch_numba()
+    _watch_numba()
     _older_threads.update({thread.ident or 0 for thread in threading.enumerate()} - {threading.get_ident()})
     _quick.append({})
     try:
