@@ -104,7 +104,7 @@ def environment(tmp: Path, *, cold: bool = False) -> dict[str, str]:
     env = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("PET_", "LOGLEVEL", "TORCH"))
+        if not name.startswith(("PET_", "LOGLEVEL", "TORCH", "PYTHONUNBUFFERED"))
     }
     folder = tmp / "tmp"
     folder.mkdir(exist_ok=True)

@@ -282,6 +282,15 @@ def _launcher(folder):
     return int(name.split(".")[1])
 
 
+def test_a_pipe_shows_a_ranks_line_while_the_rank_runs(scripts):
+    """torch writes the lines of `--tee` without flushing; into a pipe they would wait for 8 KiB or the end."""
+    words = ["run", "--nproc-per-node", "2", "--tee", "3", "sleeps.py"]
+    with started(["paceline", *words], scripts, cold=True) as process:
+        line = process.stdout.readline()
+        assert line.endswith("ready\n")
+        assert process.poll() is None
+
+
 @pytest.mark.parametrize(
     ("received", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],

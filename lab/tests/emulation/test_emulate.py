@@ -134,7 +134,6 @@ def test_a_job_on_two_hosts_is_what_it_would_be_on_two_machines(possible, script
 def test_a_link_that_goes_down_ends_the_job_with_both_ranks_words(possible, scripts, monkeypatch):
     """In mid-run the plug of host 1 is pulled: both ranks raise, and the outcome says which host went first."""
     monkeypatch.chdir(scripts)
-    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     lines = []
     with EmulatedCluster(ClusterSpec.parse(hosts=2, rate="100Mbit")) as cluster:
 

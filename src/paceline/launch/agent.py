@@ -9,11 +9,13 @@ Rules
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import secrets
 import shlex
 import signal
+import sys
 import tempfile
 import time
 import uuid
@@ -64,6 +66,7 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
     if port is not None and port_is_taken(port):
         raise LaunchError(_port_in_use(port))
     _choose_threads(arguments, note)
+    _show_lines_at_once()
     _quieten_torch()
     os.environ.update(arguments.environment)
     launch_id = os.environ[MARK] = uuid.uuid4().hex
@@ -199,6 +202,13 @@ def _find_the_others(arguments: LaunchArguments, note: Callable[[str], None]) ->
         job=args.rdzv_id,
         timeout_s=rendezvous_endpoint.patience_s(args),
     )
+
+
+def _show_lines_at_once() -> None:
+    """Flush each line: with `--tee`, torch writes the ranks' lines to this process's output and does not flush."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
 
 
 def _quieten_torch() -> None:
