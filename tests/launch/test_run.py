@@ -283,7 +283,7 @@ def _launcher(folder):
 
 
 def test_a_pipe_shows_a_ranks_line_while_the_rank_runs(scripts):
-    """torch writes the lines of `--tee` without flushing; into a pipe they would wait for 8 KiB or the end."""
+    """Torch writes the lines of `--tee` without flushing; into a pipe they would wait for 8 KiB or the end."""
     words = ["run", "--nproc-per-node", "2", "--tee", "3", "sleeps.py"]
     with started(["paceline", *words], scripts, cold=True) as process:
         line = process.stdout.readline()
