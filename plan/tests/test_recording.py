@@ -10,7 +10,7 @@ from torch import nn
 
 import paceline
 from paceline.errors import ConfigurationError
-from paceline.observe.device_clock import HostClock
+from paceline.observe.device_times import HostClock
 from paceline_plan import RecordedWorkload
 from paceline_plan.scoring import measured_run
 

@@ -12,17 +12,17 @@ FUNCTIONS = """
 import sys
 import numba
 from pathlib import Path
-from paceline import linked_code, numba_cache
+from paceline import numba_cache
 numba.config.CACHE_DIR = "cache"
 OPTIONS = {"error_model": "numpy", "nogil": True, "_nrt": False}
 
 def entry(function):
-    made = linked_code.entry(function, OPTIONS)
+    made = numba_cache.entry(function, OPTIONS)
     numba_cache.keep(made, numba_cache.stamp_of([Path(__file__)]))
     return made
 
 def inner(function):
-    return linked_code.inner(function, OPTIONS)
+    return numba_cache.inner(function, OPTIONS)
 
 @inner
 def power(x, n, kind):
@@ -73,7 +73,7 @@ def run(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
 
     def run(plain=False):
-        before = "from paceline import linked_code; linked_code._LEAN = linked_code._LINKED = {}; " * plain
+        before = "from paceline import numba_cache; numba_cache._LEAN = numba_cache._LINKED = {}; " * plain
         return subprocess.run(
             [str(warm.folder() / "python"), "-c", before + "import program"],
             cwd=tmp_path,

@@ -11,7 +11,7 @@ from sklearn.metrics.pairwise import pairwise_kernels, rbf_kernel
 
 from harness.svm_oracle import two_classes
 from paceline import numba_cache
-from paceline.host.memory import available_bytes
+from paceline.host.processes import available_bytes
 from paceline_svm import SVC, compiled, estimator
 from paceline_svm.compiled import LANES, Compilation, shown
 from paceline_svm.gradients import RowCache

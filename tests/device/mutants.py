@@ -56,7 +56,7 @@ COLLECTIVES = (
 )
 """Files whose waits for collectives concern tensors of a device, or what the hosts tell each other instead."""
 
-PLACES = {"comm/device.py", "comm/lane.py", "observe/device_clock.py"}
+PLACES = {"comm/device.py", "comm/lane.py", "observe/device_times.py"}
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from device import cases, our_cases
 from device.ranks import Here
 from harness.models import Mlp, generator, squares
 from harness.ranks import Ranks
-from paceline.observe.device_clock import name_of
+from paceline.observe.device_times import name_of
 from paceline.version import __version__
 
 TOLERANCE = 2e-3  # of the largest element, over a handful of steps

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from paceline.host import stacks
-from paceline.host.activity import activity_of, family_of
 from paceline.host.foreign_output import write_to_stderr_of
-from paceline.host.processes import state_of
+from paceline.host.processes import activity_of, family_of, state_of
 from paceline.host.stacks import kernel_words, stack_of
 
 pytestmark = pytest.mark.processes

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.host import thread_times
-from paceline.host.core_neighbours import CoreNeighbours
 from paceline.host.processes import threads_queued
-from paceline.host.thread_times import ThreadClock
+from paceline.host.thread_times import CoreNeighbours, ThreadClock
 
 
 def test_time_on_a_core_is_counted_and_time_asleep_is_not():

@@ -13,11 +13,10 @@ import torch.distributed as dist
 
 from harness.hanging_script import TRAINS_AND_HANGS
 from harness.terminal import DEADLINE_S, started
-from paceline.host.activity import Activity
+from paceline.host.processes import Activity
 from paceline.host.stacks import Stack
 from paceline.launch import hang_watch
-from paceline.launch.hang_board import Board, Correspondent
-from paceline.launch.standstill import standstill
+from paceline.launch.hang_board import Board, Correspondent, standstill
 from paceline.observe.progress import Entered
 
 

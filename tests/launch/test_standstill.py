@@ -7,9 +7,9 @@ import struct
 
 import pytest
 
-from paceline.host.activity import Activity
+from paceline.host.processes import Activity
+from paceline.launch.hang_board import Standstill
 from paceline.launch.hang_watch import headline, headline_of_all, standstill, waiting
-from paceline.launch.standstill import Standstill
 from paceline.observe import progress
 from paceline.observe.progress import Entered
 

@@ -29,10 +29,9 @@ from paceline.observe.run_reading import read_run
 from paceline.observe.run_records import Interval
 from paceline.recording import peer_sockets
 from paceline.recording import recorder as recording
-from paceline.recording.labels import layer_of_each, range_of
+from paceline.recording.model_facts import layer_of_each, range_of, samples_and_tokens
 from paceline.recording.peer_sockets import PeerSockets
 from paceline.recording.recorder import Recorder, header_of_rank
-from paceline.recording.sample_counts import samples_and_tokens
 from paceline.recording.torch_ddp import RecordedTorchDDP
 from paceline.report.page import page_of
 

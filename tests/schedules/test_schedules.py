@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from paceline.errors import ConfigurationError
+from paceline.process_group.executor import part_of
 from paceline.schedules import (
     SCHEDULES,
     Link,
@@ -21,7 +22,6 @@ from paceline.schedules import (
     price,
     vector_halving,
 )
-from paceline.schedules.part import part_of
 from paceline.schedules.schedule import mirror
 
 FREE = Links(Link(0.0, 1e9), Link(0.0, 1e9))

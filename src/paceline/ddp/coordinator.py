@@ -42,9 +42,8 @@ from paceline.ddp.weights import StepWeights, Weighing, WeightExchange
 from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
 from paceline.observe import StepTimings, spans
 from paceline.observe.run_records import RunHeader
-from paceline.recording.labels import range_of
+from paceline.recording.model_facts import BatchCounts, range_of
 from paceline.recording.our_steps import OurSteps
-from paceline.recording.sample_counts import BatchCounts
 from paceline.reductions import Reduction
 from paceline.reductions.ordered_mean import LogicalMean
 from paceline.version import __version__

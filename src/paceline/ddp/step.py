@@ -29,7 +29,7 @@ from paceline.ddp.verdict import RankStatuses
 from paceline.observe import BucketTiming
 from paceline.observe.device_times import DeviceTimes
 from paceline.observe.timings import StepTimes
-from paceline.recording.sample_counts import BatchCounts
+from paceline.recording.model_facts import BatchCounts
 from paceline.reductions import Reduction
 
 

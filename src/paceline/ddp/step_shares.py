@@ -23,7 +23,7 @@ from paceline.data import Balance, GlobalBatch, GlobalBatches, StepCut, StepWork
 from paceline.data.global_batch import cut_among
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.observe import StepTiming
-from paceline.observe.device_clock import DeviceClock
+from paceline.observe.device_times import DeviceClock
 
 _LEAST_PLANNED_RATIO = 0.75  # of a share in tokens, that a step must have to be measured
 

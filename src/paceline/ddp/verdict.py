@@ -36,7 +36,7 @@ from paceline.comm.device import AsyncValue
 from paceline.comm.peers import Peers, describe
 from paceline.ddp.open_forwards import NOT_COUNTED, OpenForwards, out_of_step
 from paceline.errors import PeerAbortedError, PeerOutOfMemoryError, ProtocolError
-from paceline.recording.fingerprints import is_finite
+from paceline.recording.model_facts import is_finite
 from paceline.reductions import Reduction
 
 

@@ -46,7 +46,7 @@ from paceline.ddp.torch_compat.torch_surface import (
 )
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTimings
-from paceline.recording.fingerprints import is_finite
+from paceline.recording.model_facts import is_finite
 from paceline.reductions import Reduction
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from paceline.diagnosis.core_sharing import taken_on_hosts, waits_for_processes
+from paceline.diagnosis.causes import taken_on_hosts, waits_for_processes
 from paceline.diagnosis.culprit import LEAST_RATIO
 from paceline.diagnosis.step_table import StepTable
 from paceline.diagnosis.what_if import Prediction, as_recorded, exposed_s

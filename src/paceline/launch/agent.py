@@ -30,13 +30,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paceline.comm import TOKEN
+from paceline.extras import Running
 from paceline.host.addresses import LOOPBACK, is_loopback
 from paceline.integrations import at_start
 from paceline.launch import rendezvous_endpoint
 from paceline.launch.command_line import LaunchArguments, num_cores, port_is_taken
 from paceline.launch.elastic import agent as elastic_agent
 from paceline.launch.elastic.several_hosts import find_own_address
-from paceline.launch.extra_options import Running
 from paceline.launch.hang_watch import HangWatch
 from paceline.launch.launch_errors import InterruptedLaunchError, LaunchError
 from paceline.launch.live_view import LiveView

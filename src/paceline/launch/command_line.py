@@ -24,11 +24,17 @@ import torch
 from torch.distributed import run as torchrun
 
 from paceline.errors import ConfigurationError
-from paceline.extras import LAUNCH_OPTIONS, raise_if_missing
+from paceline.extras import (
+    LAUNCH_OPTIONS,
+    Companion,
+    ExtraOption,
+    attribute_of,
+    extra_options,
+    raise_if_missing,
+)
 from paceline.host.addresses import is_loopback
 from paceline.integrations import at_start
 from paceline.launch import rendezvous_endpoint
-from paceline.launch.extra_options import Companion, ExtraOption, attribute_of, extra_options
 from paceline.launch.hang_watch import QUIET_S
 from paceline.launch.option_values import LOST_AFTER_S, MOST_MACHINES, MOST_RANKS, check_elastic, check_values
 

@@ -1,6 +1,7 @@
-"""Messages between the launchers of several machines about ranks that stand still, in the store where they met.
+"""The ranks that wait and those they wait for, by the collectives entered; and what launchers tell each other of it.
 
-Rules
+Launchers of several machines write into the store where they met. The rules of this board:
+
 1. No launcher writes while all ranks make progress. Each reads one counter a second.
 2. A launcher whose ranks wait asks, by that counter. Then each one writes how far its ranks are, and reads the rest.
 3. Only a machine's own launcher can see whether a rank does anything. It judges and tells, and others pass that on.
@@ -14,8 +15,10 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +26,96 @@ import torch.distributed as dist
 from paceline.comm.sealed_store import SealedStore
 from paceline.files_given import parse_json
 from paceline.observe.progress import Entered
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """Ranks that wait, and the ranks that they wait for."""
+
+    waiting: tuple[Entered, ...]  # the position of each rank that waits
+    # ranks that are in no collective while others wait for them; empty: all ranks wait
+    missing: tuple[int, ...]
+    since_s: float  # when the last of them entered or left a collective
+    starting: bool = False  # whether one of them has not entered any collective yet
+
+    @property
+    def who(self) -> tuple[object, ...]:
+        """Equal for two looks at one standstill, but for times."""
+        return self.missing, tuple((each.rank, each.group, each.count) for each in self.waiting)
+
+    @property
+    def known_s(self) -> float:
+        """The time until which they are known to wait; infinite if all are on this machine."""
+        return min(each.known_s for each in self.waiting)
+
+    @property
+    def differs(self) -> bool:
+        """Return whether those that wait are in different collectives."""
+        return len({(each.group, each.count, each.what) for each in self.waiting}) > 1
+
+
+def standstill(entered: Iterable[Entered], num_ranks: int) -> Standstill | None:
+    """Return which ranks wait for which; None if no rank waits.
+
+    `num_ranks` is the job's if all ranks are here, so that silent ones count as missing; else 0.
+    """
+    by_group: dict[bytes, list[Entered]] = {}
+    for each in entered:
+        by_group.setdefault(each.group, []).append(each)
+    here = set(range(num_ranks)) or {each.rank for group in by_group.values() for each in group}
+    waiting: dict[int, Entered] = {}
+    missing: set[int] = set()
+    for group in by_group.values():
+        furthest = max(each.count for each in group)
+        inside = [each for each in group if each.waits] or [
+            each for each in group if each.count == furthest and _lags(group, furthest)
+        ]
+        waiting |= {each.rank: each for each in inside}
+        if inside:
+            count_of = {each.rank: each.count for each in group}
+            members = set(group[0].ranks) & here or set(count_of)
+            is_behind = {rank for rank in members if count_of.get(rank, 0) < max(x.count for x in inside)}
+            missing |= is_behind - {each.rank for each in inside}
+    if not waiting:
+        return None
+    missing -= set(waiting)
+    last_s = max(
+        each.at_s for group in by_group.values() for each in group if each.rank in missing | set(waiting)
+    )
+    known = {each.rank for group in by_group.values() for each in group}
+    return Standstill(
+        tuple(waiting[rank] for rank in sorted(waiting)),
+        tuple(sorted(missing)),
+        last_s,
+        bool(missing - known),
+    )
+
+
+def _lags(group: Sequence[Entered], furthest: int) -> bool:
+    """Return whether some ranks have launched a collective that others have not, where none is seen to wait."""
+    return any(each.count < furthest for each in group)
+
+
+class StepLengths:
+    """The lengths of the last steps, as the ranks count them."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._since_s = 0.0
+        self._lengths_s: deque[float] = deque(maxlen=20)
+
+    def note(self, entered: Iterable[Entered], now_s: float) -> None:
+        """Note the step at which the ranks are now."""
+        step = max((each.step for each in entered), default=-1)
+        if step > self._step:
+            if self._step >= 0:
+                self._lengths_s.append((now_s - self._since_s) / (step - self._step))
+            self._step, self._since_s = step, now_s
+
+    @property
+    def usual_s(self) -> float:
+        return median(self._lengths_s) if self._lengths_s else 0.0
+
 
 _ASKS_S, _READS_S = 2.0, 10.0  # between two questions; how long after one answers are read
 _MACHINES, _ASKED, _TOLD = "machines", "asked", "told"

@@ -3,7 +3,7 @@
 Rules
 1. A rank hangs if others wait for it in a collective that it has not entered, and three things hold. No rank involved
    has entered or left a collective for some seconds. The rank does nothing: it neither computes, nor reads, nor writes
-   (`host/activity.py`). So an evaluation, a checkpoint or a compilation on one rank is no hang, however long. It is
+   (`host/processes.py`). So an evaluation, a checkpoint or a compilation on one rank is no hang, however long. It is
    mentioned after minutes.
 2. A rank that waits is not to blame. Where all ranks wait, in different collectives, all of them are named.
 3. The watch reports and ends nothing. If the ranks go on after all, it says so, and waits longer the next time.
@@ -21,12 +21,10 @@ from typing import Any
 
 from typing_extensions import Self
 
-from paceline.host.activity import Activity, activity_of
 from paceline.host.foreign_output import write_to_stderr_of
-from paceline.host.processes import GONE, parent_of, state_of
+from paceline.host.processes import GONE, Activity, activity_of, parent_of, state_of
 from paceline.host.stacks import Stack, stack_of
-from paceline.launch.hang_board import Board, Correspondent
-from paceline.launch.standstill import Standstill, StepLengths, standstill
+from paceline.launch.hang_board import Board, Correspondent, Standstill, StepLengths, standstill
 from paceline.launch.watchdog import marked
 from paceline.observe import progress
 from paceline.observe.progress import Entered

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
 from paceline.errors import ConfigurationError
-from paceline.observe.device_clock import clock_of, name_of
+from paceline.observe.device_times import clock_of, name_of
 from paceline.observe.trace_format import NUM_WARM_UP, TRACE_FORMAT, TRACE_VERSION
 
 RANKS_OF_HOST = "PACELINE_RANKS_OF_HOST"

@@ -1,7 +1,6 @@
 """Optimizers, the learning rate over time, and the use of a reduced gradient before all of them have arrived."""
 
 from paceline.optim.adasum_optimizer import AdasumOptimizer
-from paceline.optim.diloco import DiLoCo
 from paceline.optim.lamb import LAMB
 from paceline.optim.lars import LARS
 from paceline.optim.learning_rate import (
@@ -9,7 +8,7 @@ from paceline.optim.learning_rate import (
     MomentumCorrection,
     rate_factor,
 )
-from paceline.optim.local_steps import LocalSGD
+from paceline.optim.local_steps import DiLoCo, LocalSGD
 from paceline.optim.overlap import overlap
 from paceline.optim.parameter_groups import parameter_groups
 

@@ -28,9 +28,14 @@ from paceline.comm.device import accelerator_type
 from paceline.comm.lane import Lane, LaneWork
 from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError, forget_frames
 from paceline.host.exit import end_before_exit
-from paceline.process_group.across_hosts import AcrossHosts
 from paceline.process_group.blocking_collectives import BlockingCollectives, reducible
-from paceline.process_group.connections import INTERFACE, OpenedWhenUsed, address_towards, make_gloo
+from paceline.process_group.connections import (
+    INTERFACE,
+    AcrossHosts,
+    OpenedWhenUsed,
+    address_towards,
+    make_gloo,
+)
 from paceline.process_group.folds import fold_by
 from paceline.process_group.host_collectives import HostCollectives
 from paceline.process_group.reconfiguring import Handle, in_order, store_of

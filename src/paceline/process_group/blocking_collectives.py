@@ -11,8 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 
 from paceline.errors import ConfigurationError
-from paceline.process_group.across_hosts import AcrossHosts
-from paceline.process_group.connections import Gloo
+from paceline.process_group.connections import AcrossHosts, Gloo
 from paceline.process_group.descriptor import described, dtype_name
 from paceline.process_group.folds import (
     Fold,

@@ -15,10 +15,8 @@ from torch.nn import Module
 from paceline.observe import spans
 from paceline.observe.run_records import Labels
 from paceline.observe.timings import StepTimes
-from paceline.recording.fingerprints import fingerprint
-from paceline.recording.process_phases import watch_phases
-from paceline.recording.recorder import Recorder, Work, folder_of_this_rank, header_of_rank
-from paceline.recording.sample_counts import BatchCounts
+from paceline.recording.model_facts import BatchCounts, fingerprint
+from paceline.recording.recorder import Recorder, Work, folder_of_this_rank, header_of_rank, watch_phases
 
 
 class OurSteps:

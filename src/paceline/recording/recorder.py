@@ -10,6 +10,8 @@ Rules
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
 import os
 import socket
@@ -18,22 +20,25 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import dataloader
 
-from paceline.host.core_neighbours import (
+from paceline.host.processes import threads_queued
+from paceline.host.thread_times import (
     CoreNeighbours,
+    ThreadClock,
+    ThreadTimes,
     children_disk_s,
     disk_s,
     frequency_ratio,
     stolen_s,
     swapped_in_pages,
 )
-from paceline.host.processes import threads_queued
-from paceline.host.thread_times import ThreadClock, ThreadTimes
 from paceline.observe import spans
 from paceline.observe.run_folder import DETACHED, VARIABLE, RankWriter, header_of
 from paceline.observe.run_lines import to_line
@@ -48,6 +53,7 @@ from paceline.observe.run_records import (
     Sample,
     StepRecord,
 )
+from paceline.observe.timings import watch_optimizers
 from paceline.recording.peer_sockets import PeerSockets
 
 _KEPT = 256  # records
@@ -277,3 +283,45 @@ def header_of_rank(folder: Path | None, wrapper: str, device: str, rank: int, nu
         time.perf_counter(),
         time.time(),
     )
+
+
+_LEAST_GARBAGE_S = 1e-4  # collections of the youngest objects are not worth a line
+
+_is_watching = False
+
+
+def watch_phases() -> None:
+    """Note them from now on. May be called often."""
+    global _is_watching  # noqa: PLW0603  once a process
+    if _is_watching:
+        return
+    _is_watching = True
+    loader: Any = dataloader._BaseDataLoaderIter
+    loader.__next__ = _timed("loading", loader.__next__)
+    torch.save = _timed("checkpoint", torch.save)
+    gc.callbacks.append(_Garbage().on_collection)
+    watch_optimizers()
+
+
+def _timed(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began_s = time.perf_counter()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            spans.note(phase, began_s, time.perf_counter())
+
+    return timed
+
+
+class _Garbage:
+    def __init__(self) -> None:
+        self._began_s = 0.0
+
+    def on_collection(self, stage: str, _: dict[str, int]) -> None:
+        now_s = time.perf_counter()
+        if stage == "start":
+            self._began_s = now_s
+        elif now_s - self._began_s > _LEAST_GARBAGE_S:
+            spans.note("garbage", self._began_s, now_s)

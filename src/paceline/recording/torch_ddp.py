@@ -24,11 +24,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.observe import spans
 from paceline.observe.run_records import Labels
-from paceline.recording.fingerprints import fingerprint, is_finite
-from paceline.recording.labels import layer_of_each
-from paceline.recording.process_phases import watch_phases
-from paceline.recording.recorder import Recorder, Work, folder_of_this_rank, header_of_rank
-from paceline.recording.sample_counts import samples_and_tokens
+from paceline.recording.model_facts import fingerprint, is_finite, layer_of_each, samples_and_tokens
+from paceline.recording.recorder import Recorder, Work, folder_of_this_rank, header_of_rank, watch_phases
 
 _recorded: RecordedTorchDDP | None = None
 """Of this process: whose steps are recorded."""

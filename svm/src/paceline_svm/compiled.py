@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast
 
 from numba.core import event
 
-from paceline import linked_code, numba_cache
+from paceline import numba_cache
 
 LANES = 64  # of SIMD: so many numbers the compiler treats alike, some vector registers full
 FAR = 1e30
@@ -41,7 +41,7 @@ _OPTIONS: dict[str, Any] = {
 }
 _SOURCES = numba_cache.stamp_of(
     [
-        Path(linked_code.__file__),
+        Path(numba_cache.__file__),
         *(
             path
             for path in Path(__file__).parent.glob("*.py")
@@ -57,19 +57,19 @@ def compiled(function: _F) -> _F:
     References are not counted, so nothing can be allocated: counting takes two atomic operations a slice, and several
     times as long to compile. numba compiles some functions of its own so; its users' manual does not name the option.
     """
-    made = linked_code.entry(function, _OPTIONS)
+    made = numba_cache.entry(function, _OPTIONS)
     numba_cache.keep(made, _SOURCES)
     return cast("_F", made)
 
 
 def inner(function: _F) -> _F:
-    """As `compiled`, for what only compiled code calls: it becomes part of its callers' code (`linked_code.py`)."""
-    return cast("_F", linked_code.inner(function, _OPTIONS))
+    """As `compiled`, for what only compiled code calls: it becomes part of its callers' code (`numba_cache.py`)."""
+    return cast("_F", numba_cache.inner(function, _OPTIONS))
 
 
 def hot(function: _F) -> _F:
     """As `inner`, for the loops of every pair update."""
-    return cast("_F", linked_code.inner(function, _OPTIONS, is_hot=True))
+    return cast("_F", numba_cache.inner(function, _OPTIONS, is_hot=True))
 
 
 class Compilation(event.Listener):  # type: ignore[misc]

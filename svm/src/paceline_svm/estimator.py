@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
 
-from paceline.host.memory import available_bytes
+from paceline.host.processes import available_bytes
 from paceline_svm.communicator import Alone, Communicator
 from paceline_svm.compiled import shown
 from paceline_svm.kernels import Kernel, expand

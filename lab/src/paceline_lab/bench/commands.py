@@ -10,7 +10,7 @@ from typing import Any
 from paceline import quantities
 from paceline.errors import ConfigurationError
 from paceline.files_given import check_output
-from paceline.host.memory import available_bytes
+from paceline.host.processes import available_bytes
 from paceline_lab.bench import allreduce_report
 from paceline_lab.bench.allreduce import ReduceConfig, run_launches
 from paceline_lab.bench.allreduce_sides import parse_reduce_sides, parse_sizes

@@ -8,14 +8,14 @@ from typing import Any, TypeVar, cast
 
 from numba import types
 
-from paceline import linked_code
+from paceline import numba_cache
 from paceline.numba_cache import keep, stamp_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
-_SOURCES = stamp_of([Path(linked_code.__file__), *Path(__file__).parent.glob("*.py")])
+_SOURCES = stamp_of([Path(numba_cache.__file__), *Path(__file__).parent.glob("*.py")])
 
 
 def compiled(function: _F) -> _F:
@@ -23,15 +23,15 @@ def compiled(function: _F) -> _F:
 
     References to arrays are not counted, because the counting would be most of the code. So it cannot allocate arrays.
     """
-    made = linked_code.entry(function, _OPTIONS)
+    made = numba_cache.entry(function, _OPTIONS)
     # numba watches the function's own file only, but callees and the columns of the tables are compiled in.
     keep(made, _SOURCES)
     return cast("_F", made)
 
 
 def inner(function: _F) -> _F:
-    """Return the function compiled into the code of its callers, which are compiled, too (`linked_code.py`)."""
-    return cast("_F", linked_code.inner(function, _OPTIONS))
+    """Return the function compiled into the code of its callers, which are compiled, too (`numba_cache.py`)."""
+    return cast("_F", numba_cache.inner(function, _OPTIONS))
 
 
 copy_memory: Any = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))

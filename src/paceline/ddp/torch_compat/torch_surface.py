@@ -26,8 +26,7 @@ from paceline.ddp.conflicts import check_comm_hook, check_join
 from paceline.ddp.joining import Shadow
 from paceline.ddp.mixed_precision import mark_low_precision
 from paceline.ddp.reducer import Reducer
-from paceline.ddp.torch_compat.logging_data import Logger, logging_data
-from paceline.ddp.torch_compat.torchs_reducer import TorchsReducer, take_over_optimizers
+from paceline.ddp.torch_compat.torchs_reducer import Logger, TorchsReducer, logging_data, take_over_optimizers
 from paceline.errors import ConfigurationError
 
 if TYPE_CHECKING:

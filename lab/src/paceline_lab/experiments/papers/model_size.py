@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.host.memory import available_bytes
+from paceline.host.processes import available_bytes
 from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import ClusterRanks, gather
