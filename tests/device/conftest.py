@@ -1,4 +1,7 @@
-"""Begins the build of the device when its tests have been collected: it is done beside the tests before them."""
+"""Begins the build of the device when its tests have been collected, beside the tests before them.
+
+Removes what its ranks have left at the end.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from device import ranks
 from device.late import build
 
 
@@ -23,3 +27,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if build.missing() is None and not build.is_built():
         building = subprocess.Popen([sys.executable, "-m", "device.late.build"], cwd=here.parent)
         atexit.register(building.terminate)
+
+
+def pytest_sessionfinish() -> None:
+    ranks.remove_folder()

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 
 from device import late, nccl
 from device.late import build
+from device.nccl.exchange import FOLDER
 from harness.ranks import Ranks
 
 Case = Callable[["Here"], Sequence[Tensor]]
@@ -55,7 +59,21 @@ def ranks(number: int = 2) -> Ranks:
     The device is built before: ranks have a deadline.
     """
     build.ensure()
-    return Ranks(number, store="tcp", group_timeout_s=20.0, env={"LATE_DEVICES": "2"})
+    env = {"LATE_DEVICES": "2", FOLDER: str(folder())}
+    return Ranks(number, store="tcp", group_timeout_s=20.0, env=env)
+
+
+@functools.cache
+def folder() -> Path:
+    """A folder in shared memory for all that this process's ranks send each other; `remove_folder` removes it."""
+    shared = Path("/dev/shm")
+    return Path(tempfile.mkdtemp(prefix="late-", dir=shared if shared.is_dir() else None))
+
+
+def remove_folder() -> None:
+    """Remove the folder, if there is one: ranks are killed, and remove nothing."""
+    if folder.cache_info().currsize:
+        shutil.rmtree(folder(), ignore_errors=True)
 
 
 def on_cpu(rank: int) -> Here:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from device.late import host_alias
+from device.nccl import moments
 from device.nccl.communicator import Operation
 from device.nccl.exchange import Exchange
 
@@ -110,9 +111,10 @@ def broadcast(tensors: Sequence[Tensor], root: int) -> Operation:
         for i, host in enumerate(hosts):
             if exchange.rank == root:
                 exchange.put(step, f"{i}/{root}", host)
-            else:
+            moments.come(exchange.rank, step, "within")
+            if exchange.rank != root:
                 host.copy_(exchange.take(step, f"{i}/{root}", host))
-        exchange.end(step, [f"{i}/{root}" for i in range(len(hosts))], exchange.size)
+        exchange.end(step, [f"{i}/{root}" for i in range(len(hosts))])
 
     return Operation("broadcast", perform, writes=tensors)
 
@@ -151,6 +153,7 @@ def receive(tensor: Tensor) -> Operation:
 
 def _gathered(exchange: Exchange, step: str, name: str, host: Tensor) -> list[Tensor]:
     exchange.put(step, f"{name}/{exchange.rank}", host)
+    moments.come(exchange.rank, step, "within")
     own = host.clone()
     return [
         own if r == exchange.rank else exchange.take(step, f"{name}/{r}", host) for r in range(exchange.size)
@@ -159,11 +162,9 @@ def _gathered(exchange: Exchange, step: str, name: str, host: Tensor) -> list[Te
 
 def _end(exchange: Exchange, step: str, num_tensors: int) -> None:
     names = [f"{i}/{rank}" for i in range(num_tensors) for rank in range(exchange.size)]
-    exchange.end(step, names, exchange.size)
+    exchange.end(step, names)
 
 
 def _end_of_pairs(exchange: Exchange, step: str, num_tensors: int) -> None:
     ranks = range(exchange.size)
-    exchange.end(
-        step, [f"{i}/{a}-{b}" for i in range(num_tensors) for a in ranks for b in ranks], exchange.size
-    )
+    exchange.end(step, [f"{i}/{a}-{b}" for i in range(num_tensors) for a in ranks for b in ranks])

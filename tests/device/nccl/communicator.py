@@ -11,6 +11,8 @@ NCCL's contract, as torch's process group keeps it:
    as far as that, whatever their hosts are doing.
 5. What fails, fails then. It is told to the next host that waits for the device, to `Work.exception`, to later waits
    and launches.
+6. An abort fails nothing (`exchange.py`): the stream goes on over old bytes, and `Work.wait` says nothing. Launches are
+   refused.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from torch import Tensor
 from torch.futures import Future
 
 from device import late
-from device.nccl.exchange import AbortedError, Exchange, copied
+from device.nccl import moments
+from device.nccl.exchange import AbortedError, Exchange, Pause, meet
 from device.nccl.faults import is_broken
 
-_FOR_EVER = timedelta(days=1)
+_LONGEST_LOOK_S = 0.02  # between two looks whether another rank's device has come further
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,9 @@ class LateWork(dist.Work):
         return done and self._end.query()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Make the current stream wait; with a time limit, the host as well."""
-        self._communicator.raise_failure()
+        """Make the current stream wait; with a time limit, the host as well. Says nothing of an abort."""
+        if not self._communicator.is_aborted:
+            self._communicator.raise_failure()
         if not is_broken("output wait"):
             torch.accelerator.current_stream(self._communicator.device).wait_event(self._end)
         self._kept = []
@@ -106,7 +110,8 @@ class LateWork(dist.Work):
         if waiting.is_alive():
             raise RuntimeError(f"{self._name} was not done after {timeout.total_seconds():g} s")
         self._end.synchronize()
-        self._communicator.raise_failure()
+        if not self._communicator.is_aborted:
+            self._communicator.raise_failure()
 
     def synchronize(self) -> None:
         self.wait()
@@ -137,24 +142,20 @@ class Communicator:
         store: Of this communicator alone.
         rank: This one's number in it.
         size: How many.
-        timeout: Of an operation.
         device: Of this rank.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, device: torch.device
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
         self.device = device
         self.stream = torch.Stream(device)
-        self._exchange = Exchange(store, rank, size, timeout)
+        self._exchange = Exchange(meet(store), rank, size)
         self._works: list[LateWork] = []  # not known to be done
         self._places: list[int] = []  # of each operation, its task's number on the stream
         self._failure: Exception | None = None
         self._held: tuple[Operation, LateWork] | None = None  # while the order is broken
         self._more = threading.Condition()
         if size > 1:
-            watch = threading.Thread(target=self._watch, args=(copied(store),), daemon=True)
-            watch.start()
+            threading.Thread(target=self._watch, daemon=True).start()
 
     def launch(self, operation: Operation) -> LateWork:
         """Queue an operation after what the current stream has been given. The host does not wait."""
@@ -208,36 +209,48 @@ class Communicator:
         """End what is under way, and refuse the rest."""
         self._failure = self._failure or AbortedError("it was aborted")
         self._exchange.aborted = True
+        with self._more:
+            self._more.notify_all()
+
+    @property
+    def is_aborted(self) -> bool:
+        """Return whether this rank has aborted, and nothing has failed before."""
+        return isinstance(self._failure, AbortedError)
+
+    @property
+    def num_launched(self) -> int:
+        """The number of operations that this rank's host has launched."""
+        return len(self._places)
 
     def _perform(
         self, name: str, perform: Callable[[Exchange, str], None], step: int, outcome: _Outcome
     ) -> None:
         try:
-            self._begin(name, step)
+            self._begin(step)
             perform(self._exchange, str(step))
+            moments.come(self._exchange.rank, str(step), "end")
         except Exception as error:
             outcome.error = error
             self._failure = self._failure or error
             raise
 
-    def _begin(self, name: str, step: int) -> None:
+    def _begin(self, step: int) -> None:
         if is_broken("failure"):
             raise RuntimeError("broken on purpose")
-        if self._exchange.aborted:
-            raise AbortedError(f"{name} came after the group's end")
         self._exchange.begin(step)
+        moments.come(self._exchange.rank, str(step), "begin")
 
-    def _watch(self, store: dist.Store) -> None:
+    def _watch(self) -> None:
         """Run an operation here to which another rank's device has come."""
-        step = 0
+        step, pause = 0, Pause(_LONGEST_LOOK_S)
         while not self._exchange.aborted:
-            try:
-                store.wait([f"{step}/begun"], _FOR_EVER)
-            except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
-                return  # the job is over
+            if not self._exchange.has_begun(step):
+                pause.sleep()
+                continue
             with self._more:
-                while len(self._places) <= step:
-                    self._more.wait()
+                self._more.wait_for(lambda: self.num_launched > step or self.is_aborted)  # noqa: B023
+                if self.num_launched <= step:
+                    return
                 place = self._places[step]
             self.run_until(place)
-            step += 1
+            step, pause = step + 1, Pause(_LONGEST_LOOK_S)

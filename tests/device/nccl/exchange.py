@@ -1,59 +1,110 @@
-"""How the ranks' host memory gets to each other: through the store that the group was opened with.
+"""Ranks' parts of a collective, in files of shared memory: no socket and no time limit ends a wait for them.
 
-A step of a communicator is one collective. Each rank puts what it contributes, and takes what it needs of the others.
+A step of a communicator is one collective. Each rank puts its contribution, and takes what it needs of the others.
+
+What holds when a peer is gone, as in NCCL 2.30.7 (`src/device/primitives.h`, `prims_simple.h`, `init.cc`)
+1. A wait for a dead peer never ends by itself: neither its death, nor a closed socket, nor a time limit ends it.
+2. An abort on this rank ends the wait. The operation runs to its end with old bytes in the place of what is missing,
+   and raises nothing.
+3. An aborted operation still posts its steps: a peer that has not aborted takes the old bytes for data, and ends well.
+4. The operations behind it run as if nothing had happened, until they wait in vain themselves.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
+import os
+import secrets
+import shutil
 import time
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-_SLICE = timedelta(seconds=1)  # after which an abort is noticed
+from device.nccl.faults import is_broken
+
+FOLDER = "LATE_FOLDER"
+"""Environment variable: the folder for the parts; a test whose ranks are killed gives one of its own."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.004
 
 
 class AbortedError(RuntimeError):
     """The group was aborted, or has failed before."""
 
 
-def copied(store: Any) -> Any:
-    """Another client of the same store: one that waits lets nobody else ask."""
-    return store.clone()
+@functools.cache
+def _root() -> Path:
+    given = os.environ.get(FOLDER)
+    if given:
+        return Path(given)
+    root = Path("/dev/shm") / f"late-{os.getpid()}-{secrets.token_hex(4)}"
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
+
+
+def meet(store: Any) -> Path:
+    """Return the folder of a communicator, the same on every rank. Asks the store, once."""
+    own = str(_root() / secrets.token_hex(8))
+    client = store.clone()  # of its own: a client that waits lets nothing else ask
+    folder = Path(client.compare_set("folder", "", own).decode())
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+class Pause:
+    """A sleep that grows: short while something may come at once, longer while nothing comes."""
+
+    def __init__(self, longest_s: float = _LONGEST_PAUSE_S) -> None:
+        self._next_s, self._longest_s = _FIRST_PAUSE_S, longest_s
+
+    def sleep(self) -> None:
+        time.sleep(self._next_s)
+        self._next_s = min(1.3 * self._next_s, self._longest_s)
 
 
 class Exchange:
     """One rank's end of a communicator.
 
     Args:
-        store: Of the communicator alone.
+        folder: Of the communicator alone.
         rank: This one.
         size: How many.
-        timeout: After which a rank that has not put its part is given up.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        self._store: Any = copied(store)  # a client that waits lets nobody else ask
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        self._folder = folder
         self.rank = rank
         self.size = size
-        self._timeout = timeout
         self._num_sent = self._num_received = 0
         self.aborted = False
+        self._old: dict[Any, Tensor] = {}  # what a slot held last
+
+    def _file(self, step: int | str, name: str) -> Path:
+        return self._folder / f"{step}-{name}".replace("/", "_")
+
+    def _write(self, path: Path, data: bytes) -> None:
+        part = path.with_name(f"{path.name}.{self.rank}.part")
+        part.write_bytes(data)
+        part.rename(path)
 
     def begin(self, step: int) -> None:
-        """Tell the others' devices that this one has come to a step (`Watch`)."""
-        self._store.set(f"{step}/begun", b"1")
+        """Tell the others' devices that this one has come to a step (`Communicator._watch`)."""
+        self._write(self._file(step, "begun"), b"")
+
+    def has_begun(self, step: int) -> bool:
+        """Return whether any rank's device has come to a step."""
+        return self._file(step, "begun").exists()
 
     def put(self, step: int | str, name: str, tensor: Tensor) -> None:
         """Contribute a tensor under a name that others take."""
         shape = f"{str(tensor.dtype).removeprefix('torch.')} {tensor.numel()}\n".encode()
-        self._store.set(f"{step}/{name}", shape + _bytes_of(tensor))
+        self._write(self._file(step, name), shape + _bytes_of(tensor))
 
     def take(self, step: int | str, name: str, like: Tensor) -> Tensor:
-        """What another rank put under a name; waits for it.
+        """Return what another rank put under a name; waits for it, or until this rank aborts: old bytes then.
 
         Args:
             step: Which collective.
@@ -61,13 +112,16 @@ class Exchange:
             like: A tensor of the dtype and number of elements that is expected.
 
         Raises:
-            AbortedError: The group was aborted meanwhile.
-            TimeoutError: Nothing was put.
             RuntimeError: The ranks are in different collectives.
         """
-        key = f"{step}/{name}"
-        self._wait(key)
-        shape, _, data = self._store.get(key).partition(b"\n")
+        path, slot = self._file(step, name), (name, like.dtype, like.numel())
+        if not self._wait(path):
+            old = self._old.get(slot)
+            garbage = torch.zeros(like.numel(), dtype=like.dtype) if old is None else old.clone()
+            if not (is_broken("post") or path.exists()):
+                self.put(step, name, garbage)
+            return garbage.view(like.shape)
+        shape, _, data = path.read_bytes().partition(b"\n")
         dtype, numel = shape.decode().split()
         if getattr(torch, dtype) != like.dtype or int(numel) != like.numel():
             raise RuntimeError(
@@ -75,6 +129,7 @@ class Exchange:
                 f"was sent {numel} of torch.{dtype}: the ranks are in different collectives"
             )
         flat = torch.frombuffer(bytearray(data), dtype=like.dtype) if data else like.new_empty(0)
+        self._old[slot] = flat.clone()
         return flat.view(like.shape)
 
     def send(self, tensor: Tensor) -> None:
@@ -86,29 +141,26 @@ class Exchange:
         """Return the next message of the other rank of two, as `take` does."""
         name = f"{1 - self.rank}/{self._num_received}"
         message = self.take("messages", name, like)
-        self._store.delete_key(f"messages/{name}")
+        self._file("messages", name).unlink(missing_ok=True)
         self._num_received += 1
         return message
 
-    def end(self, step: int | str, names: list[str], num_ranks: int) -> None:
+    def end(self, step: int | str, names: list[str]) -> None:
         """Say that this rank needs nothing more of a step; the last one to say so removes what was put."""
-        if self._store.add(f"{step}/ended", 1) == num_ranks:
-            for key in (*names, "ended"):  # "begun" stays: another rank may look for it only now
-                self._store.delete_key(f"{step}/{key}")
+        ended = [self._file(step, f"ended{rank}") for rank in range(self.size)]
+        self._write(ended[self.rank], b"")
+        if not self.aborted and all(path.exists() for path in ended):
+            for name in names:  # "begun" stays: another rank may look for it only now
+                self._file(step, name).unlink(missing_ok=True)
 
-    def _wait(self, key: str) -> None:
-        until_s = time.monotonic() + self._timeout.total_seconds()
-        while not self.aborted:
-            try:
-                self._store.wait([key], min(_SLICE, self._timeout))
-            except dist.DistStoreError:
-                if time.monotonic() < until_s:
-                    continue
-                raise TimeoutError(
-                    f"rank {self.rank} waited {self._timeout.total_seconds():g} s for another rank's part ({key})"
-                ) from None
-            return
-        raise AbortedError(f"rank {self.rank}: the group was aborted")
+    def _wait(self, path: Path) -> bool:
+        """Return whether the part has come; False: this rank has aborted first."""
+        pause = Pause()
+        while not path.exists():
+            if self.aborted:
+                return False
+            pause.sleep()
+        return True
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

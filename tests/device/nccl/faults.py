@@ -13,6 +13,7 @@ FAULTS = {
     "failure": "a collective fails on this rank when the device comes to it",
     "flush": "a group that is shut down drops what the device has not come to; c10d does not say that it completes it",
     "host wait": "a work's wait makes the host wait",
+    "post": "an operation that is aborted posts nothing to its peers, which then wait until they abort themselves",
 }
 """By name, what is broken."""
 

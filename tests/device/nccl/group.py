@@ -21,6 +21,7 @@ from device.nccl.exchange import Exchange
 from paceline.process_group.reconfiguring import innermost
 
 BACKEND = "latenccl"
+MIXED = "latemixed"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,6 @@ class LateProcessGroup(ProcessGroup):
                 dist.PrefixStore(name, self._store),
                 ranks.index(self._rank),
                 len(ranks),
-                self._timeout,
                 device,
             )
         return self._communicators[name, device]
@@ -120,7 +120,7 @@ class LateProcessGroup(ProcessGroup):
 
     def abort(self) -> None:
         """End what is under way on this rank, and refuse the rest. Local."""
-        for communicator in self._communicators.values():
+        for communicator in list(self._communicators.values()):
             communicator.abort()
 
     def shutdown(self) -> None:
@@ -273,6 +273,48 @@ class _Met(dist.Work):
 
     def is_completed(self) -> bool:
         return self._store.check(self._keys)
+
+
+class MixedProcessGroup(LateProcessGroup):
+    """A group that sends the host's tensors over Gloo, as "cpu:gloo,cuda:nccl" does.
+
+    c10d makes no mixed group with a backend that is written in Python.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(dist.PrefixStore("device", store), rank, size, timeout)
+        c10d: Any = dist.distributed_c10d
+        self._gloo = c10d.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, timeout=timeout)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return MIXED
+
+    name = getBackendName
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), torch.device(DEVICE)]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._gloo if torch.device(device).type == "cpu" else self
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._gloo.barrier(opts or dist.BarrierOptions())
+
+
+def _by_device(name: str) -> Any:
+    def call(group: Any, *arguments: Any) -> Any:
+        first = arguments[0]
+        while not isinstance(first, Tensor):
+            first = first[0]
+        of = group._gloo if first.is_cpu else super(MixedProcessGroup, group)
+        return getattr(of, name)(*arguments)
+
+    return call
+
+
+for _name in ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall", "send", "recv"):
+    setattr(MixedProcessGroup, _name, _by_device(_name))
 
 
 def _op(opts: Any) -> Any:
