@@ -97,6 +97,11 @@ def check_join(model: Any, throws_early: bool) -> None:
             "without batches runs none. Pass throw_on_early_termination=True, use BatchNorm, or give all ranks equally "
             "many batches."
         )
+    if why := model.membership.why_together:
+        raise ConfigurationError(
+            f"join() is not possible: {why}, and a rank without batches makes no steps. Give all ranks equally many "
+            "batches."
+        )
     if model.forward_overlap is not None:
         raise ConfigurationError(
             "join() and overlap_forward: a rank without batches has no forward to overlap with, and would keep the "

@@ -255,6 +255,7 @@ class Membership:
         epoch: How often others have taken the members' places: 0 as wrapped. The same on all members.
         name: This membership's; the same on all members, and never used before.
         history: How the membership has changed since this rank is in it, under `paceline.Elastic`.
+        why_together: Why no rank may leave, or miss a step; empty if one may.
     """
 
     def __init__(
@@ -266,6 +267,7 @@ class Membership:
         self.number = int(name.rpartition("/")[-1])
         self.peers = self._peers_of(self.process_group, name, "wrapping its model")
         self.history: tuple[Change, ...] = ()
+        self.why_together = ""
         self.model = model
         self._token = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 64 - _TOKEN_BITS
 
@@ -327,6 +329,10 @@ class Membership:
     def note(self, change: Change) -> None:
         """Append a change to the history. Local."""
         self.history = (*self.history, change)
+
+    def keep_together(self, why: str) -> None:
+        """Note that every rank takes part in every step from now on, and why. Local; on every rank."""
+        self.why_together = why
 
     def rebuild(
         self,

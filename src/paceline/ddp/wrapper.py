@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join, Joinable
@@ -396,6 +397,15 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             Local. After a synchronized backward the same on every rank, because gradients are.
         """
         return all(is_finite(p.grad) for p in self._paceline_setting.parameters if p.grad is not None)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm, as that of one vector, is at most `max_norm`. Return the norm before.
+
+        Contract:
+            Local. After a synchronized backward the same on every rank, because gradients are.  Mutates: gradients.
+        """
+        parameters = [p for p in self._paceline_setting.parameters if p.grad is not None]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     @property
     def timings(self) -> StepTimings:

@@ -89,6 +89,8 @@ def _of_model(model: DistributedDataParallel) -> Iterator[str]:
     steps = model.membership.model
     if why := steps.reduction.why_not_over(None):
         yield why
+    if why := model.membership.why_together:
+        yield f"{why}. Train without it, or restart from checkpoints (torchrun --max-restarts)."
     if model.forward_overlap is not None or model.overlaps_forward:
         yield (
             "overlap_forward steps parameters while the next step runs, so a lost rank leaves some stepped and others "

@@ -11,6 +11,7 @@ from paceline.optim.learning_rate import (
 from paceline.optim.local_steps import DiLoCo, LocalSGD
 from paceline.optim.overlap import overlap
 from paceline.optim.parameter_groups import parameter_groups
+from paceline.optim.shard import full_state_dict, shard
 
 __all__ = [
     "LAMB",
@@ -20,7 +21,9 @@ __all__ = [
     "DiLoCo",
     "LocalSGD",
     "MomentumCorrection",
+    "full_state_dict",
     "overlap",
     "parameter_groups",
     "rate_factor",
+    "shard",
 ]

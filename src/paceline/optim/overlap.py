@@ -32,12 +32,15 @@ from paceline.optim.lars import LARS
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
-_NAMES = "SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop Rprop ASGD Adafactor Muon"
+_PER_ELEMENT_NAMES = "SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop Rprop ASGD"
+# Each steps an element of a parameter by that element's gradient, value and state alone.
+PER_ELEMENT = tuple(getattr(torch.optim, name) for name in _PER_ELEMENT_NAMES.split())
 # Each steps a parameter by that parameter's gradient, value and state alone, and leaves its groups as they are.
 PER_PARAMETER = (
+    *PER_ELEMENT,
     *(
         getattr(torch.optim, name)
-        for name in _NAMES.split()
+        for name in ("Adafactor", "Muon")
         if hasattr(torch.optim, name)  # torch 2.8 has no Muon
     ),
     LARS,
@@ -153,15 +156,15 @@ def _adopt(optimizer: Optimizer, steps: Defers) -> None:
             "so what it does is not known. Call overlap() on the optimizer first, then what replaces its step."
         )
     kind = type(optimizer)
-    own = {"__module__": kind.__module__, "_kind": kind, "_stand_in": _stand_in_of(kind)}
+    own = {"__module__": kind.__module__, "_kind": kind, "_stand_in": stand_in_of(kind)}
     optimizer.__class__ = type(kind.__name__, (_Overlapped, kind), own)
     optimizer.__dict__["_steps"], optimizer.__dict__["_met"] = steps, [steps]
     if replaced is not None:
-        optimizer.__dict__["step"] = _counted(optimizer)
+        optimizer.__dict__["step"] = counted_step(optimizer)
     steps.take_optimizer()
 
 
-def _stand_in_of(kind: type[Optimizer]) -> type[Optimizer]:
+def stand_in_of(kind: type[Optimizer]) -> type[Optimizer]:
     """A class whose objects share an optimizer's attributes, except its groups."""
     own = {
         "__module__": kind.__module__,
@@ -171,7 +174,7 @@ def _stand_in_of(kind: type[Optimizer]) -> type[Optimizer]:
     return type(kind.__name__, (kind,), own)
 
 
-def _counted(optimizer: Any) -> Any:
+def counted_step(optimizer: Any) -> Any:
     """A `step` that tells torch's schedulers of itself, as the one that they had put on the object."""
 
     def step(*arguments: Any, **keywords: Any) -> Any:
@@ -285,10 +288,11 @@ class _Overlapped(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is an ordinary optimizer."""
-        return _ordinary, (self._kind, self.__getstate__())
+        return ordinary, (self._kind, self.__getstate__())
 
 
-def _ordinary(kind: type[Optimizer], state: dict[str, Any]) -> Optimizer:
+def ordinary(kind: type[Optimizer], state: dict[str, Any]) -> Optimizer:
+    """Return an optimizer of this class with this state."""
     optimizer = kind.__new__(kind)
     optimizer.__setstate__(state)
     return optimizer

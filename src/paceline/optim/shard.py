@@ -1,0 +1,317 @@
+"""`shard`: an ordinary torch optimizer whose state and step are divided among the ranks of a wrapped model.
+
+Rules
+1. Gradients are whole on every rank, as `DistributedDataParallel` leaves them. So code that reads them between backward
+   and the step (clipping, a GradScaler, logging) needs no change.
+2. Every rank steps its parts of the parameters (`shares`) and receives the others (`sharded_step`). An element is
+   computed once, by the arithmetic of the plain optimizer, so all ranks have the bits that it would have made.
+3. The optimizer stays the object that it was, with its groups: schedulers and scripts change rates there. Only its
+   state is gone from sight: no rank has all of it (`shard_state`).
+4. Hooks of a step run once a step, around all of it.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from paceline.errors import ConfigurationError
+from paceline.optim.overlap import PER_ELEMENT, PER_PARAMETER, counted_step, ordinary, stand_in_of
+from paceline.optim.shard_state import cut_state, full_state, move
+from paceline.optim.sharded_step import Cut, ShardedStep
+from paceline.optim.shares import is_dense
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+_WHY_ALL = (
+    "the optimizer is sharded (paceline.optim.shard), so each rank takes part in every step and alone has its part of "
+    "the state"
+)
+_owners: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # of parameters: a weak reference to the sharded optimizer
+
+
+def shard(
+    optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False, master_weights: bool = False
+) -> AnyOptimizer:
+    """Divide an optimizer's state and step among the ranks that train `model`.
+
+    With N ranks each holds 1/N of the state and computes 1/N of the step, and the ranks then exchange the parameters.
+    For SGD, Adam and other optimizers that work element by element, parameters are bitwise those of the optimizer
+    without this. `zero_grad`, `param_groups`, schedulers and a GradScaler go on working.
+
+    Args:
+        optimizer: One of torch's, LARS or LAMB, over parameters of `model`, which has not stepped. It is changed in
+            place, so schedulers may have been given it before.
+        model: What `paceline.DistributedDataParallel` returned. Several optimizers may share its parameters out.
+        per_parameter: For an optimizer of another class. It says that each parameter is stepped by its own gradient
+            and state only, and that a step neither changes `param_groups` nor counts its calls. Each parameter is
+            then stepped as a whole, by one rank.
+        master_weights: Step a float32 copy of each float16 or bfloat16 parameter, which its owner keeps.
+
+    Returns:
+        `optimizer` itself. With one rank, and without master weights, it is as it was.
+
+    Contract:
+        Local; on every rank, before the first step. From then on `optimizer.step()` is collective: every rank, as often
+        as any other. Blocks: yes. Afterwards parameters are bitwise equal on all ranks.
+
+    Raises:
+        ConfigurationError: The model or the optimizer is of a kind that cannot be divided; nothing was changed.
+
+    Source:
+        Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stage 1.
+    """
+    _check(optimizer, model, per_parameter)
+    members = model.membership
+    if members.size > 1 or master_weights:
+        _adopt(optimizer, model, master_weights)
+    return optimizer
+
+
+def full_state_dict(optimizer: Optimizer) -> dict[str, Any] | None:
+    """Return the whole state of a sharded optimizer in torch's format, on rank 0; None on the others.
+
+    It loads into the plain optimizer, and into a sharded one on any number of ranks. Return a plain optimizer's
+    `state_dict()`, on every rank.
+
+    Contract:
+        Collective: every rank, between two steps.  Blocks: until rank 0 has received the others' parts.
+
+    Raises:
+        PeerLostError: A rank died or hangs.
+    """
+    if not isinstance(optimizer, _Sharded):
+        return optimizer.state_dict()
+    return optimizer._full_state()
+
+
+def _refuse(why: str) -> ConfigurationError:
+    return ConfigurationError(f"shard(optimizer, model): {why}")
+
+
+def _check(optimizer: Any, model: Any, per_parameter: bool) -> None:
+    """Raise ConfigurationError if the optimizer's steps cannot be divided among the ranks of this model."""
+    if not isinstance(model, Module) or not hasattr(model, "membership"):
+        raise _refuse(
+            f"the model is a {type(model).__name__}. Pass what paceline.DistributedDataParallel returned; torch's "
+            "class of that name does not know who shares a step."
+        )
+    if isinstance(optimizer, _Sharded):
+        raise _refuse("this optimizer has been through shard() before. Call it once.")
+    kind = getattr(optimizer, "_kind", type(optimizer))
+    if not isinstance(optimizer, Optimizer) or kind is not type(optimizer):
+        raise _refuse(
+            f"the optimizer is a {type(optimizer).__name__} that is wrapped or overlapped already. Pass the "
+            "torch.optim.Optimizer itself, before anything else takes it."
+        )
+    if hasattr(optimizer, "consolidate_state_dict"):
+        raise _refuse(
+            f"{type(optimizer).__name__} divides the state itself. Give the plain optimizer that it wraps, and leave "
+            "out hook_with_zero_step."
+        )
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise _refuse(
+            f"{kind.__name__} evaluates its closure as often as it likes, so ranks cannot divide its step. Use an "
+            "optimizer that takes one step from the gradients, such as AdamW."
+        )
+    if kind not in PER_PARAMETER and not per_parameter:
+        names = ", ".join(each.__name__ for each in PER_PARAMETER)
+        raise _refuse(
+            f"{kind.__name__} is not known to step each parameter by its own gradient and state alone, as {names} do. "
+            "If it does, pass per_parameter=True; otherwise train without shard()."
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise _refuse("differentiable=True needs the whole step in one graph. Leave it out.")
+    if any(float(kept.get("step", 1)) > 0 for kept in optimizer.state.values() if kept):
+        raise _refuse(
+            f"this {kind.__name__} has stepped, or loaded its state, already. Call shard() first, then "
+            "optimizer.load_state_dict(state)."
+        )
+    if getattr(model, "forward_overlap", None) is not None:
+        raise _refuse(
+            "the model was wrapped with overlap_forward, which steps parameters while the next forward runs. Leave out "
+            "one of them."
+        )
+    _check_parameters(optimizer, model)
+
+
+def _check_parameters(optimizer: Optimizer, model: Module) -> None:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter in _parameters_of(optimizer):
+        if id(parameter) not in names:
+            raise _refuse(
+                f"a parameter of shape {tuple(parameter.shape)} is not the model's, so no rank reduces its gradient. "
+                "Make the optimizer of model.parameters()."
+            )
+        name = names[id(parameter)]
+        if (other := _owner_of(parameter)) is not None:
+            raise _refuse(
+                f"{name} is stepped by another sharded optimizer ({type(other).__name__}) already. Give each parameter "
+                "to one of them."
+            )
+        if not is_dense(parameter):
+            raise _refuse(
+                f"{name}, with the strides {parameter.stride()}, has gaps in its memory, so it cannot be sent as it "
+                "lies. Call .contiguous() on its data first."
+            )
+    for name, part in model.named_modules():
+        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.sparse:
+            raise _refuse(
+                f"{name} has sparse gradients, whose rows belong to no rank's part. Build the embedding with "
+                "sparse=False."
+            )
+
+
+def _owner_of(parameter: Parameter) -> Optimizer | None:
+    """Return the sharded optimizer that steps this parameter, if it is alive."""
+    if parameter not in _owners:
+        return None
+    if _owners[parameter]() is not None:
+        gc.collect()  # a scheduler may hold one that the script has dropped, and be held by it
+    owner: Optimizer | None = _owners[parameter]()
+    return owner
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _adopt(optimizer: Optimizer, model: Any, master_weights: bool) -> None:
+    replaced = optimizer.__dict__.pop("step", None)
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+        optimizer.__dict__["step"] = replaced
+        raise _refuse(
+            f"the step of this {type(optimizer).__name__} has been replaced on the object, so what it does is not "
+            "known. Call shard() on the optimizer first, then what replaces its step."
+        )
+    kind, begun = type(optimizer), optimizer.state_dict() if optimizer.state else None
+    is_muon = kind.__name__ == "Muon"
+    cut = Cut(is_whole=kind not in PER_ELEMENT, is_muon=is_muon, has_masters=master_weights)
+    members = model.membership
+    members.keep_together(_WHY_ALL)
+    for parameter in _parameters_of(optimizer):
+        _owners[parameter] = weakref.ref(optimizer)
+    own = {"__module__": kind.__module__, "_kind": kind, "_stand_in": stand_in_of(kind)}
+    optimizer.__class__ = type(kind.__name__, (_Sharded, kind), own)
+    optimizer.__dict__["_shares"] = ShardedStep(members, cut)
+    optimizer.__dict__["_followed"] = members.name if members.epoch == 0 else ""
+    if replaced is not None:
+        optimizer.__dict__["step"] = counted_step(optimizer)
+    if begun is not None:  # Adagrad's, which begins before the first step
+        optimizer.load_state_dict(begun)
+
+
+class _Sharded(Optimizer):
+    """Put in front of an optimizer's class."""
+
+    _kind: type[Optimizer]
+    _stand_in: type[Any]  # of that class, with groups of its own
+    _shares: ShardedStep
+    _followed: str  # the name of the membership for whose ranks the state is divided
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._follow_members()
+        with torch.no_grad():
+            self._shares.step(self._run)
+        return loss
+
+    step: Any = Optimizer.profile_hook_step(_step)
+    step.hooked = True
+
+    def _follow_members(self) -> None:
+        """Divide what is not divided yet; among other ranks, if these have changed. Collective then."""
+        self._shares.follow(_parameters_of(self))
+        if (members := self._shares.members).name != self._followed:
+            move(self._shares, self.__dict__["state"])
+            self._followed = members.name
+
+    def _run(self, parts: Sequence[tuple[int, Parameter]]) -> None:
+        """Run the optimizer's own step over these parts."""
+        own: list[list[Tensor]] = [[] for _ in self.param_groups]
+        places = iter(
+            number for number, group in enumerate(self.param_groups) for _ in range(len(group["params"]))
+        )
+        group_of = list(places)
+        for index, part in parts:
+            own[group_of[index]].append(part)
+        stand_in = object.__new__(self._stand_in)
+        stand_in.__dict__ = self.__dict__  # the same state, and whatever else it has
+        stand_in._stepped_groups = [
+            {**group, "params": members}
+            for group, members in zip(self.param_groups, own, strict=True)
+            if members
+        ]
+        plain = self._kind.step
+        if getattr(plain, "hooked", False):  # rule 4
+            plain = inspect.unwrap(plain, stop=lambda each: not getattr(each, "hooked", False))
+        plain(stand_in)
+
+    @property
+    def state(self) -> Any:
+        if any(map(len, self.__dict__["state"].values())):
+            raise _no_whole_state(self)
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.__dict__["state"] = value
+
+    def state_dict(self) -> dict[str, Any]:
+        if any(map(len, self.__dict__["state"].values())):
+            raise _no_whole_state(self)
+        return super().state_dict()
+
+    def _full_state(self) -> dict[str, Any] | None:
+        self._follow_members()
+        return full_state(self._shares, self.__dict__["state"], self.param_groups)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's parts of a whole state, as `full_state_dict` or a plain optimizer has it. Local."""
+        self._shares.follow(_parameters_of(self))
+        if self._shares.members.name != self._followed:
+            self._shares.divide_again()
+            self._followed = self._shares.members.name
+        cut, parts = cut_state(self._shares, self.param_groups, state_dict)
+        plain = ordinary(self._kind, {**self.__dict__, "param_groups": parts, "state": {}})
+        plain.load_state_dict(cut)
+        for group, loaded in zip(self.param_groups, plain.param_groups, strict=True):
+            group.update({name: value for name, value in loaded.items() if name != "params"})
+        self.__dict__["state"] = plain.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            _owners[parameter] = weakref.ref(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if any(map(len, self.__dict__["state"].values())):
+            raise _no_whole_state(self)
+        return super().__getstate__()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is an ordinary optimizer."""
+        return ordinary, (self._kind, self.__getstate__())
+
+
+def _no_whole_state(optimizer: _Sharded) -> ConfigurationError:
+    return ConfigurationError(
+        f"this rank has one part of the state of this {type(optimizer).__name__}, which is sharded: saving it would "
+        f"lose {optimizer._shares.num_ranks - 1} of {optimizer._shares.num_ranks} parts. Call "
+        "paceline.optim.full_state_dict(optimizer) on every rank, and save what rank 0 gets."
+    )

@@ -1,0 +1,281 @@
+"""One rank's part of a sharded optimizer step, and the exchange by which every rank gets all parameters.
+
+Rules
+1. A rank steps its parts of the parameters, and holds optimizer state for these alone.
+2. A part is a parameter of its own for the optimizer: an alias of the whole's memory. Its gradient is an alias too,
+   and only for the length of a step. With master weights it is a float32 copy, which the optimizer steps instead.
+3. Parts are stepped in the order of the exchanges, and an exchange is launched when this rank's parts of it are. So
+   the network is busy while the next parts are stepped. Two exchanges may be under way.
+4. What is exchanged is the same on every rank: it depends on the parameters alone, not on which of them have gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from paceline.comm.collectives import Work, all_gather
+from paceline.comm.peers import Peers
+from paceline.errors import ConfigurationError
+from paceline.optim.shares import (
+    Division,
+    Exchange,
+    Part,
+    can_be_cut,
+    divide,
+    divide_whole,
+    memory_of,
+)
+
+HALF_STEPPED = (
+    "Some parameters may have taken this step and others not, and the lost rank's optimizer state is gone. Look at the "
+    "output of the rank named here first; restart from the last checkpoint."
+)
+Run = Callable[[Sequence[tuple[int, Parameter]]], None]
+"""Steps parameters, each with the index of the optimizer's parameter that it is a part of."""
+
+_MOST_UNDER_WAY = 2
+_NEWTON_SCHULZ_STEPS = 5
+
+
+class Members(Protocol):
+    """The ranks that share a model's steps: `model.membership`."""
+
+    name: str
+    epoch: int
+    peers: Peers
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The script's group."""
+
+    @property
+    def gradient_groups(self) -> list[ProcessGroup]:
+        """The groups that carry gradients."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The rules by which an optimizer's parameters are divided.
+
+    Attributes:
+        is_whole: Whether each parameter has one owner.
+        is_muon: Whether a step's cost is that of orthogonalising a matrix, not that of reading it.
+        has_masters: Whether the owner steps a float32 copy of a narrower parameter.
+    """
+
+    is_whole: bool
+    is_muon: bool = False
+    has_masters: bool = False
+
+    def cost(self, parameter: Tensor) -> float:
+        """Return what a parameter's step costs, in any unit: about the floating-point operations."""
+        if not self.is_muon or parameter.dim() < 2:
+            return float(parameter.numel())
+        return parameter.numel() * (1.0 + 2 * _NEWTON_SCHULZ_STEPS * min(parameter.shape[:2]))
+
+    def needs_master(self, parameter: Tensor) -> bool:
+        """Return whether the owner steps a wider copy of this parameter."""
+        return self.has_masters and parameter.dtype in (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """An exchange that has been launched; `rows` are what each rank sends."""
+
+    exchange: Exchange
+    work: Work
+    rows: Sequence[Tensor]
+
+
+class ShardedStep:
+    """Steps this rank's parts of an optimizer's parameters, and exchanges them.
+
+    Attributes:
+        members: The ranks.
+        cut: How parameters may be divided.
+        parameters: The optimizer's, in the order of its groups.
+        parts: What the optimizer steps for each part that this rank owns.
+    """
+
+    def __init__(self, members: Members, cut: Cut) -> None:
+        self.members, self.cut = members, cut
+        self.parameters: list[Parameter] = []
+        self.parts: dict[Part, Parameter] = {}
+        self._divisions: list[Division] = []
+        self._divided: set[int] = set()
+        self._buffers: dict[tuple[torch.dtype, torch.device, int], Tensor] = {}
+
+    @property
+    def rank(self) -> int:
+        return self.members.process_group.rank()
+
+    @property
+    def num_ranks(self) -> int:
+        return self.members.process_group.size()
+
+    # ---- who owns what
+
+    def follow(self, parameters: Sequence[Parameter]) -> None:
+        """Divide those of these parameters that are new, or were frozen until now. Local; the same on every rank."""
+        self.parameters = list(parameters)
+        new = [
+            index
+            for index, parameter in enumerate(self.parameters)
+            if index not in self._divided and parameter.requires_grad and parameter.numel()
+        ]
+        if not new:
+            return
+        if self.cut.is_whole:
+            costs = [self.cut.cost(self.parameters[index]) for index in new]
+            division = divide_whole(self.parameters, new, self.num_ranks, costs)
+        else:
+            division = divide(self.parameters, new, self.num_ranks)
+        self._divisions.append(division)
+        self._divided.update(new)
+        for part in division.owned_by(self.rank):
+            self.parts[part] = self._part_of(part)
+
+    def divide_again(self) -> None:
+        """Divide all parameters among the ranks that there are now, without any state. Local."""
+        self.parts, self._divisions, self._divided = {}, [], set()
+        self._buffers.clear()
+        self.follow(self.parameters)
+
+    def is_whole(self, index: int) -> bool:
+        """Return whether a parameter's part is the whole, in its own shape."""
+        return self.cut.is_whole or not can_be_cut(self.parameters[index])
+
+    def _part_of(self, part: Part) -> Parameter:
+        parameter = self.parameters[part.index]
+        whole = self.is_whole(part.index)
+        if self.cut.needs_master(parameter):
+            values = parameter.detach() if whole else memory_of(parameter)[part.start : part.stop]
+            return Parameter(values.to(torch.float32, copy=True))
+        return parameter if whole else Parameter(memory_of(parameter)[part.start : part.stop])
+
+    # ---- a step
+
+    def step(self, run: Run) -> None:
+        """Step this rank's parts, and receive the others. Collective; blocks.
+
+        Args:
+            run: Steps parameters, each with the index of the parameter that it is a part of.
+
+        Raises:
+            PeerLostError: A rank died or hangs; some parameters are stepped.
+            ConfigurationError: A gradient is sparse.
+        """
+        under_way: list[_UnderWay] = []
+        number = 0
+        for division in self._divisions:
+            for exchange, by_rank in zip(division.exchanges, division.stepped, strict=True):
+                self._step_parts(by_rank[self.rank], run)
+                if self.num_ranks == 1:
+                    continue
+                if len(under_way) == _MOST_UNDER_WAY:
+                    self._finish(under_way.pop(0))
+                under_way.append(self._launch(exchange, number % _MOST_UNDER_WAY))
+                number += 1
+        for launched in under_way:
+            self._finish(launched)
+        torch.autograd.graph.increment_version([self.parameters[index] for index in sorted(self._divided)])
+
+    def _step_parts(self, parts: Sequence[Part], run: Run) -> None:
+        if not parts:
+            return
+        for part in parts:
+            self._lend(part, self.parts[part])
+        run([(part.index, self.parts[part]) for part in parts])
+        for part in parts:
+            self._take_back(part, self.parts[part])
+
+    def _lend(self, part: Part, own: Parameter) -> None:
+        """Give what is stepped for a part the parameter's memory and gradient (rule 2)."""
+        parameter = self.parameters[part.index]
+        if own is parameter:
+            return
+        has_master = self.cut.needs_master(parameter)
+        if not has_master and own.data_ptr() != (there := memory_of(parameter)[part.start :]).data_ptr():
+            own.data = there[: len(part)]  # the module was moved, or its parameters were assigned
+        gradient = parameter.grad
+        if gradient is None:
+            own.grad = None
+            return
+        if gradient.is_sparse:
+            raise ConfigurationError(
+                "shard(optimizer, model): a gradient is sparse, and its rows belong to no rank's part. Build the "
+                "embedding with sparse=False, or leave its parameters to an optimizer that is not sharded."
+            )
+        if gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter).copy_(gradient)
+        if not self.is_whole(part.index):
+            gradient = memory_of(gradient)[part.start : part.stop]
+        own.grad = gradient.to(own.dtype) if has_master else gradient.detach()
+
+    def _take_back(self, part: Part, own: Parameter) -> None:
+        parameter = self.parameters[part.index]
+        if own is parameter:
+            return
+        own.grad = None
+        if self.cut.needs_master(parameter):
+            self.write(part, own)
+
+    def write(self, part: Part, values: Tensor) -> None:
+        """Write the values of a part into the parameter, in its dtype. Local."""
+        parameter = self.parameters[part.index]
+        whole = self.is_whole(part.index)
+        target = parameter.detach() if whole else memory_of(parameter)[part.start : part.stop]
+        target.copy_(values.detach())
+
+    # ---- the exchange
+
+    def _launch(self, exchange: Exchange, slot: int) -> _UnderWay:
+        first = self.parameters[next(part for parts in exchange.parts for part in parts).index]
+        if exchange.in_place:
+            rows = memory_of(first)[: exchange.length * self.num_ranks].split(exchange.length)
+        else:
+            rows = self._buffer(first, exchange.length, slot).split(exchange.length)
+            own = self._memories(exchange.parts[self.rank])
+            if own:
+                torch._foreach_copy_(self._pieces(rows[self.rank], own), own)
+        work = all_gather(list(rows), rows[self.rank], self.members.gradient_groups[0])
+        return _UnderWay(exchange, work, rows)
+
+    def _finish(self, launched: _UnderWay) -> None:
+        self.members.peers.wait(
+            launched.work, "receiving the parameters that other ranks have stepped", HALF_STEPPED
+        )
+        if launched.exchange.in_place:
+            return
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for rank, parts in enumerate(launched.exchange.parts):
+            if rank != self.rank and parts:
+                memories = self._memories(parts)
+                targets += memories
+                sources += self._pieces(launched.rows[rank], memories)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _memories(self, parts: Iterable[Part]) -> list[Tensor]:
+        return [memory_of(self.parameters[part.index])[part.start : part.stop] for part in parts]
+
+    @staticmethod
+    def _pieces(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+        lengths = [each.numel() for each in like]
+        return list(row[: sum(lengths)].split(lengths))
+
+    def _buffer(self, like: Tensor, length: int, slot: int) -> Tensor:
+        """Return memory for an exchange; one more may be under way in the other slot."""
+        dtype = like.dtype.to_real() if like.is_complex() else like.dtype
+        key, wanted = (dtype, like.device, slot), length * self.num_ranks
+        if key not in self._buffers or self._buffers[key].numel() < wanted:
+            self._buffers[key] = torch.empty(wanted, dtype=dtype, device=like.device)
+        return self._buffers[key][:wanted]

@@ -1,0 +1,452 @@
+"""A sharded optimizer makes the plain one's parameters, with 1/N of its state, whatever happens between steps."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.models import digest, generator
+from harness.ranks import pool
+from paceline import DistributedDataParallel
+from paceline.errors import ConfigurationError
+from paceline.optim import LAMB, LARS, full_state_dict, shard, shares
+
+pytestmark = pytest.mark.processes
+BACKENDS = ("gloo", "paceline")
+
+
+class Net(nn.Module):
+    """Parameters of many sizes: a channels-last kernel, a scalar, one that is never used, one that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.first, self.last = nn.Linear(180, 97), nn.Linear(97, 33, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.ones(200), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(130))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(self.conv(x).flatten(1)))) * self.scale
+
+
+def net(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return Net().to(dtype)
+
+
+def batch(step, rank, dtype=torch.float32):
+    return torch.randn(4, 3, 8, 8, generator=generator(step, rank)).to(dtype)
+
+
+def loss_of(model, step, rank, dtype=torch.float32):
+    return model(batch(step, rank, dtype)).square().mean()
+
+
+ELEMENTWISE = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+}
+WHOLE = {
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "lars": lambda p: LARS(p, lr=0.1),
+    "lamb": lambda p: LAMB(p, lr=0.01),
+}
+
+
+def group_of(backend):
+    return dist.new_group(backend=backend) if backend != "gloo" else None
+
+
+def pair(make, group, seed=0, dtype=torch.float32, **how):
+    """Return two wrapped models with the same values: one with a plain optimizer, one with a sharded one."""
+    models = [DistributedDataParallel(net(seed, dtype), process_group=group) for _ in range(2)]
+    plain, sharded = (make(list(model.parameters())) for model in models)
+    return models, (plain, shard(sharded, models[1], **how))
+
+
+def train(models, optimizers, steps, rank, dtype=torch.float32):
+    for step in steps:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, step, rank, dtype).backward()
+            optimizer.step()
+
+
+def size_of(state):
+    return sum(each.numel() for kept in state.values() for each in kept.values() if torch.is_tensor(each))
+
+
+def same_bits(rank, num_ranks, backend, large):
+    """Train with each optimizer. Return what differs, and this rank's fraction of the state."""
+    group, wrong = group_of(backend), {}
+    before, shares.LARGE_ELEMENTS = shares.LARGE_ELEMENTS, large
+    try:
+        for name, make in {**ELEMENTWISE, **WHOLE}.items():
+            models, optimizers = pair(make, group)
+            schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.7) for each in optimizers]
+            for step in range(4):
+                train(models, optimizers, [step], rank)
+                for schedule in schedules:
+                    schedule.step()
+            digests = [digest(list(model.parameters())) for model in models]
+            if digests[0] != digests[1]:
+                wrong[name] = digests
+            plain, sharded = (size_of(each.__dict__["state"]) for each in optimizers)
+            if name in ELEMENTWISE and sharded > plain * (1 / num_ranks) + 1000:
+                wrong[name, "state"] = plain, sharded
+    finally:
+        shares.LARGE_ELEMENTS = before
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "backend", "large"), [(2, "paceline", 1000), (3, "gloo", 1000), (4, "paceline", 1 << 30)]
+)
+def test_parameters_are_those_of_the_plain_optimizer(num_ranks, backend, large):
+    """Bitwise, also with fused kernels and whole parameters, and with a schedule made after sharding."""
+    assert pool(num_ranks).run(same_bits, backend, large) == [{}] * num_ranks
+
+
+class Matrices(nn.Module):
+    """Eight matrices and their biases, of several sizes."""
+
+    def __init__(self):
+        super().__init__()
+        widths = [24, 48, 32, 48, 16, 48, 32, 8, 24]
+        self.layers = nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(widths)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def muon_and_adamw(rank, num_ranks, backend):
+    """Both optimizers over one model. Return whether bits are equal, and the matrices that this rank holds state of."""
+    group, models = group_of(backend), []
+    sets = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        models.append(DistributedDataParallel(Matrices(), process_group=group))
+        matrices = [p for p in models[-1].parameters() if p.dim() == 2]
+        rest = [p for p in models[-1].parameters() if p.dim() != 2]
+        sets.append([torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)])
+    sets[1] = [shard(each, models[1]) for each in sets[1]]
+    for step in range(3):
+        for model, optimizers in zip(models, sets, strict=True):
+            model.zero_grad()
+            model(torch.randn(6, 24, generator=generator(step, rank))).square().mean().backward()
+            for each in optimizers:
+                each.step()
+    same = digest(list(models[0].parameters())) == digest(list(models[1].parameters()))
+    whole = full_state_dict(sets[1][0])
+    return same, len(sets[1][0].__dict__["state"]), whole is not None and len(whole["state"])
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.8 has no Muon")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_muon_is_shared_and_mixed_with_adamw(backend):
+    """Each matrix is orthogonalised by one rank; the bits are those of two plain optimizers."""
+    results = pool(3).run(muon_and_adamw, backend)
+    assert [same for same, _, _ in results] == [True] * 3
+    assert sum(held for _, held, _ in results) == 8
+    assert max(held for _, held, _ in results) <= 4
+    assert [count for _, _, count in results] == [8, False, False]
+
+
+MOVED = {
+    "adam": ELEMENTWISE["adam"],
+    "asgd": ELEMENTWISE["asgd"],
+    "lamb": WHOLE["lamb"],
+    "fact": WHOLE["adafactor"],
+}
+
+
+def alike(ours, torchs):
+    """Return whether two states in torch's format are bitwise equal, with their names, shapes and dtypes."""
+    if ours["param_groups"] != torchs["param_groups"] or ours["state"].keys() != torchs["state"].keys():
+        return False
+    return all(
+        kept.keys() == torchs["state"][index].keys()
+        and all(
+            torch.equal(value, other) and value.dtype == other.dtype
+            if torch.is_tensor(value)
+            else value == other
+            for value, other in ((value, torchs["state"][index][name]) for name, value in kept.items())
+        )
+        for index, kept in ours["state"].items()
+    )
+
+
+def save_states(rank, num_ranks, folder):
+    """Save each optimizer's whole state, and the models, after three steps. Return what differs from torch's."""
+    wrong = []
+    for name, make in MOVED.items():
+        models, (plain, sharded) = pair(make, None)
+        train(models, (plain, sharded), range(3), rank)
+        whole = full_state_dict(sharded)
+        if (whole is None) != (rank > 0) or (whole and not alike(whole, plain.state_dict())):
+            wrong.append(name)
+        if rank == 0:
+            torch.save((models[1].module.state_dict(), whole, full_state_dict(plain)), f"{folder}/{name}.pt")
+    return wrong
+
+
+def load_states(rank, num_ranks, folder):
+    """Load into a plain and a sharded optimizer, train both, and save again. Return what differs."""
+    wrong = []
+    for name, make in MOVED.items():
+        values, whole, torchs = torch.load(f"{folder}/{name}.pt", weights_only=True)
+        models, (plain, sharded) = pair(make, None, seed=5)
+        for model in models:
+            model.module.load_state_dict(values)
+        plain.load_state_dict(copy.deepcopy(whole))  # what was sharded, into a plain one
+        sharded.load_state_dict(torchs)  # what was plain, into a sharded one on other ranks
+        train(models, (plain, sharded), range(3, 6), rank)
+        ours = full_state_dict(sharded)
+        if digest(list(models[0].parameters())) != digest(list(models[1].parameters())):
+            wrong.append(name)
+        if ours is not None and not alike(ours, plain.state_dict()):
+            wrong.append((name, "state"))
+    return wrong
+
+
+def test_states_move_between_numbers_of_ranks_and_plain_optimizers(tmp_path):
+    """The whole state is bitwise torch's; it goes on in both kinds of optimizers, on fewer and on more ranks."""
+    assert pool(3).run(save_states, str(tmp_path)) == [[]] * 3
+    assert pool(2).run(load_states, str(tmp_path)) == [[]] * 2
+    assert pool(4).run(load_states, str(tmp_path)) == [[]] * 4
+
+
+def rebuilt(rank, num_ranks):
+    """A third rank comes, and parts move; then it leaves, and its parts are lost; then a saved state is loaded."""
+    two, three, again = dist.new_group([0, 1]), dist.new_group([0, 1, 2]), dist.new_group([0, 1])
+    make = ELEMENTWISE["adamw"]
+    if rank < 2:
+        models, optimizers = pair(make, two)
+        train(models, optimizers, range(2), rank)
+    else:
+        models = [DistributedDataParallel(net(9), process_group=three, init_sync=False) for _ in range(2)]
+        optimizers = [make(list(model.parameters())) for model in models]
+    for model in models:
+        model.membership.rebuild(three, source=0)
+    if rank == 2:
+        shard(optimizers[1], models[1])
+    plain = [optimizers[0].state_dict()]
+    dist.broadcast_object_list(plain, src=0)
+    optimizers[0].load_state_dict(plain[0])
+    train(models, optimizers, range(2, 4), rank)
+    saved = [full_state_dict(optimizers[1])]
+    moved = digest(list(models[0].parameters())) == digest(list(models[1].parameters()))
+    held = size_of(optimizers[1].__dict__["state"]) < 0.36 * size_of(optimizers[0].state)
+    dist.broadcast_object_list(saved, src=0)
+    if rank == 2:
+        return moved, held, True, True
+    for model in models:
+        model.membership.rebuild(again)
+    with pytest.raises(ValueError, match="not complete"):
+        train(models[1:], optimizers[1:], [4], rank)
+    with pytest.raises(ValueError, match=r"load_state_dict\(None\)"):
+        optimizers[1].load_state_dict(None)
+    optimizers[1].load_state_dict(saved[0])
+    train(models, optimizers, [4, 5], rank)
+    fewer = digest(list(models[0].parameters())) == digest(list(models[1].parameters()))
+    whole = full_state_dict(optimizers[1])
+    return moved, held, fewer, whole is None or alike(whole, optimizers[0].state_dict())
+
+
+def test_state_moves_with_the_members():
+    """`rebuild` moves parts where all ranks go on; without the parts of one that left, a step says so."""
+    assert pool(3).run(rebuilt) == [(True, True, True, True)] * 3
+
+
+def other_ways(rank, num_ranks, backend):
+    """Windows, unfreezing, a group added later, a moved module, hooks, a closure, zero_grad(False). What differs."""
+    group, wrong = group_of(backend), []
+
+    def check(what, models):
+        if digest(list(models[0].parameters())) != digest(list(models[1].parameters())):
+            wrong.append(what)
+
+    models, optimizers = pair(
+        lambda p: torch.optim.AdamW([each for each in p if each.dim() == 2], lr=0.01), group
+    )
+    seen = [[], []]
+    for model, optimizer, calls in zip(models, optimizers, seen, strict=True):
+        optimizer.register_step_pre_hook(lambda given, *_, calls=calls: calls.append(len(given.param_groups)))
+        with model.accumulate([batch(0, rank), batch(1, rank)][: 2 - rank % 2]) as micro_batches:
+            for x in micro_batches:
+                model(x).square().mean().backward()
+        optimizer.step()
+    check("windows", models)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.add_param_group({"params": [p for p in model.parameters() if p.dim() != 2], "lr": 0.1})
+        model.module.frozen.requires_grad_(True)
+        optimizer.zero_grad(set_to_none=False)
+        (loss_of(model, 1, rank) + (model.module.frozen * rank).sum() * 0).backward()
+        model.clip_grad_norm_(0.05)
+        optimizer.step()
+    check("groups and frozen parameters", models)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for parameter in model.parameters():  # as `module.to` does
+            parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = loss_of(model, 2, rank)
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).requires_grad
+    check("closure and other memory", models)
+    if seen[0] != seen[1] or seen[1] != [1, 2, 2]:
+        wrong.append(("hooks", seen))
+    x = loss_of(models[1], 3, rank)
+    optimizers[1].step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        x.backward()
+    return wrong
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_scripts_do_between_steps(backend):
+    """Everything that a plain optimizer is used for."""
+    assert pool(2).run(other_ways, backend) == [[]] * 2
+
+
+def scaled(rank, num_ranks):
+    """A GradScaler finds an overflow of one rank's; all ranks skip the step, and scale alike."""
+    models, optimizers = pair(ELEMENTWISE["adamw"], None)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**60) for _ in models]
+    skipped = 0
+    for step in range(4):
+        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            weight = 1e30 if step == 1 and rank == 1 else 1.0
+            scaler.scale(loss_of(model, step, rank) * weight).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            before = digest(list(model.parameters()))
+            scaler.step(optimizer)
+            skipped += before == digest(list(model.parameters()))
+            scaler.update()
+    same = digest(list(models[0].parameters())) == digest(list(models[1].parameters()))
+    return same, skipped, [scaler.get_scale() for scaler in scalers]
+
+
+def test_a_scaler_skips_the_same_steps():
+    """Gradients are whole, so all ranks find the same overflow, and clip by the same norm."""
+    results = pool(2).run(scaled)
+    assert results[0] == results[1]
+    same, skipped, scales = results[0]
+    assert same
+    assert skipped == 2
+    assert scales[0] == scales[1]
+
+
+def with_masters(rank, num_ranks):
+    """bfloat16 parameters with float32 masters, against one float32 copy stepped by hand. Return what differs."""
+    model = DistributedDataParallel(net(dtype=torch.bfloat16))
+    optimizer = shard(torch.optim.AdamW(model.parameters(), lr=0.003), model, master_weights=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    masters = [nn.Parameter(p.detach().float()) for p in trained]
+    by_hand = torch.optim.AdamW(masters, lr=0.003)
+    wrong = []
+    for step in range(6):
+        if step == 4:  # as after a preemption
+            saved = [full_state_dict(optimizer)]
+            dist.broadcast_object_list(saved, src=0)
+            fresh = torch.optim.AdamW(model.parameters(), lr=0.003)
+            del optimizer
+            optimizer = shard(fresh, model, master_weights=True)
+            optimizer.load_state_dict(saved[0])
+        optimizer.zero_grad()
+        loss_of(model, step, rank, torch.bfloat16).backward()
+        for master, parameter in zip(masters, trained, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        optimizer.step()
+        by_hand.step()
+        if digest([master.bfloat16() for master in masters]) != digest(trained):
+            wrong.append(step)
+    return wrong, digest(trained)
+
+
+def test_master_weights():
+    """The owner keeps float32 copies of bfloat16 parameters, which a saved state holds."""
+    results = pool(2).run(with_masters)
+    assert results[0] == results[1]
+    assert results[0][0] == []
+
+
+class Custom(torch.optim.SGD):
+    """An optimizer that shard() does not know."""
+
+
+def refused(rank, num_ranks):
+    """Bad input, each with an error that says what to do. Return the messages that do not."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    module = net()
+    model = DistributedDataParallel(module)
+    torchs = nn.parallel.DistributedDataParallel(net(), find_unused_parameters=True)
+    params = list(model.parameters())
+    stepped = torch.optim.AdamW(params)
+    loss_of(model, 0, rank).backward()
+    stepped.step()
+    replaced = torch.optim.SGD(params[2:], lr=0.1)
+    replaced.step = lambda: None
+    first = shard(torch.optim.SGD(params[:2], lr=0.1), model)
+    outside = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    sparse = DistributedDataParallel(nn.Embedding(5, 3, sparse=True))
+    gaps = DistributedDataParallel(nn.ParameterList([nn.Parameter(torch.ones(4, 4)[:, :2])]))
+    cases = [
+        ("torch's", torch.optim.SGD(torchs.parameters(), lr=0.1), torchs),
+        ("is a Net", torch.optim.SGD(module.parameters(), lr=0.1), module),
+        ("Call it once", first, model),
+        ("has stepped", stepped, model),
+        ("as often as it likes", torch.optim.LBFGS(params), model),
+        ("per_parameter=True", Custom(params, lr=0.1), model),
+        ("divides the state itself", ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1), model),
+        ("not the model's", outside, model),
+        ("another sharded optimizer", torch.optim.SGD(params, lr=0.1), model),
+        ("been replaced", replaced, model),
+        ("is a int", 5, model),
+        ("sparse=False", torch.optim.SGD(sparse.parameters(), lr=0.1), sparse),
+        ("gaps in its memory", torch.optim.SGD(gaps.parameters(), lr=0.1), gaps),
+        ("differentiable", torch.optim.SGD(params, lr=0.1, differentiable=True), model),
+    ]
+    wrong = []
+    for words, optimizer, wrapped in cases:
+        try:
+            shard(optimizer, wrapped)
+            wrong.append((words, "nothing raised"))
+        except ConfigurationError as error:
+            if words not in str(error):
+                wrong.append((words, str(error)))
+    del first, cases, optimizer
+    again = shard(Custom(params, lr=0.1, momentum=0.9), model, per_parameter=True)
+    again.step()
+    for forbidden in (lambda: again.state, again.state_dict, lambda: copy.deepcopy(again)):
+        with pytest.raises(ConfigurationError, match="full_state_dict"):
+            forbidden()
+    with pytest.raises(ConfigurationError, match="rank without batches"), model.join():
+        loss_of(model, 1, rank).backward()
+    with pytest.raises(ConfigurationError, match="groups of"):
+        again.load_state_dict(torch.optim.SGD(params[:1], lr=0.1).state_dict())
+    return wrong
+
+
+def test_bad_input_is_refused_before_anything_is_changed():
+    """Every line of the issue's list, and what a script may ask of one rank's part."""
+    assert pool(2).run(refused) == [[]] * 2
