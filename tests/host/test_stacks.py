@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from paceline.host import stacks
-from paceline.host.foreign_output import write_to_stderr_of
 from paceline.host.processes import activity_of, family_of, state_of
 from paceline.host.stacks import kernel_words, stack_of
 
@@ -130,18 +129,6 @@ def test_children_count(stuck):
     parent, child = family_of(process.pid)
     assert parent == process.pid
     os.kill(child, signal.SIGKILL)
-
-
-def test_a_message_in_somebody_elses_output(stuck, tmp_path):
-    """Once for those that share a file, not for ourselves, and in order with what the process writes itself."""
-    process = stuck(
-        "sys.stderr.write('own\\n'); sys.stderr.flush(); time.sleep(0.3); sys.stderr.write('more\\n')"
-    )
-    assert write_to_stderr_of([process.pid, process.pid, os.getpid()], "told\n") == 1
-    process.wait(30)
-    lines = (tmp_path / "stderr").read_text().splitlines()
-    assert sorted(lines) == ["more", "own", "told"]  # nothing is written over
-    assert lines.index("own") < lines.index("more")
 
 
 def test_a_frame_of_the_users_own():

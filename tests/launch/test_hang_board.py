@@ -148,7 +148,6 @@ def test_a_rank_that_the_agent_waits_for_is_reported(tmp_path, monkeypatch, wait
         hang_watch, "activity_of", lambda _: Activity(now_s * is_busy, 0.0, 0, 0, on_disk=False)
     )
     monkeypatch.setattr(hang_watch, "stack_of", lambda *_: Stack((), "py-spy", "computes"))
-    monkeypatch.setattr(hang_watch, "write_to_stderr_of", lambda *_: None)
     watch = hang_watch.HangWatch(tmp_path, "a launch", 3, hang_watch.QUIET_S, told.append)
     until_s = None
     for _ in range(700):

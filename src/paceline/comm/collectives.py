@@ -313,7 +313,6 @@ class Chain(Work):
         self._advance()
 
     def _advance(self) -> None:
-        """Go on to the next stage; the last one knows whom to tell."""
         self._current = next(self._stages, None)
         if self._current is not None and self._num_left is not None:
             self._num_left -= 1

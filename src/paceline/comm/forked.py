@@ -27,7 +27,6 @@ def keep_when_forked(group: object) -> None:
 
 
 def _keep_groups() -> None:
-    """Keep the groups for ever, in a forked process."""
     for group, (_, store) in dist.distributed_c10d._world.pg_map.items():
         keep_for_ever(group)
         keep_for_ever(store)

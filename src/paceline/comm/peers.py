@@ -298,7 +298,6 @@ class _FailureDetection:
         return (who, False) if who else (f"every rank still answers{self._elsewhere(doing)}", True)
 
     def _elsewhere(self, doing: str) -> str:
-        """The first rank that is doing something else, in words."""
         for rank in range(self._num_ranks):
             with contextlib.suppress(RuntimeError):
                 words = (self._store.get(f"here/{rank}") or b"").decode()
@@ -359,7 +358,6 @@ class _FailureDetection:
         return False
 
     def _has_ended(self, rank: int) -> bool:
-        """Return whether a rank has left, or its process is of this host and dead."""
         card = self._card(rank)
         return card is not None and (card.state() == GONE or self._store.get(f"left/{rank}") is not None)
 
@@ -376,7 +374,6 @@ class _FailureDetection:
         return _look_up(card)
 
     def _card(self, rank: int) -> ProcessIdentity | None:
-        """Return the identity of a rank's process, if the rank has written it."""
         if rank not in self._cards and (words := self._store.get(f"who/{rank}")) is not None:
             self._cards[rank] = ProcessIdentity.from_words(words)
         return self._cards.get(rank)
@@ -456,7 +453,6 @@ class _State:
 
 
 def _look_up(card: ProcessIdentity) -> _State:
-    """Return what the kernel says about a process, if it is of this host."""
     state = card.state()
     if state == GONE:
         return _State(f"{card} has died", is_gone=True)

@@ -263,7 +263,6 @@ class Balance:
     # ---- shares
 
     def _fitting(self, batch: GlobalBatch) -> tuple[int, ...]:
-        """The best shares within the limits. Raises ConfigurationError if there are none."""
         unit = self._unit(batch)
         # Until all have been measured, in proportion to the present ones.
         speeds = [Speed(0.0, 1 / max(now, 1)) for now in batch.samples]
@@ -272,11 +271,9 @@ class Balance:
         return best_shares(speeds, batch.size, self._most_samples(batch), least=unit, unit=unit)
 
     def _unit(self, batch: GlobalBatch) -> int:
-        """Return how many samples of a step move at a time."""
         return batch.local[0] if self.move == "micro-steps" else batch.num_micro_steps
 
     def _most_samples(self, batch: GlobalBatch) -> list[int]:
-        """The most samples of a step that each rank can train."""
         per_micro_step = batch.size if self.move == "micro-steps" else batch.num_micro_steps
         return [batch.size if limit is None else limit * per_micro_step for limit in self._limits]
 
@@ -315,7 +312,6 @@ class Balance:
 
     @staticmethod
     def _words(each: Sequence[object]) -> str:
-        """All of a few; of many ranks the first ones."""
         return ", ".join(map(str, each[:8])) + (", ..." if len(each) > 8 else "")
 
     def _tell(self, message: str) -> None:

@@ -56,7 +56,6 @@ class GlobalBatches(ABC):
         self._check(batch)
 
     def _check(self, batch: GlobalBatch) -> None:
-        """Make sure that `batch` can be trained."""
         if not 0 <= self.rank < batch.num_ranks:
             raise ConfigurationError(
                 f"rank={self.rank} has no part of a batch of {batch}: ranks are 0 to {batch.num_ranks - 1}."
@@ -105,7 +104,6 @@ class GlobalBatches(ABC):
         self._loop, self.step, self._goes_to = object(), None, None
 
     def _check_goes_on(self, loop: object) -> None:
-        """Raise if a loop that has been ended is asked for another step."""
         if self._loop is not loop:
             raise ProtocolError(
                 f"rank {self.rank} asked a loop over steps for more after it had been ended by another loop, set_epoch "
@@ -113,7 +111,6 @@ class GlobalBatches(ABC):
             )
 
     def _check_size(self, state: Mapping[str, Any], batch_may_change: bool) -> None:
-        """Refuse a state of steps of another size, unless that was asked for."""
         if state["batch"] != self.batch.size and not batch_may_change:
             raise ConfigurationError(
                 f"the state is of steps of {state['batch']} samples, this batch is {self.batch}. To keep the size on "

@@ -90,7 +90,6 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         self._plan = self._make_plan(start, self._epoch)
 
     def _make_plan(self, start: int, epoch: int) -> EpochPlan:
-        """Make the plan of an epoch, from sample `start` on."""
         return EpochPlan(self.num_samples, self.last == "drop", start, self.batch)
 
     def _check(self, batch: GlobalBatch) -> None:
@@ -197,13 +196,11 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         return len(self._cuts(of_next_epoch=True)) if is_over else len(cuts)
 
     def _cuts(self, of_next_epoch: bool = False) -> list[tuple[int, ...]]:
-        """The ranks' numbers of samples, micro-step by micro-step, of this iteration or the next one."""
         plan = self._make_plan(0, self._epoch + 1) if of_next_epoch else self._plan
         steps = plan.steps(0 if of_next_epoch else self._start, joins=self._steps_start is None)
         return [sizes for step in steps if not self._is_rest(step) for sizes in step.micro_steps]
 
     def _is_rest(self, step: StepCut) -> bool:
-        """Return whether these are too few samples for all ranks with a share, so that a loop over the loader ends."""
         return step.size < sum(size > 0 for size in self.batch.local)
 
     def _begin_iteration(self) -> object:

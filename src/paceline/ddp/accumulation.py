@@ -235,7 +235,6 @@ class Window(Generic[Batch]):
         return False
 
     def _is_recoverable(self, error: Exception) -> bool:
-        """Return whether ranks were lost, and others compute this step again."""
         if not self._steps.is_recoverable(error):
             return False
         forget_frames(error)  # they keep what was launched over the old group

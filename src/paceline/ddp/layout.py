@@ -130,7 +130,6 @@ class GradientMemory:
         return buckets
 
     def _take_alive(self) -> dict[int, Tensor]:
-        """Return copies of the gradients that lie in a buffer, by their parameters' `id`."""
         alive: dict[int, Tensor] = {}
         for parameter in self._managed.parameters if self._has_been_cut else ():
             gradient = parameter.grad

@@ -87,7 +87,6 @@ class LowPrecision:
         return output
 
     def _cast(self) -> dict[str, Tensor]:
-        """Differentiable low-precision copies, by name, of the floating-point parameters that are not ignored."""
         full = {id(p) for part in self._module.modules() if self._stays(part) for p in part.parameters(False)}
         return {
             name: parameter.to(self._dtype)

@@ -227,7 +227,6 @@ def accumulates_everywhere() -> bool:
 
 
 def _outermost_call() -> FrameType | None:
-    """Return the outermost call of `torch.autograd.backward` for which this thread works."""
     return next(reversed(_running_calls(_BACKWARD)), None)
 
 
@@ -246,7 +245,6 @@ def _running_calls(*functions: CodeType) -> list[FrameType]:
 
 
 def _calls_in(frame: FrameType | None, functions: Sequence[CodeType]) -> list[FrameType]:
-    """Return the calls of these functions in a thread's stack, innermost first."""
     calls = []
     while frame is not None:
         if frame.f_code in functions:

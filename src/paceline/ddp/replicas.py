@@ -157,7 +157,6 @@ REMEDY = (
 
 
 def _first_missing(these: dict[str, str], those: dict[str, str], rank: int) -> str:
-    """Return the first trainable parameter of `these` that `those`, of this rank, lack."""
     found = [_trainable_names(lines) for lines in (these, those)]
     missing = [name for name in found[0] if name not in found[1]]
     return f"; rank {rank} does not train {missing[0]}, or ignores it" if missing else ""

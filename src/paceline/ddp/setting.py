@@ -72,7 +72,6 @@ class Setting:
     def _wrappable(
         module: Module, given: Any, process_groups: list[ProcessGroup]
     ) -> tuple[set[str], list[Parameter]]:
-        """Check the module. Return the names that are ignored, and the other parameters."""
         arguments.check_delayed(given.delay_all_reduce_named_params, given.param_to_hook_all_reduce)
         make_shards_local(module, given.device_mesh)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

@@ -112,7 +112,6 @@ _NOT_FINITE_ANY_MORE = "not finite"  # a warning; no suspicion after it
 
 @functools.cache
 def _num_remainders(dtype: torch.dtype) -> int:
-    """Return how many modules' numbers words of this type tell apart."""
     return int(2 / torch.finfo(dtype).eps / _MODULE)
 
 

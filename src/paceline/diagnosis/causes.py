@@ -229,7 +229,6 @@ class _Facts:
         return Cause("core shared", f"it waits {ms(queued_s)} a step for a core{who}")
 
     def _neighbour(self) -> str:
-        """Return the process outside this run that used the culprit's core most; "" if none was seen."""
         used = {} if self._culprit.rank is None else taken_from_cores(self._run)[self._culprit.rank]
         return max(used, key=used.__getitem__, default="")
 

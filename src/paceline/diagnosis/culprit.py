@@ -114,7 +114,6 @@ class _Seen:
         )
 
     def _costs_s(self, indices: Sequence[int], of: Callable[[int], Hashable]) -> list[tuple[Any, float]]:
-        """Return the cost of steps, grouped by a property that they have, dearest first."""
         found: dict[Hashable, float] = {}
         for i in indices:
             found[of(i)] = found.get(of(i), 0.0) + self.leads_s[i][self.late[i]]
@@ -186,7 +185,6 @@ class _Seen:
 
 
 def _spread_s(row: Sequence[RankStep]) -> float:
-    """Return by how much the ranks differ that are not the last one."""
     works = sorted(rank.work_s for rank in row)
     return works[-2] - works[0]
 
@@ -203,14 +201,12 @@ def _largest(by_phase: dict[str, float]) -> str:
 
 
 def _layer(excess_s: dict[Part, float], phase: str) -> str:
-    """Return where at least half of a phase's delay is; "": nowhere."""
     layers = {layer: seconds for (name, layer), seconds in excess_s.items() if name == phase}
     layer = max(layers, key=layers.__getitem__)
     return layer if layers[layer] >= 0.5 * sum(layers.values()) else ""
 
 
 def _chance(num_own: int, num_all: int, num_ranks: int) -> float:
-    """Return how likely some rank has at least so many of all steps that stand out if each is any rank's."""
     of_one = 1 / num_ranks
     tail = sum(
         math.comb(num_all, k) * of_one**k * (1 - of_one) ** (num_all - k) for k in range(num_own, num_all + 1)

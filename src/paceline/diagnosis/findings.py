@@ -280,7 +280,6 @@ def _when(culprit: Culprit, num_steps: int) -> str:
 
 
 def _advice(others: tuple[Remedy, ...], first: str = "") -> str:
-    """Remedies in one sentence, each with the step it is predicted to give; the first one's was said."""
     words = [first] if first else []
     words += [f"{x.words} (predicted {ms(x.predicted.step_s)})" if x.predicted else x.words for x in others]
     sentence = ", or ".join(words)
@@ -351,7 +350,6 @@ def _of_all(run: Run, table: StepTable) -> Finding | None:
 
 
 def _named(run: Run, rank: int) -> str:
-    """Return the rank's number, and its host's name where there are several."""
     several = len({x.header.host for x in run.ranks}) > 1
     return f"{rank} (host {_host(run, rank)})" if several else str(rank)
 

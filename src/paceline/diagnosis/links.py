@@ -173,12 +173,10 @@ def _links(samples: Iterable[Sample]) -> list[LinkCounters]:
 
 
 def _is_within_a_host(link: LinkCounters) -> bool:
-    """Return whether both ends are on one host, so that no link carries it."""
     return link.local.rpartition(":")[0] == link.remote.rpartition(":")[0]
 
 
 def _both(a: Edge, b: Edge) -> Edge:
-    """Several connections between the same ranks."""
     return Edge(
         a.source,
         a.target,

@@ -165,7 +165,6 @@ def _answer_file(folder: Path, pid: int) -> Path:
 
 
 def _handles(pid: int, number: int) -> bool:
-    """Return whether a process catches a signal."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):

@@ -131,7 +131,6 @@ def _in_words(arguments: LaunchArguments, companions: Sequence[Running], hangs: 
 
 
 def _note_timings(folder: Path, note: Callable[[str], None]) -> None:
-    """Print the tables of timings that the ranks have left."""
     for lines in left_tables.found_in(folder):
         note(lines)
 

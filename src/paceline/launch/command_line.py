@@ -253,7 +253,6 @@ def _check_file(script: str) -> None:
 
 
 def _num_nodes(nnodes: str) -> int:
-    """The largest number of machines that `--nnodes` allows."""
     try:
         smallest, largest = torchrun.parse_min_max_nnodes(nnodes)
     except (ValueError, RuntimeError):

@@ -21,7 +21,6 @@ from typing import Any
 
 from typing_extensions import Self
 
-from paceline.host.foreign_output import write_to_stderr_of
 from paceline.host.processes import GONE, Activity, activity_of, parent_of, state_of
 from paceline.host.stacks import Stack, stack_of
 from paceline.launch.hang_board import Board, Correspondent, Standstill, StepLengths, standstill
@@ -82,7 +81,6 @@ def _act(entered: Entered) -> str:
 
 
 def _names_of(ranks: Sequence[int]) -> str:
-    """Return a name such as `rank 1`, `ranks 0 and 2` or `the launcher`."""
     if list(ranks) == [_LAUNCHER]:
         return "the launcher"
     shown = [str(rank) for rank in ranks[:_MOST_SHOWN]]
@@ -92,7 +90,6 @@ def _names_of(ranks: Sequence[int]) -> str:
 
 
 def _describe(rank: int, pid: int, stack: Stack) -> list[str]:
-    """Return lines about where a missing rank is."""
     if not stack.frames:
         return [
             f"  rank {rank} (process {pid}) {stack.kernel or 'does nothing'}; its Python stack is unknown: {stack.by}"
@@ -104,12 +101,10 @@ def _describe(rank: int, pid: int, stack: Stack) -> list[str]:
 
 
 def _describe_briefly(waits: Entered, stack: Stack) -> list[str]:
-    """Return a line about where a waiting rank is, or none."""
     return [f"  rank {waits.rank} waits in {_place(stack)}"] if stack.frames else []
 
 
 def _place(stack: Stack) -> str:
-    """Return the innermost function of the user's own."""
     own = [frame for frame in stack.frames if frame.is_of_user] or list(stack.frames)
     return str(own[0]) if own else "a place that could not be read"
 
@@ -285,19 +280,12 @@ class HangWatch:
         lines.append(_NEXT)
         where = "; ".join(f"rank {rank} was in {_place(stack)}" for rank, stack in stacks.items())
         self._last_words = f" Before that: {headline}" + (f" {where}." if where else "")
-        self._say(lines, what)
+        for line in lines:
+            self._note(line)
         if self._board is not None:
             self._board.tell(lines)
 
-    def _say(self, lines: Sequence[str], what: Standstill) -> None:
-        """Write to the user, and to the stderr of each rank here that waits."""
-        for line in lines:
-            self._note(line)
-        text = "".join(f"paceline: {line}\n" for line in lines)
-        write_to_stderr_of([each.pid for each in what.waiting if each.pid], text)
-
     def _of_others(self, board: Correspondent, own: Sequence[Entered], now_s: float) -> list[Entered]:
-        """Return how far other machines' ranks are, and pass on what their launchers tell."""
         here = standstill(own, 0)
         try:
             others, lines = board.look(
@@ -309,7 +297,8 @@ class HangWatch:
             return []
         if lines and here is not None:
             self._last_words = f" Before that: {lines[0]}"
-            self._say([f"{lines[0]} That is on another machine.", *lines[1:]], here)
+            for line in (f"{lines[0]} That is on another machine.", *lines[1:]):
+                self._note(line)
         return others
 
     def _tell_that_it_went_on(self, suspicion: _Suspicion, now_s: float) -> None:

@@ -125,7 +125,6 @@ def _launch(folder: Path, num_processes: str) -> None:
 
 
 def _call(folder: Path) -> None:
-    """Call the function on this rank, and leave its result in the folder."""
     cloudpickle = _cloudpickle()
     function, args = cloudpickle.loads((folder / "call").read_bytes())
     answer = cloudpickle.dumps(function(*args))

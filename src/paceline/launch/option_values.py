@@ -29,35 +29,59 @@ _NEVER_ARRIVE = ("SIGKILL", "SIGSTOP")
 
 def check_values(args: argparse.Namespace, num_local_ranks: int, num_machines: int) -> None:
     """Raise ConfigurationError for values that torch's launcher would stumble over, or ignore."""
+    _check_known(args)
+    _let_torch_read(args)
     _check_meeting(args, num_machines)
-    for option, text in (("--tee", args.tee), ("--redirects", args.redirects)):
-        _check_streams(option, text, num_local_ranks)
-    _check_filter(args.local_ranks_filter, num_local_ranks)
+    _check_ranks_here(args, num_local_ranks)
     _check_signals(args.signals_to_handle)
     _check_log_folder(args.log_dir)
-    if not 0 < args.monitor_interval < math.inf:
-        raise ConfigurationError(
-            f"--monitor-interval {args.monitor_interval:g} is not a time between two looks at the ranks. Pass seconds, "
-            "such as 0.1."
-        )
-    if not 0 <= args.hang_after < math.inf:
-        raise ConfigurationError(
-            f"--hang-after {args.hang_after:g} is not a number of seconds. Pass one, such as 5, or 0 to look for "
-            "no hangs."
-        )
-    shutdown_s = getattr(args, "shutdown_timeout", None)
-    if shutdown_s is not None and shutdown_s < 0:
-        raise ConfigurationError(f"--shutdown-timeout {shutdown_s} is negative. Pass seconds, such as 30.")
-    if args.event_log_handler not in handlers._log_handlers:
-        raise ConfigurationError(
-            f"--event-log-handler {args.event_log_handler} is not one of {', '.join(handlers._log_handlers)}."
-        )
-    try:
-        torchrun._get_logs_specs_class(args.logs_specs)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"--logs-specs {args.logs_specs} is not an entry point torchrun.logs_specs of a package here. Leave it out."
-        ) from error
+    shutdown_s = getattr(args, "shutdown_timeout", None) or 0
+    for option, value, is_possible, example in (
+        ("--monitor-interval", args.monitor_interval, 0 < args.monitor_interval < math.inf, "0.1"),
+        ("--hang-after", args.hang_after, 0 <= args.hang_after < math.inf, "5, or 0 to look for no hangs"),
+        ("--shutdown-timeout", shutdown_s, shutdown_s >= 0, "30"),
+    ):
+        if not is_possible:
+            raise ConfigurationError(
+                f"{option} {value:g} is not a possible number of seconds. Pass one, such as {example}."
+            )
+
+
+def _check_known(args: argparse.Namespace) -> None:
+    for option, name, known in (
+        ("--rdzv-backend", args.rdzv_backend, rendezvous_handler_registry._registry),
+        ("--event-log-handler", args.event_log_handler, handlers._log_handlers),
+    ):
+        if name not in known:
+            raise ConfigurationError(f"{option} {name} is not one of {', '.join(sorted(known))}.")
+
+
+def _let_torch_read(args: argparse.Namespace) -> None:
+    """Let torch parse the values that it would parse later, and raise ConfigurationError with its words."""
+    meets_by_file = rendezvous_endpoint.meets_by_file(args)
+    for option, text, read in (
+        ("--tee", args.tee, Std.from_str),
+        ("--redirects", args.redirects, Std.from_str),
+        ("--local-ranks-filter", args.local_ranks_filter, _ranks_of_filter),
+        ("--rdzv-conf", args.rdzv_conf, torchrun._parse_rendezvous_config),
+        ("--logs-specs", args.logs_specs, torchrun._get_logs_specs_class),
+        (
+            "--rdzv-endpoint",
+            "" if meets_by_file else args.rdzv_endpoint,
+            lambda text: parse_rendezvous_endpoint(text, 0),
+        ),
+    ):
+        try:
+            if text:
+                read(text)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"{option} {text} cannot be read: {str(error).rstrip('.')}. `paceline run --help` says what it takes."
+            ) from error
+
+
+def _ranks_of_filter(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")] if text else []
 
 
 def _check_meeting(args: argparse.Namespace, num_machines: int) -> None:
@@ -66,17 +90,12 @@ def _check_meeting(args: argparse.Namespace, num_machines: int) -> None:
         raise ConfigurationError(
             f"--master-port {args.master_port} is not a port. Pass 1 to {_MOST_PORT}, or leave it out."
         )
-    known = sorted(rendezvous_handler_registry._registry)
-    if args.rdzv_backend not in known:
-        raise ConfigurationError(f"--rdzv-backend {args.rdzv_backend} is not one of {', '.join(known)}.")
-    if args.rdzv_endpoint and not rendezvous_endpoint.meets_by_file(args):
-        try:
-            parse_rendezvous_endpoint(args.rdzv_endpoint, 0)
-        except ValueError as error:
+    for name, value in torchrun._parse_rendezvous_config(args.rdzv_conf or "").items():
+        is_number = name.endswith(("timeout", "interval", "attempt"))
+        if is_number and not (value.isdecimal() and int(value) > 0):
             raise ConfigurationError(
-                f"--rdzv-endpoint {args.rdzv_endpoint} is not an address and port. Pass HOST:PORT, as 10.0.0.5:29400."
-            ) from error
-    _check_settings(args.rdzv_conf or "")
+                f"--rdzv-conf {name}={value} is not a number of seconds, or of attempts."
+            )
     rendezvous_endpoint.patience_s(args)
     if not 0 <= args.node_rank < num_machines:
         raise ConfigurationError(
@@ -99,48 +118,23 @@ def _may_be_own(args: argparse.Namespace, num_machines: int) -> bool:
         return False
 
 
-def _check_settings(text: str) -> None:
-    """Check that --rdzv-conf has names with values, and that times and counts are whole numbers."""
-    for word in filter(None, text.strip().split(",")):
-        name, _, value = (part.strip() for part in word.partition("="))
-        if not name or not value:
+def _check_ranks_here(args: argparse.Namespace, num_local_ranks: int) -> None:
+    """Check that the ranks of options with a value per rank are on this machine."""
+    for option, text, ranks in (
+        ("--tee", args.tee, _ranks_of_streams(args.tee)),
+        ("--redirects", args.redirects, _ranks_of_streams(args.redirects)),
+        ("--local-ranks-filter", args.local_ranks_filter, _ranks_of_filter(args.local_ranks_filter)),
+    ):
+        if not all(0 <= rank < num_local_ranks for rank in ranks):
             raise ConfigurationError(
-                f"--rdzv-conf {text}: {word!r} is not NAME=VALUE. Pass, for example, --rdzv-conf join_timeout=600."
-            )
-        is_number = name.endswith(("timeout", "interval", "attempt"))
-        if is_number and not (value.isdecimal() and int(value) > 0):
-            raise ConfigurationError(
-                f"--rdzv-conf {name}={value} is not a number of seconds, or of attempts."
-            )
-
-
-def _check_streams(option: str, text: str, num_local_ranks: int) -> None:
-    try:
-        found = Std.from_str(text)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"{option} {text} names no output. Pass 1 for stdout, 2 for stderr. 3 is both, 0 is "
-            "none; or one per rank: 0:3,1:1."
-        ) from error
-    if isinstance(found, dict) and max(found) >= num_local_ranks:
-        raise ConfigurationError(_no_such_rank(f"{option} {text}", max(found), num_local_ranks))
-
-
-def _check_filter(text: str, num_local_ranks: int) -> None:
-    words = text.split(",") if text else []
-    for word in words:
-        if not word.strip().isdecimal():
-            raise ConfigurationError(f"--local-ranks-filter {text} is not a list of ranks such as 0,1.")
-        if int(word) >= num_local_ranks:
-            raise ConfigurationError(
-                _no_such_rank(f"--local-ranks-filter {text}", int(word), num_local_ranks)
+                f"{option} {text}: there is no rank {max(ranks)} here. This machine's are numbered from 0 to "
+                f"{num_local_ranks - 1}."
             )
 
 
-def _no_such_rank(given: str, rank: int, num_local_ranks: int) -> str:
-    return (
-        f"{given}: there is no rank {rank} here. This machine's are numbered from 0 to {num_local_ranks - 1}."
-    )
+def _ranks_of_streams(text: str) -> list[int]:
+    found = Std.from_str(text)
+    return list(found) if isinstance(found, dict) else []
 
 
 def _check_signals(text: str) -> None:

@@ -221,7 +221,6 @@ def _start(pid: int) -> str:
 
 
 def _children(pid: int) -> dict[int, str]:
-    """Return the start of each child of a process, by its number."""
     found = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended

@@ -172,7 +172,6 @@ def _scaled_norm(tensor: Tensor) -> float:
 
 
 def _by_segments(tensors: list[Tensor], lengths: Tensor) -> Tensor:
-    """Norms of tensors, from one flat tensor of all their elements."""
     squares = torch._utils._flatten_dense_tensors(tensors).double().square()
     return torch.segment_reduce(squares, "sum", lengths=lengths, unsafe=True).sqrt_()
 

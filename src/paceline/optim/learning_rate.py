@@ -68,7 +68,6 @@ _MILESTONES = (30 / 90, 60 / 90, 80 / 90)  # of Goyal et al.'s 90 epochs, sectio
 
 
 def _left(time: float, warmup: float, total: float) -> float:
-    """Return which part of the time after the warm-up is left."""
     return (total - time) / (total - warmup) if total > warmup else 1.0
 
 

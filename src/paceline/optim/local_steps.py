@@ -219,7 +219,6 @@ class LocalSGD(AcrossRanks):
         return self._traffic
 
     def _sent_bytes(self) -> int:
-        """Return the bytes sent so far by a reduction that counts itself."""
         return self.reduction.bytes_sent if isinstance(self.reduction, Lossy) else 0
 
     def _count(self, compressed_bytes: int) -> None:

@@ -165,7 +165,6 @@ class Trial:
         self._settle()
 
     def _best(self, step_s: dict[str | None, float]) -> str | None:
-        """Return the candidate with the shortest step, if that is shorter by enough than what would be kept."""
         enough, best = 1 - self._config.gain_ratio, min(step_s, key=step_s.__getitem__)
         kept = self.in_use if step_s[self.in_use] < enough * step_s[None] else None
         return best if step_s[best] < enough * step_s[kept] else kept
@@ -185,7 +184,6 @@ class Trial:
         self._sweep(Phase.TRYING, dict.fromkeys((None, *self._candidates)))
 
     def _sweep(self, phase: Phase, candidates: dict[str | None, None]) -> None:
-        """Plan turns of these candidates, there and back."""
         self.phase, plans = phase, list[StepPlan]()
         for _ in range(self._config.num_sweeps):
             for candidate in reversed(candidates) if self._num_sweeps % 2 else candidates:

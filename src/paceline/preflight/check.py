@@ -232,7 +232,6 @@ def _row(finding: CheckResult, host: list[str]) -> list[str]:
 
 
 def _matrix(checkup: Checkup) -> RenderableType:
-    """Rates and latencies, from row to column."""
     from rich.table import Table  # noqa: PLC0415
 
     ranks = [host.rank for host in checkup.hosts][:_MOST_IN_TABLE]

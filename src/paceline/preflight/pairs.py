@@ -144,7 +144,6 @@ def _accept(listener: socket.socket, word: str) -> socket.socket:
 
 
 def _probe(line: socket.socket) -> tuple[float, float]:
-    """Latency and rate of what this side sends."""
     trip_s = statistics.median(_timed(line, 0) for _ in range(_NUM_PINGS))
     for size in _SIZES_BYTES:
         took_s = _timed(line, size)
@@ -163,7 +162,6 @@ def _timed(line: socket.socket, num_bytes: int) -> float:
 
 
 def _send(line: socket.socket, num_bytes: int) -> None:
-    """Send so many bytes, and wait until they are there."""
     line.sendall(num_bytes.to_bytes(8, "big"))
     left = num_bytes
     while left:
@@ -172,7 +170,6 @@ def _send(line: socket.socket, num_bytes: int) -> None:
 
 
 def _serve(line: socket.socket) -> None:
-    """The other side of `_probe`."""
     room = bytearray(len(_CHUNK))
     while (left := int.from_bytes(_receive(line, 8), "big")) <= max(_SIZES_BYTES):
         while left:

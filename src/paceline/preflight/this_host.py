@@ -177,7 +177,6 @@ def temporary_files() -> CheckResult:
 
 
 def _allowed_cores(root: Path) -> float | None:
-    """Return the cores that this process's cgroup and its parents allow, by either version of cgroups."""
     mount = root / "sys/fs/cgroup"
     folders = [each for folder in cpu_groups(root) for each in (folder, *folder.parents)]
     limits = [_cores(folder) for folder in folders if folder.is_relative_to(mount)]
@@ -185,7 +184,6 @@ def _allowed_cores(root: Path) -> float | None:
 
 
 def _cores(folder: Path) -> float | None:
-    """Return the cores that one cgroup allows; None for no limit."""
     if (file := folder / "cpu.max").exists():
         limit, period = file.read_text().split()
     elif (file := folder / "cpu.cfs_quota_us").exists():
@@ -301,7 +299,6 @@ def _speed(folder: Path) -> str:
 
 
 def _interface_of_route() -> str:
-    """Return the interface of the default route, by the kernel's table."""
     try:
         rows = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
     except OSError:

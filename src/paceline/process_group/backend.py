@@ -474,7 +474,6 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def _has_members(self) -> bool:
-        """Return whether it was ever connected."""
         return hasattr(self, "host")
 
     def _let_go(self) -> None:

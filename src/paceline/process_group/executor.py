@@ -110,7 +110,6 @@ def _messages(
 
 
 def _ranges(blocks: Iterable[int]) -> tuple[Range, ...]:
-    """Blocks as maximal ranges, in order."""
     ranges: list[Range] = []
     for block in sorted(blocks):
         if ranges and ranges[-1][1] == block:
@@ -274,7 +273,6 @@ class _Call:
         return pieces
 
     def _finalize(self, blocks: Range) -> None:
-        """Average and round blocks whose reduction this rank has completed."""
         fold = self.fold
         if fold is None:
             return

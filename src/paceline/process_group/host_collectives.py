@@ -278,7 +278,6 @@ def _enter_whole(piece: Tensor, slot: Tensor) -> int:
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> int:
-    """Copy some tensors; returns how many bytes."""
     num_bytes = 0
     for target, source in zip(targets, sources, strict=True):
         if size_bytes := source.nbytes:

@@ -300,7 +300,6 @@ class Auto(Reduction):
 
 
 def _named(candidates: Sequence[Compressor | Reduction | str]) -> dict[str, Reduction]:
-    """Return the candidates as reductions, by the names under which `report` has them."""
     from paceline.reductions.by_name import choose_reduction  # noqa: PLC0415  its table contains Auto
 
     return {

@@ -164,7 +164,6 @@ class Lossy(Reduction):
         return bool(self._memories)
 
     def _commit(self) -> None:
-        """Make what the last step wrote the state."""
         for memory in self._memories.values():
             memory.commit()
 

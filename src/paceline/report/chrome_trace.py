@@ -174,7 +174,6 @@ def _marks(rank: RankRun, step: StepRecord, clock: _Clock) -> Iterator[Event]:
 
 
 def _lanes(buckets: Iterable[BucketTiming]) -> Iterator[tuple[int, BucketTiming]]:
-    """Place each bucket on the first track that is free when it is ready."""
     free_s: list[float] = []
     for bucket in sorted(buckets, key=lambda bucket: bucket.ready_s):
         begin_s = min(bucket.ready_s, bucket.launched_s)

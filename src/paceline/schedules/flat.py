@@ -80,7 +80,6 @@ def _circulant(num_ranks: int) -> Rounds:
 
 
 def _around(first: int, count: int, size: int) -> list[tuple[int, int]]:
-    """Return blocks first to first+count-1 modulo `size`, as one or two ranges."""
     last = first + count
     if last <= size:
         return [(first, last)]

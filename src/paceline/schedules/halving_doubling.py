@@ -24,7 +24,6 @@ from paceline.schedules.schedule import Round, Rounds, Schedule, Transfer, mirro
 
 
 def _groups(num_ranks: int) -> list[range]:
-    """Consecutive ranks in groups of descending powers of two."""
     groups = []
     first = 0
     for exponent in reversed(range(num_ranks.bit_length())):
@@ -52,7 +51,6 @@ def _halve(group: range, t: int, num_blocks: int) -> list[Transfer]:
 
 
 def _join(larger: range, smaller: range, num_blocks: int) -> list[Transfer]:
-    """The smaller group's result goes to the owners in the larger group."""
     owner = {
         kept(i, _log2(smaller), num_blocks)[0] * len(smaller) // num_blocks: rank
         for i, rank in enumerate(smaller)

@@ -112,7 +112,6 @@ class _Measurement:
         return Link(alone_s, rate, max(together_s - alone_s, 0.0) / (_NUM_TOGETHER - 1))
 
     def _median_s(self, messages: list[Tensor], times: int) -> float:
-        """NaN if this rank has no part in it."""
         if self.neighbours is None:
             return float("nan")
         received = [torch.empty_like(message) for message in messages]
@@ -158,7 +157,6 @@ def _median_over_ranks(transport: Transport, numbers: list[float], timeout_s: fl
 
 
 def _from_rank_0(transport: Transport, numbers: list[float], timeout_s: float) -> list[float]:
-    """Rank 0's numbers, on every rank."""
     message = torch.tensor(numbers, dtype=torch.float64)
     if transport.rank:
         transport.exchange([], [(0, message)], timeout_s)

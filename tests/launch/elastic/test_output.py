@@ -74,4 +74,3 @@ def test_a_rank_that_hangs_after_a_loss_is_named_by_its_new_number_and_each_star
     assert "attempt_1/0/stdout.log" in logs  # of the first replacement
     for name in ("[default0]:dies", "[default2]:hangs", "[default1]:trained 12"):
         assert name in out
-    assert "hang: rank 1" in logs["attempt_0/1/stderr.log"].read_text()  # who waits is told, in its own file

@@ -291,7 +291,6 @@ class TorchSurface:
     # ---- reports
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return facts of the module and its last steps, under torch's keys."""
         return logging_data(self)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
@@ -312,7 +311,6 @@ class TorchSurface:
     # ---- graph and reducer
 
     def _set_static_graph(self) -> None:
-        """Declare the graph static, before the first step."""
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
@@ -320,7 +318,6 @@ class TorchSurface:
         self.static_graph = True
 
     def _remove_autograd_hooks(self) -> None:
-        """Stop reducing gradients."""
         self.reducer.tracker.stop()
 
     def _check_reducer_finalized(self) -> None:

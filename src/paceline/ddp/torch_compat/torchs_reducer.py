@@ -195,7 +195,6 @@ def _buckets(wrapped: Any) -> dict[str, Any]:
 
 
 def _times(steps: Sequence[StepTiming]) -> dict[str, int]:
-    """Return the last step's moments and durations, and the durations' averages over the kept steps."""
     moments, durations = _moments(steps[-1]), [_durations(_moments(step)) for step in steps]
     averages = {f"avg_{key}": int(mean(each[key] for each in durations)) for key in durations[0]}
     return moments | durations[-1] | averages

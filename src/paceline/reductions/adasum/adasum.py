@@ -255,13 +255,11 @@ def _why_not_hosts(hosts: Sequence[Sequence[int]], num_ranks: int) -> str:
 
 
 def _topology_of(hosts: Sequence[Sequence[int]], num_ranks: int) -> Topology:
-    """Return the topology of hosts given as lists of ranks, which `_why_not_hosts` has let pass."""
     host_of = {rank: number for number, host in enumerate(hosts) for rank in host}
     return _number([host_of[rank] for rank in range(num_ranks)])
 
 
 def _number(names: Sequence[bytes] | Sequence[int]) -> Topology:
-    """Number hosts in the order of their first ranks."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return Topology(tuple(numbers[name] for name in names))
 

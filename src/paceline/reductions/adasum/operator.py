@@ -267,7 +267,6 @@ def squared_norms(dots: Tensor, coefficients: Tensor) -> Tensor:
 
 
 def _sums(values: Tensor, chunk: Chunk) -> Tensor:
-    """The sums of a chunk's products over each of its tensors."""
     assert chunk.lengths is not None
     if values.device.type != "cpu":
         return torch.segment_reduce(values, "sum", lengths=chunk.lengths.to(values.device))

@@ -309,5 +309,4 @@ def _combine(a: Tensor, b: Tensor, both: Tensor, chunks: Sequence[Chunk], others
 
 @lru_cache(maxsize=1024)
 def _chunks_of(segments: Segments, first: int, last: int) -> list[Chunk]:
-    """Cached, as they are the same in every step."""
     return segments.chunks(first, last)
