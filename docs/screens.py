@@ -1,16 +1,19 @@
 """Pictures of the command line: runs commands, and keeps what they print as SVG. `python docs/screens.py` makes all.
 
 Rich draws the terminal. The fonts that it would fetch from the network are taken out: a reader's own will do.
+A film shows each line when the command printed it, and then stays as it is. Pauses are shortened to `_LONGEST_S`.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -39,6 +42,42 @@ SCREENS = (
     ),
     ("screen-demo", "paceline demo --epochs 2", 80),
 )
+# The same as a film.
+FILMS = (
+    ("film-survive", "paceline demo survive", 72),
+    ("film-doctor", "paceline demo doctor", 96),
+)
+_LONGEST_S = 0.6
+
+
+def film(name: str, command: str, width: int) -> str:
+    """Return what a command prints as a picture whose lines appear one after another."""
+    environment = os.environ | {"COLUMNS": str(width), "FORCE_COLOR": "1", "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONUNBUFFERED"] = "1"
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
+    now_s, last_s, delays_s = 0.0, time.monotonic(), []
+    with subprocess.Popen(
+        command.split(), env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout is not None
+        for line in itertools.chain([f"\x1b[1m$ {command}\x1b[0m"], process.stdout):
+            now_s, last_s = now_s + min(_LONGEST_S, time.monotonic() - last_s), time.monotonic()
+            text = Text.from_ansi(line.rstrip())
+            delays_s += [now_s] * len(console.render_lines(text))
+            console.print(text)
+    if process.returncode:
+        raise SystemExit(f"{command} ended with {process.returncode}")
+    svg = re.sub(
+        r'(<text class="[^"]*)("[^>]*clip-path="url\(#[\w-]*-line-(\d+)\)")',
+        rf"\1 {name}-at\3\2",
+        _without_fonts(console.export_svg(title="paceline", unique_id=name)),
+    )
+    rules = [f".{name}-at{i} {{ animation-delay: {at_s:.1f}s }}" for i, at_s in enumerate(delays_s)]
+    style = (
+        "<style>@keyframes appear { from { opacity: 0 } }\n@media (prefers-reduced-motion: no-preference) {\n"
+        f'[class*="{name}-at"] {{ animation: appear 1ms backwards }}\n' + "\n".join(rules) + "\n}</style>"
+    )
+    return svg.replace("<defs>", f"{style}\n<defs>", 1)
 
 
 def screen(name: str, command: str, width: int, folder: Path) -> str:
@@ -56,7 +95,10 @@ def screen(name: str, command: str, width: int, folder: Path) -> str:
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
     console.print(Text(f"$ {command}", style="bold"))
     console.print(Text.from_ansi(shortened(done.stdout, folder)))
-    svg = console.export_svg(title="paceline", unique_id=name)
+    return _without_fonts(console.export_svg(title="paceline", unique_id=name))
+
+
+def _without_fonts(svg: str) -> str:
     return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
 
 
@@ -78,6 +120,11 @@ def main(names: list[str]) -> None:
             path = GUIDE / f"{name}.svg"
             path.write_text(screen(name, command, width, Path(folder)))
         sys.stdout.write(f"{path}\n")
+    for name, command, width in FILMS:
+        if not names or name in names:
+            path = GUIDE / f"{name}.svg"
+            path.write_text(film(name, command, width))
+            sys.stdout.write(f"{path}\n")
 
 
 if __name__ == "__main__":

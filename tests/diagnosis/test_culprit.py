@@ -58,6 +58,17 @@ def test_an_onset_is_found_to_the_step():
     assert (found.rank, found.when, found.since_step) == (1, "since", 25)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_an_onset_in_the_first_half_is_found_to_the_step(seed):
+    """The median of what follows an earlier step is as large, so medians alone place it anywhere before."""
+
+    def extra(rank, step):
+        return {"loading": 0.064 if step >= 30 else 0.001} if rank == 2 else {}
+
+    found = culprit_of(MadeRun(extra, num_steps=100, seed=seed, jitter=0.02))
+    assert (found.rank, found.when, found.since_step) == (2, "since", 30)
+
+
 def test_an_onset_is_found_within_twenty_steps_of_a_long_run():
     made = MadeRun(lambda rank, step: {"forward": 0.06} if rank == 1 and step > 180 else {}, num_steps=200)
     found = culprit_of(made)

@@ -5,9 +5,7 @@ Other packages add theirs by an entry point of the group `paceline.commands`: a 
 
 from __future__ import annotations
 
-import json
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -15,7 +13,7 @@ import typer
 import typer.core
 
 from paceline import __version__
-from paceline.cli import doctor, explain
+from paceline.cli import demo, doctor, explain
 from paceline.errors import ConfigurationError, PacelineError
 from paceline.extras import COMMANDS, added, raise_if_missing
 
@@ -81,56 +79,7 @@ def _run(context: typer.Context) -> None:
     launch(parse(context.args), note=lambda line: print(f"paceline run: {line}", file=sys.stderr))
 
 
-class _Dtype(str, Enum):
-    float64 = "float64"
-    float32 = "float32"
-
-
-@app.command("demo")
-def _demo(
-    data: Annotated[
-        str, typer.Option(help="digits, fashion-mnist, or a folder with MNIST's four files.")
-    ] = "digits",
-    ranks: Annotated[
-        int, typer.Option("--ranks-per-host", "--nproc-per-node", min=1, help="Number of worker processes.")
-    ] = 2,
-    epochs: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=100_000,
-            help="Number of passes over the training set.",
-            show_default="16 for digits, 3 for larger images",
-        ),
-    ] = None,
-    seed: Annotated[
-        int,
-        typer.Option(
-            min=0, max=2**63 - 1, help="Random seed of the initial parameters and the samples' order."
-        ),
-    ] = 0,
-    dtype: Annotated[
-        _Dtype, typer.Option(help="float32 shows how training amplifies float32's rounding.")
-    ] = _Dtype.float64,
-    report: Annotated[Path, typer.Option(help="Folder for the figures and the table.")] = Path(
-        "paceline-report"
-    ),
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the rows to stdout, progress to stderr.")
-    ] = False,
-) -> None:
-    """Train on real images over several processes, and compare with one process on the same batches."""
-    from rich.console import Console
-
-    from paceline.demo.comparison import run_demo
-
-    if epochs is None:
-        epochs = 16 if data == "digits" else 3
-    rows = run_demo(data, ranks, epochs, seed, dtype.value, report, Console(stderr=as_json))
-    if as_json:
-        print(json.dumps(rows))
-
-
+app.add_typer(demo.app, name="demo")
 app.command("doctor", cls=doctor.TakesACommand)(doctor.doctor)
 
 

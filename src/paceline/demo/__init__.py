@@ -1,4 +1,8 @@
-"""The product's promise on real images: several processes train what one process would have trained.
+"""The product's promises, shown in a minute each.
 
-`comparison` runs both trainings and reports, `training` is what every rank runs, `images` are what it trains on.
+| command | driver | what every rank runs |
+|---|---|---|
+| `paceline demo` | `comparison` | `training`, on `images` |
+| `paceline demo survive` | `survival` | `surviving_rank` |
+| `paceline demo doctor` | `slow_rank` | `slow_script`, which imports nothing of Paceline |
 """

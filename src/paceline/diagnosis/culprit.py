@@ -95,10 +95,9 @@ class _Seen:
         places = range(_BEFORE, len(leads_s) - _SINCE + 1)
         if not places:
             return None
-        at = max(places, key=lambda i: median(leads_s[i:]) - median(leads_s[:i]))
+        at = min(places, key=lambda i: _scatter_s(leads_s[:i]) + _scatter_s(leads_s[i:]))
         before_s, after_s = median(leads_s[:at]), median(leads_s[at:])
-        is_new = after_s > LEAST_RATIO * self.step_s and before_s < _EARLY_RATIO * after_s
-        return at if is_new else None
+        return at if after_s > LEAST_RATIO * self.step_s and before_s < _EARLY_RATIO * after_s else None
 
     def now_and_then(self) -> Culprit | None:
         """Rules 2 and 3."""
@@ -182,6 +181,12 @@ class _Seen:
             excess_s,
             sureness,
         )
+
+
+def _scatter_s(values_s: Sequence[float]) -> float:
+    """Sum the distances from the median. Their least sum, before and after a step, places an onset exactly."""
+    middle_s = median(values_s)
+    return sum(abs(value_s - middle_s) for value_s in values_s)
 
 
 def _spread_s(row: Sequence[RankStep]) -> float:

@@ -1,0 +1,76 @@
+"""`paceline demo doctor`: make one rank of a torch job slow, ask the doctor, repair it, score the prediction."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from paceline.diagnosis import Diagnosis
+from paceline.diagnosis.findings import diagnose_folder
+from paceline.diagnosis.remedies import scored
+from paceline.launch import LaunchError, Watchdog
+from paceline.launch.recorded_command import run_recorded
+
+_SLOW_AFTER, _VARIABLE = 30, "SLOW_AFTER"
+
+
+def run_slow_rank(console: Console) -> Diagnosis:
+    """Record a job with a slow rank, then the same job without it; returns the first diagnosis.
+
+    Raises LaunchError: a job failed.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too, and prints a banner about it
+    script = Path(__file__).with_name("slow_script.py")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        str(script),
+    ]
+    console.print(
+        "[bold]paceline demo doctor[/bold]: four ranks of a script with torch's own DDP, as it is.\n"
+        f"After step {_SLOW_AFTER} the disk of one of them becomes slow. All ranks then seem equally slow.\n\n"
+        "[bold]1[/bold]  $ paceline doctor -- torchrun --nproc-per-node 4 train.py",
+        highlight=False,
+    )
+    with Watchdog(uuid.uuid4().hex) as watchdog:
+        before, after = watchdog.folder / "before", watchdog.folder / "after"
+        diagnosis = _record(command, before, lambda line: _print(console, line, "yellow"), _SLOW_AFTER)
+        _print(console, diagnosis.words, "yellow")
+        console.print("\n[bold]2[/bold]  The same with a good disk", highlight=False)
+        _record(command, after, lambda _: None, None)
+        for line in scored(diagnose_folder(before), diagnose_folder(after)):
+            _print(console, line, "green")
+    return diagnosis
+
+
+def _print(console: Console, words: str, style: str) -> None:
+    console.print(Padding(Text(words, style), (0, 0, 0, 3)))
+
+
+def _record(
+    command: list[str], folder: Path, note: Callable[[str], None], slow_after: int | None
+) -> Diagnosis:
+    """Run the job with its ranks recorded. `note` gets what the doctor says meanwhile."""
+    kept = os.environ.pop(_VARIABLE, None)
+    if slow_after is not None:
+        os.environ[_VARIABLE] = str(slow_after)
+    try:
+        diagnosis, code = run_recorded(command, folder, None, note)
+    finally:
+        os.environ.pop(_VARIABLE, None)
+        if kept is not None:
+            os.environ[_VARIABLE] = kept
+    if code:
+        raise LaunchError(f"the job of the demo ended with exit code {code}; its own words are above.")
+    return diagnosis
