@@ -1,4 +1,4 @@
-"""What the other packages of this repository add to `paceline`, found by entry points; what to install without one.
+"""Additions to `paceline` by the other packages of this repository, found by entry points; what to install without one.
 
 An entry is named after what it adds:
 

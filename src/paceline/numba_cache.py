@@ -9,14 +9,14 @@ Rules
 2. Locks are the kernel's, of a process (POSIX record locks): a process that has ended holds none.
 3. Compiling a function may wait for the lock of one that it calls. Calls form no cycle, so there is no deadlock.
 4. Within a process numba's own lock comes first, so only one thread waits or compiles.
-5. Storing takes one more lock, of the function. numba picks the next free file by an index that it reads before and
-   writes after, so two processes would store for different types in one file.
+5. Storing takes one more lock, of the function. numba picks the next free file by an index. Without the lock, two
+   processes would store for different types in one file.
 6. Garbage is not collected while numba compiles. It makes some million objects that last until the function is done,
    and each collection visits all that torch has imported. That was a fifth of the compiler's time.
 7. A process that is stopped while it compiles is not waited for beyond `_AT_MOST_S`, once.
 
 Functions that compiled code calls (`inner`) are linked into their callers as numba lowered them, and optimised there.
-numba would optimise and translate each of them by itself too, and again within each caller. Three rules hold:
+Otherwise numba would optimise and translate each of them by itself too, and again within each caller. Three rules hold:
 
 8. Nothing of these functions is kept on disk: their callers' code has it.
 9. They raise no exceptions with arguments, for which numba keeps an environment that no caller would set here.
@@ -47,7 +47,7 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 
 def stamp_of(files: Iterable[Path]) -> Stamp:
-    """What changes when one of these files does."""
+    """Return a value that changes when one of these files does."""
     return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(set(files)))
 
 
@@ -96,7 +96,7 @@ class _CompileLock:
                 self._release()
 
     def load(self, signature: Any, target: Any) -> Any:
-        """What is on disk, perhaps after a wait for it; None: compile now, the lock is held where there can be one."""
+        """Return what is on disk, perhaps after a wait for it; None: compile now, under the lock where there is one."""
         found = self._load(signature, target)
         if found is None and self._acquire(signature):
             found = self._load(signature, target)
@@ -108,7 +108,7 @@ class _CompileLock:
             self._store(signature, data)
 
     def _acquire(self, signature: Any) -> bool:
-        """Wait for whoever compiles this function for these types; False if nobody can be waited for."""
+        """Wait for a process that compiles this function for these types; False if no lock is possible."""
         if self._lock is not None:  # a function that calls itself
             return False
         try:
@@ -126,18 +126,18 @@ class _CompileLock:
 
     @staticmethod
     def _wait_for(lock: IO[bytes], byte: int, *, only_once: bool = False) -> bool:
-        """Whether the lock is held now: after a wait for it, unless it is tried once only."""
+        """Return whether the lock is held now: after a wait for it, unless it is tried once only."""
         until_s = time.monotonic() + _AT_MOST_S
         while _CompileLock._waits:
             try:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-            except (BlockingIOError, PermissionError):  # somebody has it
+            except (BlockingIOError, PermissionError):  # another process has it
                 if only_once:
                     return False
                 if time.monotonic() > until_s:
                     _CompileLock._waits = False
                 time.sleep(_LOOKS_EVERY_S)
-            except OSError:  # no locks on this file system, so nobody to wait for
+            except OSError:  # no locks on this file system, so nothing to wait for
                 return True
             else:
                 return True
@@ -175,7 +175,7 @@ if (0, 61) <= numba.version_info.short <= (0, 68):
     from numba.core.typed_passes import NativeLowering
 
     class _AsLowered(JITCodeLibrary):  # type: ignore[misc]
-        """What a function was lowered to: neither optimised nor translated, and what it calls is not linked in."""
+        """A function as it was lowered: neither optimised nor translated, and what it calls is not linked in."""
 
         def _optimize_functions(self, ll_module: Any) -> None:
             ll_module.data_layout = self._codegen._data_layout
@@ -196,7 +196,7 @@ if (0, 61) <= numba.version_info.short <= (0, 68):
             LoweringPass.__init__(self)
 
         def run_pass(self, state: Any) -> bool:
-            """As numba's own lowering does in the end; the state's result is changed."""
+            """End as numba's own lowering does; the state's result is changed."""
             lowered, code = state["cr"], state.library
             name = lowered.fndesc.qualname.split(".")[-1]
             entry = _dynfunc.make_function(lowered.fndesc.lookup_module(), name, "", 0, lowered.env, (code,))
@@ -215,7 +215,7 @@ if (0, 61) <= numba.version_info.short <= (0, 68):
             return [passes]
 
     class _Linked(_Lean):
-        """Without optimisation and translation."""
+        """A pipeline without optimisation and translation."""
 
         def define_pipelines(self) -> list[Any]:
             """The same, then known to callers."""

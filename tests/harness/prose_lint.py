@@ -46,35 +46,7 @@ SOURCES = (
 )
 HARNESS = "tests/harness"
 # Files and folders whose every docstring and comment is held to `OPENINGS`, `PRONOUNS` and the length of sentences.
-PLAIN: tuple[str, ...] = (
-    "lab/src",
-    "lossy/src",
-    "plan/src",
-    "servers/src",
-    "src/paceline/cli",
-    "src/paceline/comm",
-    "src/paceline/compression",
-    "src/paceline/data",
-    "src/paceline/ddp",
-    "src/paceline/demo",
-    "src/paceline/diagnosis",
-    "src/paceline/elastic",
-    "src/paceline/host",
-    "src/paceline/integrations",
-    "src/paceline/launch",
-    "src/paceline/observe",
-    "src/paceline/optim",
-    "src/paceline/planning",
-    "src/paceline/preflight",
-    "src/paceline/process_group",
-    "src/paceline/recipes",
-    "src/paceline/recording",
-    "src/paceline/reductions",
-    "src/paceline/report",
-    "src/paceline/schedules",
-    "src/paceline/transports",
-    "tests/harness",
-)
+PLAIN: tuple[str, ...] = (*SOURCES, "tests/harness")
 ONLY_HELP = "lab/src/paceline_lab/experiments"  # the words of pictures are looked at, not read
 
 # How many words of prose pages may have, each or all together. What is code or printed by a program does not count.

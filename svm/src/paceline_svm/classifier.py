@@ -178,7 +178,7 @@ class SVC(PairwiseVotes, KernelMachine):
         return np.asarray(np.searchsorted(self.classes_, part.y), np.float64)
 
     def _counts(self, data: TrainingSet) -> NDArray[np.bool_]:
-        """Which samples of all ranks are of a class that counts."""
+        """Select the samples of all ranks that are of a class that counts."""
         return np.asarray(self.class_weight_[data.all_targets.astype(np.int64)] > 0)
 
     def _solve_all(self, data: TrainingSet, matrix: Samples) -> None:

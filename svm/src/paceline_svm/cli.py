@@ -217,7 +217,7 @@ def _run(
     model: Path | None = None,
     **more: int,
 ) -> dict[str, Any]:
-    """Do a job in this process or over ranks, and leave its model in a file; its result."""
+    """Perform a job in this process or over ranks, leave its model in a file, and return its result."""
     from paceline.launch import Watchdog, launch, parse
     from paceline_svm.file_job import Job, check, read_table, run
 

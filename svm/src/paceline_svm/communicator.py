@@ -52,7 +52,7 @@ class Communicator(Protocol):
     num_threads: int
 
     def introduce(self, mine: Any, doing: str) -> list[Any]:
-        """As `gather_objects`, and ranks get to know each other's processors and threads."""
+        """Gather as `gather_objects` does; ranks also get to know each other's processors and threads."""
 
     def gather(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
         """All-gather: every rank's array, all of one shape, shape (num_ranks, *shape)."""

@@ -2,8 +2,8 @@
 
 Rules
 1. A loop that must be vectorised runs over a slice from 0, in SIMD lanes: `a[t0 + t]` and scalar minima are not.
-2. Compiled code is kept on disk beside this file (or in numba's own cache folder): only the first process of a
-   machine waits for the compiler, at its first fit or prediction that needs the code, or at `paceline svm compile`.
+2. Compiled code is kept on disk next to this file, or in numba's own cache folder. Only the first process of a machine
+   waits for the compiler: at the first fit or prediction that needs the code, or at `paceline svm compile`.
 3. Code is compiled for one form of samples and one kernel at a time, so that a first fit waits less. What does not
    apply is passed as None: numba prunes the branch behind `if x is not None`, x an argument.
 4. Code on disk is renewed when any file with such loops changes.
@@ -54,8 +54,8 @@ _SOURCES = numba_cache.stamp_of(
 def compiled(function: _F) -> _F:
     """Compile when first called from Python, and keep the code on disk.
 
-    References are not counted, so nothing can be allocated: counting takes two atomic operations a slice, and several
-    times as long to compile. numba compiles some functions of its own so; its users' manual does not name the option.
+    References are not counted, so nothing can be allocated. Counting takes two atomic operations per slice, and several
+    times as long to compile. The users' manual of numba does not name the option, but numba has functions compiled so.
     """
     made = numba_cache.entry(function, _OPTIONS)
     numba_cache.keep(made, _SOURCES)
@@ -63,12 +63,12 @@ def compiled(function: _F) -> _F:
 
 
 def inner(function: _F) -> _F:
-    """As `compiled`, for what only compiled code calls: it becomes part of its callers' code (`numba_cache.py`)."""
+    """Compile a function that only compiled code calls: it becomes part of its callers' code (`numba_cache.py`)."""
     return cast("_F", numba_cache.inner(function, _OPTIONS))
 
 
 def hot(function: _F) -> _F:
-    """As `inner`, for the loops of every pair update."""
+    """Compile as `inner` does, for the loops of every pair update."""
     return cast("_F", numba_cache.inner(function, _OPTIONS, is_hot=True))
 
 
@@ -108,7 +108,7 @@ class Compilation(event.Listener):  # type: ignore[misc]
             sys.stderr.write(f"{self.words(seconds)}\n")
 
     def on_end(self, event: Any) -> None:
-        """It is done."""
+        """Note that it has ended."""
         self._depth -= 1
         if self._depth == 0:
             if self._timer is not None:

@@ -1,4 +1,4 @@
-"""What SVC, SVR and OneClassSVM share: scikit-learn's estimator contract around the distributed solver."""
+"""The common part of SVC, SVR and OneClassSVM: scikit-learn's estimator contract around the distributed solver."""
 
 from __future__ import annotations
 
@@ -136,12 +136,12 @@ class KernelMachine(Validation):
         return slice(communicator.rank, None, communicator.num_ranks)
 
     def _is_for_one(self, part: Part, communicator: Communicator) -> bool:
-        """Whether every rank has the same rows, and there is nothing to share."""
+        """Return whether every rank has the same rows, and there is nothing to share."""
         all_have_them = self.rows == "all" and communicator.num_ranks > 1
         return all_have_them and self._needs_one(part.X, part.passed_y)
 
     def _needs_one(self, X: Any, y: Any) -> bool:
-        """Whether one rank solves the problem of these rows faster than all together."""
+        """Return whether one rank solves the problem of these rows faster than all together."""
         return not callable(self.kernel) and is_for_one(X)
 
     def _alike(self, X: Any, y: Any, weights: Any) -> dict[str, str]:
@@ -158,7 +158,7 @@ class KernelMachine(Validation):
         return alike
 
     def _labels(self, y: Any) -> Any:
-        """What other ranks have to know of the targets."""
+        """Return the facts about the targets that other ranks need."""
         return None
 
     def _encoded(self, part: Part, facts: list[Facts]) -> NDArray[np.float64]:
@@ -180,7 +180,7 @@ class KernelMachine(Validation):
         return 1.0 / (int(self.n_features_in_) * found) if found > 0 else 1.0
 
     def _is_centred(self, samples: Samples) -> bool:
-        """Whether the mean is taken from all rows.
+        """Return whether the mean is taken from all rows.
 
         Distances do not change, and single precision loses least near the origin. Rows that are in single precision
         already would be rounded.
@@ -298,8 +298,8 @@ class KernelMachine(Validation):
     def objective_(self) -> Any:
         """Dual objective (to be minimised), in double precision.
 
-        After a fit whose kernel rows were in single precision it is computed when first asked for, from the kernel
-        values of all support vectors with each other: it may take a part of the time of the fit.
+        After a fit whose kernel rows were in single precision it is computed when first asked for. That needs the
+        kernel values of all support vectors with each other, so it may take a part of the time of the fit.
         """
         if not hasattr(self, "_objectives"):
             raise AttributeError(f"{type(self).__name__} is not fitted yet, so it has no objective_")
@@ -313,7 +313,7 @@ class KernelMachine(Validation):
         return objectives[0]
 
     def _coefficients_of(self, problem: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Which support vectors a problem has, and their coefficients."""
+        """Return the support vectors of a problem, and their coefficients."""
         return np.arange(len(self.support_)), self._table[0]
 
     def _squared_length(self, problem: int) -> float:
@@ -345,7 +345,7 @@ class KernelMachine(Validation):
         return np.asarray(sums.T)
 
     def _kernel_values(self, X: Any) -> NDArray[np.float64]:
-        """Of all support vectors with some rows, in double precision, shape (support vectors, N)."""
+        """Return kernel values of support vectors with some rows, in double precision, shape (support vectors, N)."""
         if self.kernel == "precomputed":
             return np.asarray(X[:, self.support_].T, np.float64)
         behind, rows = self._sampled(self.support_vectors_), self._sampled(X)

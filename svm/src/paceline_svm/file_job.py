@@ -1,6 +1,6 @@
-"""What `paceline svm fit` and `cross-validate` do on every rank: `python -m paceline_svm.file_job JOB.json`.
+"""The work of `paceline svm fit` and `cross-validate` on every rank: `python -m paceline_svm.file_job JOB.json`.
 
-The command line reads the data once, in LIBSVM's sparse format or CSV, and leaves it in a folder; every rank takes its
+The command line reads the data once, in LIBSVM's sparse format or CSV, and leaves it in a folder. Every rank takes its
 part from there. A mistake in a data file is named with its line.
 """
 
@@ -52,7 +52,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Job:
-    """What to do; every rank reads the same file.
+    """A job; every rank reads the same file.
 
     Attributes:
         folder: Where the data is, and where rank 0 leaves the result.
@@ -153,7 +153,7 @@ def check(
 
 
 def _check_parts(task: str, table: Table, num_folds: int, seed: int) -> None:
-    """Whether every fit of a cross-validation has samples of two classes."""
+    """Return whether every fit of a cross-validation has samples of two classes."""
     if not num_folds or task != "classify":
         return
     largest = int(np.unique(table.y, return_counts=True)[1].max())
@@ -207,7 +207,7 @@ def check_columns(path: Path, table: Table, model: Any) -> None:
 
 
 def run(job: Job) -> None:
-    """Do the job with the ranks there are; rank 0 writes the result."""
+    """Perform the job with the ranks there are; rank 0 writes the result."""
     table = job.load_table()
     rank = dist.get_rank() if dist.is_initialized() else 0
     result = _cross_validate(job, table) if job.num_folds else _fit(job, table, rank)
@@ -339,7 +339,7 @@ def _read_csv(path: Path) -> Table:
 
 
 def _is_name(cell: str) -> bool:
-    """Whether it can head a column: words that neither are a number nor begin like one, as a mistyped one does."""
+    """Return whether it can head a column: it is no number and does not begin like one, as a mistyped one does."""
     with contextlib.suppress(ValueError):
         float(cell)
         return False

@@ -1,10 +1,10 @@
 """Gaussian (RBF) kernel values from dot products, written and summed up in one pass: compiled.
 
-exp(-gamma * |w - x|^2) is 2^z for a z <= 0; 2^z is 2^n from the bits of a float times the Taylor series of 2^r, of
-which |r| <= 1/2 needs 7 terms in single and 13 in double precision.
+exp(-gamma * |w - x|^2) is 2^z for a z <= 0. 2^z is 2^n, from the bits of a float, times the Taylor series of 2^r. With
+|r| <= 1/2 the series needs 7 terms in single precision, and 13 in double.
 
-Sums over sparse rows (predictions, and the check of the optimum) never write kernel values to memory: LANES of them are
-computed side by side, from dense panels of as many support vectors that stay in the processor's cache.
+Sums over sparse rows (predictions, and the check of the optimum) never write kernel values to memory. LANES of them are
+computed at once, from dense panels of as many support vectors, which stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def values_double(
     scratch: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
     out: NDArray[Any],
 ) -> None:
-    """As `values_single`, in double precision."""
+    """Compute as `values_single` does, in double precision."""
     N = len(dots)
     scale, half = 2.0 * gamma * LOG2_E, -gamma * LOG2_E
     w = half * square
@@ -120,7 +120,7 @@ def values(
     double: Any,
     out: NDArray[Any],
 ) -> None:
-    """As `values_single` or `values_double`: whose scratch is not None. Only that one is compiled."""
+    """Call `values_single` or `values_double`: the one whose scratch is not None. Only that one is compiled."""
     if single is not None:
         values_single(dots, square, squares, gamma, single, out)
     if double is not None:
@@ -180,7 +180,7 @@ _SUMS = 8  # partial sums of a reduction, so that it is done in SIMD lanes
 def expand_sparse(
     gamma: float, support: SparseSamples, coefficients: NDArray[np.float64], samples: SparseSamples
 ) -> NDArray[np.float64]:
-    """As `kernels.expand`, for a Gaussian kernel.
+    """Compute as `kernels.expand` does, for a Gaussian kernel.
 
     Args:
         gamma: Of the kernel.

@@ -1,8 +1,8 @@
 """Gradient updates by kernel rows of the coefficients that changed: computed, or from an LRU cache of rows.
 
 Rules
-1. Memory is not touched before a row is written to it, and a fit leaves its memory to the next one: to touch fresh
-   pages takes longer than to compute what goes there.
+1. Memory is not touched before a row is written to it, and a fit leaves its memory to the next one. Touching fresh
+   pages takes longer than computing a row.
 2. A row for which there is no room is used while it is computed, and not kept.
 3. Every miss on an evicted row lets the cache grow by one row, up to the limit. So it grows to the rows that come back,
    the support vectors', and not before. Room for them is set aside at the start, untouched.
@@ -61,7 +61,7 @@ class Gradients:
         return RowCache(self._problem.num_samples, len(self._problem.samples), least, dtype, most)
 
     def is_short_of_memory(self, num_support: int) -> bool:
-        """Whether shrinking samples pays.
+        """Return whether shrinking samples pays.
 
         Bringing them back will cost about a kernel row for each support vector. With room for less than half of those
         rows, as many will be computed again in an iteration or two. Otherwise it is as with renting or buying skis:
@@ -168,7 +168,7 @@ class RowCache:
 
     @property
     def most_rows(self) -> int:
-        """How many rows there may be in the end."""
+        """The number of rows that there may be in the end."""
         return min(len(self._flat) // self._width, self._num_samples)
 
     def slots_for(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

@@ -1,8 +1,8 @@
 """Single kernel rows from samples that are stored feature by feature, and the store that computes them when needed.
 
-For problems so small that few of their kernel rows are ever needed: a row costs a pass over the features that the
-sample has, and no matrix product has to be prepared. What begins with @inner is compiled, for
-one form of samples and one kernel at a time.
+For problems so small that few of their kernel rows are ever needed. A row costs a pass over the features that the
+sample has, and no matrix product has to be prepared. Functions with @inner are compiled for one form of samples and one
+kernel at a time.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Kernel:
         factors: NDArray[np.float64],
         total: NDArray[np.float64],
     ) -> None:
-        """As `write_rows`, and add factors[i] times row i to `total`, shape (len(right),), in double precision.
+        """Write rows, and add factors[i] times row i to `total`, shape (len(right),), in double precision.
 
         A row whose slot is -1 is not kept: it never leaves the processor's cache.
         """

@@ -69,7 +69,7 @@ class Pairs:
 
         Returns:
             The solutions in the order of `itertools.combinations`, and scikit-learn's table of coefficients of this
-            rank's samples, shape (K - 1, N): row r of a sample is its coefficient against the r-th other class.
+            rank's samples, shape (K - 1, N). Row r of a sample is its coefficient against the r-th other class.
         """
         counts = self.counts.tolist()
         pairs = list(itertools.combinations(range(len(counts)), 2))
@@ -317,7 +317,7 @@ class PairwiseVotes(ClassifierMixin):  # type: ignore[misc]
         return np.asarray(self.classes_[winners])
 
     def _weights_of_features(self) -> Any:
-        """Of every pair of classes, shape (pairs, D)."""
+        """Return the values of every pair of classes, shape (pairs, D)."""
         ends = np.cumsum(self.n_support_)
         members = [slice(end - num, end) for end, num in zip(ends, self.n_support_, strict=True)]
         weights = [

@@ -1,7 +1,7 @@
-"""Where a problem is solved: by one rank or by all together, whatever is faster; small ones are spread over the ranks.
+"""The choice of the ranks that solve a problem: one or all together, by what is faster; small ones are spread.
 
-All ranks share the work on kernel rows; every rank repeats that on working sets, and each working set takes an
-all-gather. Where rows are short there is nothing to share: then the problem goes to rank 0, which uses the threads of
+All ranks share the work on kernel rows. Every rank repeats the work on working sets, and each working set takes an
+all-gather. Where rows are short there is nothing to share. Then the problem goes to rank 0, which uses the threads of
 all ranks of its host, as they have nothing else to do. Where every rank has all rows and rounds alike, each solves it
 for itself, and nothing is exchanged. Which way is taken does not change what the optimum is.
 """
@@ -66,7 +66,7 @@ def solve(problem: Problem, settings: SolverSettings, communicator: Communicator
 
 
 def row_s(num_samples: int, num_numbers: float, is_sparse: bool) -> float:
-    """How long a kernel row of all samples takes, roughly.
+    """Estimate the time of a kernel row of all samples, roughly.
 
     Args:
         num_samples: All.
@@ -77,7 +77,7 @@ def row_s(num_samples: int, num_numbers: float, is_sparse: bool) -> float:
 
 
 def is_for_one(X: Any) -> bool:
-    """Whether a problem of all these rows, dense or CSR, is solved by one rank."""
+    """Return whether a problem of all these rows, dense or CSR, is solved by one rank."""
     return row_s(X.shape[0], X.size, sp.issparse(X)) < _LEAST_ROW_S
 
 
@@ -132,7 +132,7 @@ def _unpacked(numbers: NDArray[np.float64]) -> Solution:
 
 
 def in_order(samples: Samples, ids: NDArray[np.int64]) -> Samples:
-    """Those samples out of all, in that order; of a Gram matrix the columns too, renumbered from 0."""
+    """Return those samples out of all, in that order; of a Gram matrix the columns too, renumbered from 0."""
     chosen = samples.take(np.argsort(samples.ids)[np.searchsorted(np.sort(samples.ids), ids)])
     if isinstance(chosen, GramSamples):
         return GramSamples(np.arange(len(ids)), chosen.rows[:, ids])
@@ -170,7 +170,7 @@ def solve_small(
 
 
 def _assignment(problems: SmallProblems, num_ranks: int) -> list[NDArray[np.int64]]:
-    """Which problems each rank solves, ascending; assigned largest first, to the rank with the least to do."""
+    """Return the problems of each rank, ascending; assigned largest first, to the rank with the least to do."""
     if num_ranks == 1:
         return [np.arange(len(problems.bounds))]
     load = np.zeros(num_ranks)
@@ -213,7 +213,7 @@ def _solve_mine(
 def _solutions(
     problems: SmallProblems, outcomes: NDArray[np.float64], tol: float, communicator: Communicator
 ) -> list[Solution]:
-    """What the outcomes mean: offsets from the variables between their bounds, or the middle of the extremes."""
+    """Interpret the outcomes: offsets from the variables between their bounds, or the middle of the extremes."""
     extremes = outcomes[:, [LEAST, MOST]]
     least, most = np.where(np.abs(extremes) == FAR, np.copysign(np.inf, extremes), extremes).T
     gaps = np.maximum(most - least, 0.0)

@@ -22,7 +22,7 @@ from paceline_svm.sample_forms import Samples
 
 
 class Extent(NamedTuple):
-    """How large the samples of a problem are, over all ranks.
+    """The sizes of the samples of a problem, over all ranks.
 
     Attributes:
         num_numbers: What all samples are made of.
@@ -110,7 +110,7 @@ class Active:
         return self._with(self.samples.take(positions), self.columns()[positions])
 
     def joined(self, samples: Samples, columns: NDArray[np.float64]) -> Active:
-        """These samples and then others, whose `columns` those are."""
+        """Return these samples and then others, whose `columns` those are."""
         return self._with(self.samples.joined(samples), np.concatenate([self.columns(), columns]))
 
     def columns(self) -> NDArray[np.float64]:
@@ -127,7 +127,7 @@ class Active:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a solver is.
+    """The progress of a solver.
 
     Attributes:
         num_exchanges: Working sets so far.
@@ -148,7 +148,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class SolverSettings:
-    """How to solve.
+    """The settings of a solver.
 
     Attributes:
         tol: Stop when the largest violation over all samples is at most this.
@@ -169,16 +169,15 @@ class SolverSettings:
     report: Callable[[Progress], None] | None = None
 
     def step_limit(self, num_variables: int) -> int:
-        """After how many pair updates to stop even if `max_steps` says never: LIBSVM's limit.
+        """Return the number of pair updates after which to stop even if `max_steps` says never: LIBSVM's limit.
 
-        Every update strictly decreases the objective, so it ends; but nobody should wait for a problem so badly scaled
-        that it takes as long.
+        Every update strictly decreases the objective, so it ends. But a badly scaled problem may take very long.
         """
         return self.max_steps if self.max_steps >= 0 else max(10_000_000, 100 * num_variables)
 
 
 class Counters(NamedTuple):
-    """What a solution took; the same on any machine.
+    """The cost of a solution; the same on any machine.
 
     Attributes:
         num_exchanges: Working sets.
@@ -202,7 +201,7 @@ class Counters(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """Where a solver ended.
+    """The point where a solver ended.
 
     Attributes:
         beta: Coefficients of this rank's samples, summed over a sample's variables, shape (N,).

@@ -41,7 +41,7 @@ class Samples(Protocol):
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """How many numbers each sample is made of, shape (N,)."""
+        """Count the numbers that each sample is made of, shape (N,)."""
 
     def __len__(self) -> int: ...
 
@@ -55,13 +55,13 @@ class Samples(Protocol):
         """Write the products of these samples with `others` to `out`, shape (len(self), len(others))."""
 
     def to_arrays(self) -> list[Array]:
-        """What another rank needs to make the same samples, the ids aside."""
+        """Return what another rank needs to make the same samples, the ids aside."""
 
     def from_arrays(self, ids: NDArray[np.int64], arrays: Sequence[Array]) -> Self:
         """Samples like these from what `to_arrays` gave on another rank."""
 
     def joined(self, others: Self) -> Self:
-        """These samples and then `others`."""
+        """Return these samples and then `others`."""
 
 
 @dataclass(frozen=True)
@@ -314,5 +314,5 @@ def _unpacked(message: NDArray[np.uint8], like: Sequence[Array]) -> list[Array]:
 
 
 def fits_on_every_rank(num_numbers: float, cache_bytes: float) -> bool:
-    """Whether every rank may hold samples of so many numbers as part of its cache."""
+    """Return whether every rank may hold samples of so many numbers as part of its cache."""
     return num_numbers * 8.0 * _COPIES <= cache_bytes

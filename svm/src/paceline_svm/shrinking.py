@@ -5,11 +5,11 @@ Rules
    has a coefficient, so gradients depend on chosen samples only; support vectors are among them.
 2. A shrunk sample returns to its owner, the rank that passed it, with the g of the moment it was shrunk.
 3. Samples that were shrunk together form a group with one reference: the coefficients of that moment. When unshrunk,
-   a group's g grows by the kernel values times what the coefficients have changed since then, no more and no less:
-   groups of different moments have different references.
+   a group's g grows by the kernel values times the change of the coefficients since then. So groups from different
+   moments have different references.
 
-Heuristics say when samples are tested. Their names are those of the paper: single or multi (whether shrinking goes on
-after the first unshrinking), and a threshold in pair updates: a number, or per cent of the samples. With adaptive the
+Heuristics say when samples are tested. Their names are those of the paper. Single or multi says whether shrinking goes
+on after the first unshrinking. A threshold in pair updates is a number, or per cent of the samples. With adaptive the
 next test comes after min(threshold, active samples) updates, so it comes earlier the more samples are shrunk; it is
 multi otherwise. The default, auto, is no rule of the paper: it tests only if kernel rows are computed again.
 
@@ -159,7 +159,7 @@ class ShrunkSamples:
         self.num_kernel_values = 0
 
     def add(self, going: Active) -> None:
-        """These samples are shrunk now. Collective if samples have moved."""
+        """Shrink these samples. Collective if samples have moved."""
         positions = self._return_to_owners(going, "sending shrunk samples home")
         if len(positions):
             self._groups.append(ShrunkGroup(positions, self._chosen.weights.copy()))
@@ -210,7 +210,7 @@ class ShrunkSamples:
 
 
 def may_violate(active: Active, least: float, most: float) -> NDArray[np.bool_]:
-    """Which active samples have a variable that is in a violating pair, or may yet be, shape (N,).
+    """Return the active samples that have a variable that is in a violating pair, or may yet be, shape (N,).
 
     Args:
         active: N samples.
@@ -224,7 +224,7 @@ def may_violate(active: Active, least: float, most: float) -> NDArray[np.bool_]:
 
 
 def is_out_of_balance(counts: NDArray[np.int64], num_samples: int) -> bool:
-    """Whether shrinking has left some rank with many more active samples than others.
+    """Return whether shrinking has left some rank with many more active samples than others.
 
     Args:
         counts: Active samples of every rank.
@@ -310,7 +310,7 @@ class Heuristic:
     def is_due(
         self, steps_since: int, num_samples: int, num_active: int, num_unshrinks: int, short_of_memory: bool
     ) -> bool:
-        """Whether to test the samples now.
+        """Return whether to test the samples now.
 
         Args:
             steps_since: Pair updates since the last test.

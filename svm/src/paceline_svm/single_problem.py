@@ -199,7 +199,7 @@ class OneClassSVM(OutlierMixin, KernelMachine):  # type: ignore[misc]
         return np.asarray(np.clip(total - before, 0.0, upper))
 
     def score_samples(self, X: Any) -> NDArray[np.float64]:
-        """How alike the rows of X are to the class, shape (N,)."""
+        """Return how alike the rows of X are to the class, shape (N,)."""
         return np.asarray(self.decision_function(X) + self.offset_)
 
     def decision_function(self, X: Any) -> NDArray[np.float64]:

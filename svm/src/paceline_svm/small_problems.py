@@ -1,12 +1,12 @@
 """Small problems over the same samples, each solved as a whole by one thread in a compiled loop, without working sets.
 
-A problem is small if its gradient stays in the processor's cache: then pair updates are so cheap that neither working
-sets nor other ranks pay. Pairs of classes may be hundreds, each of which takes less time than a few lines of Python; so
+A problem is small if its gradient stays in the processor's cache. Then pair updates are so cheap that neither working
+sets nor other ranks pay. Pairs of classes may be hundreds, each of which takes less time than a few lines of Python. So
 a whole list of them is solved in one compiled call.
 
 Rules
 1. Everything is in double precision, so what is found is exact; the gradient is nevertheless summed anew at the end.
-2. The samples are sorted by class: a pair of classes is two ranges, and the part of a kernel row that belongs to the
+2. The samples are sorted by class, so a pair of classes is two ranges. The part of a kernel row that belongs to the
    sample's own class is computed once for all pairs.
 3. Where several problems share few samples, all kernel values come first, by one matrix product.
 """
@@ -47,8 +47,8 @@ class SmallProblems(NamedTuple):
     """M problems with S variables a sample.
 
     Attributes:
-        bounds: (a, b, c, d) of each: its samples are a to b and c to d (exclusive) of all; c = d if there is one
-            range. Shape (M, 4).
+        bounds: (a, b, c, d) of each, shape (M, 4): its samples are a to b and c to d (exclusive) of all. If there
+            is one range, c = d.
         first: Where its samples begin in what follows, and the end of the last; shape (M + 1,).
         linear: p of `problem.py`, one problem after another, shape (S, first[M]).
         lower: Likewise.
@@ -70,7 +70,7 @@ class SmallProblems(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What solving a problem writes to; P is the number of its samples padded to LANES, S of variables a sample.
+    """The memory that a solver writes to; P is the number of samples padded to LANES, S that of variables per sample.
 
     Attributes:
         rows: For kernel rows.
@@ -108,7 +108,7 @@ class Memory(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """When to stop, and how many kernel values of a problem there is room for."""
+    """The limits of a solver, and the number of kernel values of a problem that there is room for."""
 
     tol: float
     max_steps: int

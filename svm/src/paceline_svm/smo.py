@@ -3,10 +3,10 @@
 It solves working sets and small problems: whatever has a gradient that stays in the processor's cache.
 
 Rules
-1. i by the largest violation, j by the largest decrease of the objective (Fan, Chen & Lin 2005, "Working set selection
-   using second order information", WSS 2).
-2. The two passes over all variables run in SIMD lanes (`compiled.py`, rule 1), without reassociation: the number
-   that was found as a minimum is looked for again.
+1. Variable i has the largest violation, j the largest decrease of the objective. That is WSS 2 of Fan, Chen & Lin 2005,
+   "Working set selection using second order information".
+2. The two passes over all variables run in SIMD lanes (`compiled.py`, rule 1), without reassociation. Otherwise the
+   number that was found as a minimum would not be found again.
 3. Every update strictly decreases the objective, or, where rounding swallows it, ends the loop.
 """
 
@@ -43,7 +43,7 @@ class Variables(NamedTuple):
 
 
 class LaneArrays(NamedTuple):
-    """What the two passes over all variables read and write, in SIMD lanes: S sides of L times LANES.
+    """The arrays that the two passes over all variables read and write, in SIMD lanes: S sides of L times LANES.
 
     Attributes:
         rows: Kernel rows, shape (R, L, LANES).
@@ -69,7 +69,7 @@ class LaneArrays(NamedTuple):
 
 
 class LaneMemory(NamedTuple):
-    """What `LaneArrays` needs besides, without lanes.
+    """The arrays that a problem needs besides `LaneArrays`, without lanes.
 
     Attributes:
         closed_up: Shape (S * P,), as the next two.
@@ -87,7 +87,7 @@ class LaneMemory(NamedTuple):
 
 
 def lane_memory(num: int, dtype: Any) -> LaneMemory:
-    """For `num` variables, padding included."""
+    """Allocate for `num` variables, padding included."""
     sizes = num, num, num, LANES, LANES
     return LaneMemory(*(np.empty(size, dtype) for size in sizes))
 
@@ -329,7 +329,7 @@ def gains(
     gain: NDArray[Any],
     most: NDArray[Any],
 ) -> None:
-    """By how much (twice) every variable would lower the objective as partner of i; raises the lanes' maxima."""
+    """Compute how much (twice) every variable would lower the objective as partner of i; raises the lanes' maxima."""
     zero, two, least_curvature = F.dtype.type(0), F.dtype.type(2), F.dtype.type(LEAST_CURVATURE)
     for s in range(len(F)):
         x, g, d, cd, h = Ki[s], F[s], diagonal[s], closed_down[s], gain[s]

@@ -9,15 +9,15 @@ Each outer iteration optimises one working set:
     5 apply      kernel rows of what changed, times the changes, are added to the gradients of the active samples
 
 Rules
-1. The gradient of variable v of sample i is f_v = g_i + p_v, g_i = sum_j beta_j K_ij. g is kept per sample, in double
-   precision; kernel rows are in single precision where `rows_dtype` says so.
+1. The gradient of variable v of sample i is f_v = g_i + p_v, g_i = sum_j beta_j K_ij. Each sample's g is in double
+   precision. Kernel rows are in single precision where `rows_dtype` says so.
 2. Only rows of coefficients that changed are computed: a chosen variable that stays where it was costs nothing.
 3. Optimal when max f over b > lower, less min f over b < upper, is at most tol (the KKT conditions as in Keerthi et
    al. 2001). Only `OptimalityCheck` may find that: on all samples, in double precision. What it finds wrong is
    corrected, and the iterations go on.
-4. It ends. Every iteration but the first after one without a pair update lowers the objective; when 50 in a row lower
-   it by less than rounding, the rows become double, and when they are double already, that is the end. So are the
-   limits of `Tally`: finite, whatever the problem. The result says how far it is from the optimum.
+4. It ends. Every iteration but the first after one without a pair update lowers the objective. When 50 in a row lower
+   it by less than rounding, the rows become double. When they are double already, that is the end. So are the limits of
+   `Tally`: finite, whatever the problem. The result says how far it is from the optimum.
 
 Source:
     Narasimhan, Vishnu et al. 2014 (arXiv 1406.5161) for shrinking; Fan, Chen & Lin 2005 for the
@@ -215,7 +215,7 @@ class Solver:
         return steps
 
     def _targets(self, size: int, nominations: Nominations) -> tuple[float, int]:
-        """At which violation, and after how many pair updates, SMO leaves a working set."""
+        """Return the violation, and the number of pair updates, at which SMO leaves a working set."""
         tol = self._settings.tol
         is_all = size >= nominations.num_active * self._num_sides
         target = 0.9 * tol if is_all else max(tol / 2, _RELATIVE * nominations.gap)

@@ -1,7 +1,7 @@
-"""When the solver stops: the optimality check over all samples in double precision, and the limits of its work.
+"""The end of the solver: the optimality check over all samples in double precision, and the limits of its work.
 
-All samples are checked, but only those are computed in double precision that are so near to a violation that single
-precision could hide one: nearer than `_SAFETY` times the largest deviation seen. Deviations are seen on those near
+All samples are checked. Double precision is used where single precision could hide a violation: for those that are
+nearer to one than `_SAFETY` times the largest deviation seen. Deviations are seen on those near
 samples and, against surprises, on samples spread over the rest.
 """
 

@@ -1,6 +1,6 @@
 """Threads that compute pieces of work: as many as torch may use (`torch.set_num_threads`, OMP_NUM_THREADS).
 
-Work is cut into the same pieces for any number of threads, and pieces do not share what they write, so the number of
+Work is cut into the same pieces for any number of threads, and pieces do not share what they write. So the number of
 threads does not change a bit of the result.
 """
 
@@ -46,7 +46,7 @@ def thread_pool(num: int | None = None) -> Iterator[int]:
 
 
 def for_each(work: Callable[[_T], Any], pieces: Sequence[_T]) -> None:
-    """Do all pieces of work; within a `thread_pool`, several at a time. An exception is raised when all have ended."""
+    """Perform all pieces of work; within a `thread_pool`, several at a time. An exception is raised when all end."""
     found = _pool.get()
     if found is None or len(pieces) < 2:
         for piece in pieces:
@@ -69,7 +69,7 @@ def for_each(work: Callable[[_T], Any], pieces: Sequence[_T]) -> None:
 
 
 def num_threads() -> int:
-    """How many `for_each` uses here."""
+    """The number of threads that `for_each` uses here."""
     found = _pool.get()
     return 1 if found is None else found[1]
 

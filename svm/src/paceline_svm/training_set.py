@@ -44,14 +44,14 @@ def communicator_for(rows: str) -> Communicator:
 
 
 def has_peers() -> bool:
-    """Whether the default process group has other ranks."""
+    """Return whether the default process group has other ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def agreed(
     gather: Callable[[Any, str], list[Any]], check: Callable[[], tuple[_T, Any]]
 ) -> tuple[_T, list[Any]]:
-    """What `check` returns and what all ranks tell, once it has succeeded on every rank.
+    """Return what `check` returns and what all ranks tell, once it has succeeded on every rank.
 
     Args:
         gather: Of the communicator.
@@ -122,7 +122,7 @@ def checksum(*given: Any) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank brings to a training set, before it knows of the others.
+    """The part of one rank in a training set, before the rank knows of the others.
 
     Attributes:
         X: All rows that were passed, checked: dense or CSR, or rows of a Gram matrix.
@@ -157,7 +157,7 @@ class Part:
 
 
 class Facts(NamedTuple):
-    """What every rank tells of its part, before anything else.
+    """The facts that every rank tells of its part, before anything else.
 
     Attributes:
         num_rows: That were passed to it.
@@ -166,8 +166,8 @@ class Facts(NamedTuple):
         largest_square: Of these.
         alike: What has to be the same on every rank, in words, by what it is.
         labels: Of all rows and how often each occurs, where ranks pass rows of their own to a classifier.
-        moments: Of all features of all rows: how many, their sum, and the sum of their squared distances from their
-            mean, or of sparse ones from zero. None where nothing needs their variance.
+        moments: Number and sum of all features of all rows, and the sum of their squared distances from their mean,
+            or of sparse ones from zero. None where nothing needs their variance.
         sums: Of each feature over its samples, as `packed_numbers`; empty where nothing needs them.
     """
 
@@ -202,7 +202,7 @@ class Facts(NamedTuple):
 
 
 def moments(X: Any) -> tuple[int, float, float]:
-    """As in `Facts`, of one rank's rows."""
+    """Return the moments of `Facts`, of one rank's rows."""
     count, total = X.shape[0] * X.shape[1], float(X.sum(dtype=np.float64))
     if sp.issparse(X):
         return count, total, float(X.multiply(X).sum(dtype=np.float64))
@@ -211,7 +211,7 @@ def moments(X: Any) -> tuple[int, float, float]:
 
 
 def variance(of_ranks: list[tuple[int, float, float]], is_sparse: bool) -> float:
-    """Of the features of all ranks' rows, from each rank's moments (Chan, Golub & LeVeque 1979)."""
+    """Return the variance of the features of all ranks' rows, from each rank's moments (Chan, Golub & LeVeque 1979)."""
     counts, sums, squares = (np.array(column, np.float64) for column in zip(*of_ranks, strict=True))
     count = counts.sum()
     mean = sums.sum() / count
@@ -299,7 +299,7 @@ class TrainingSet:
         )
 
     def extent(self, of_all: NDArray[np.bool_], width: int | None = None) -> Extent:
-        """How large some samples are, as the kernel sees them.
+        """Return the sizes of some samples, as the kernel sees them.
 
         Args:
             of_all: Which of `all_ids`.
@@ -334,7 +334,7 @@ class TrainingSet:
         return mine, renumbered(chosen, ids), self.extent(of_all)
 
     def whole(self, matrix: Samples) -> tuple[NDArray[np.int64], Samples, Extent]:
-        """As `part`, of all samples."""
+        """Return as `part` does, of all samples."""
         return self.part(np.ones(len(self.all_ids), np.bool_), matrix)
 
     def subset(self, of_all: NDArray[np.bool_], matrix: Samples) -> tuple[TrainingSet, Samples]:
@@ -357,7 +357,7 @@ class TrainingSet:
         return part, matrix.take(mine)
 
     def everywhere(self, samples: Samples, positions: NDArray[np.int64]) -> Samples:
-        """Those of all ranks' samples on every rank, by ascending number.
+        """Gather those of all ranks' samples on every rank, by ascending number.
 
         Args:
             samples: This rank's.

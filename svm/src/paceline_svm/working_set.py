@@ -1,18 +1,18 @@
 """Working set selection: each rank nominates its worst KKT violators, and all choose the same set from all nominations.
 
 A variable below its upper bound may grow (the literature's set I_up), one above its lower bound may shrink (I_low). A
-pair violates the KKT conditions if the gradient of one in I_low exceeds that of one in I_up; the gap is the most by
-which any pair does.
+pair violates the KKT conditions if the gradient of one in I_low exceeds that of one in I_up. The gap is the largest
+excess of any pair.
 
 Rules
 1. Every rank nominates its own; all ranks see all nominations (one all-gather) and choose alike.
-2. Ties are broken by the variable's scrambled number: the choice does not depend on the number of ranks, and the first
-   working set, when all are tied, is a sample of the whole set even if the rows are sorted.
+2. Ties are broken by the variable's scrambled number, so the choice does not depend on the number of ranks. In the
+   first working set all are tied. It is a sample of the whole set even if the rows are sorted.
 3. The newer half of the last working set stays, or variables would come and go in pairs of sets.
 
 A chosen working set is a sub-problem: its variables are optimised by SMO, all others stay where they are. Pair updates
 touch a part of it only. Where rows are short, the kernel values among its samples are computed row by row when first
-needed; where they are long or not dense, all at once, by a matrix product.
+needed. Where they are long or not dense, they are computed all at once, by a matrix product.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WorkingSet:
 
     @property
     def room(self) -> int:
-        """How many may be new next time."""
+        """The number of variables that may be new next time."""
         return self.size - len(self.kept)
 
     def choose(self, nominations: Nominations) -> NDArray[np.float64]:
@@ -80,7 +80,7 @@ class WorkingSet:
 
 
 def working_set_size(num_variables: int, num_free: int = 0) -> int:
-    """How many variables are optimised together; even. Small problems are one working set.
+    """The number of variables that are optimised together; even. Small problems are one working set.
 
     Few working sets are needed where one holds all variables between their bounds; a larger one costs kernel values
     and pair updates for nothing.
@@ -117,7 +117,7 @@ def choose(nominations: Nominations, num: int) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Nominations:
-    """What a rank sends before a working set is chosen, or what all ranks sent, combined.
+    """The message of a rank before a working set is chosen, or of all ranks, combined.
 
     Attributes:
         least: Smallest gradient in I_up.
