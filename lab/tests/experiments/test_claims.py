@@ -23,7 +23,7 @@ README, BENCHMARKS, MORE, CLAIMS, OPTIONS = (
         "docs/benchmarks.md",
         "docs/notebook/benchmarks.md",
         "docs/notebook/claims.md",
-        "docs/index.md",
+        "docs/options.md",
     )
 )
 PRINTING = [README, BENCHMARKS, MORE, CLAIMS]

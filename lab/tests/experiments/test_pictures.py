@@ -47,7 +47,7 @@ SHOWN = (
     "study-rank-count",
     "svm-celeba",
     "svm-elimination",
-    "timeline-resnet50-4x1-250mbit",
+    "timeline-resnet50-4x1-1000mbit",
 )
 
 
@@ -202,7 +202,7 @@ def test_white_becomes_the_dark_page_and_each_curve_has_its_own_marker():
 
 def test_a_timeline_shows_two_typical_steps(drawn, tmp_path):
     """From the stored report; bars of the link never overlap, and lie within the picture."""
-    record = json.loads((RESULTS / "timeline-resnet50-4x1-250mbit.json").read_text())
+    record = json.loads((RESULTS / "timeline-resnet50-4x1-1000mbit.json").read_text())
     assert drawing_of(record["name"])(record, tmp_path / "p.png")
     ((_, figure),) = drawn[-1:]
     assert [axes.get_title(loc="left").partition(":")[0] for axes in figure.axes] == [
