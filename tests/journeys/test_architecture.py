@@ -297,3 +297,22 @@ def test_an_import_of_another_package_is_noticed():
     assert imports_of_others(source, ()) == ["paceline_lab.doubles.in_process", "paceline_svm.solver"]
     assert imports_of_others(source, TESTS["svm/tests"]) == []
     assert imports_of_others("from paceline_lab.doubles_of import x", TESTS["svm/tests"])
+
+
+def test_every_name_that_is_imported_late_is_there():
+    """The maps of `on_first_use` are strings, which no type checker follows when a module joins another."""
+    missing = []
+    for folder in (PACKAGE, *OTHERS.values()):
+        for path in folder.rglob("__init__.py"):
+            for call in ast.walk(ast.parse(path.read_text())):
+                if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "on_first_use":
+                    for name, module in ast.literal_eval(call.args[1]).items():
+                        home = path.parent.joinpath(*module.split("."))
+                        source = (
+                            home.with_suffix(".py")
+                            if home.with_suffix(".py").is_file()
+                            else home / "__init__.py"
+                        )
+                        if not source.is_file() or not re.search(rf"\b{name}\b", source.read_text()):
+                            missing.append(f"{path.relative_to(ROOT)}: {name} of {module}")
+    assert missing == []

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from harness.models import digest, generator
 from harness.ranks import pool
-from paceline.process_group.shared_vectors import SharedVectors
+from paceline.process_group.host_collectives import SharedVectors
 from paceline.reductions import Message
 from paceline.reductions.adasum import Adasum, combine
 from paceline.reductions.adasum.operator import Segments

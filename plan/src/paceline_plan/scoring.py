@@ -21,7 +21,7 @@ from rich.console import Console
 
 from paceline.errors import ConfigurationError
 from paceline.files_given import parse_json
-from paceline.observe.trace_format import TRACE_FORMAT, TRACE_VERSION
+from paceline.observe.run_records import TRACE_FORMAT, TRACE_VERSION
 from paceline_plan.deployment import Cluster, HostLink
 from paceline_plan.forecast import PREDICTIONS, KeptPrediction, keep, table
 from paceline_plan.workload import RECORD_AGAIN, check_version, parsed

@@ -20,7 +20,7 @@ from pathlib import Path
 from paceline.errors import ConfigurationError, PacelineError
 from paceline.files_given import check_output
 from paceline.launch.watchdog import MARK, Watchdog
-from paceline.observe.trace_format import NUM_WARM_UP
+from paceline.observe.run_records import NUM_WARM_UP
 from paceline_plan.workload import RecordedWorkload
 
 _MOST_STEPS = 1_000_000

@@ -17,7 +17,7 @@ from statistics import median, median_low, mode
 from typing import Any
 
 from paceline.errors import ConfigurationError
-from paceline.observe.trace_format import TRACE_FORMAT, TRACE_VERSION
+from paceline.observe.run_records import TRACE_FORMAT, TRACE_VERSION
 
 WORKLOAD_FORMAT, WORKLOAD_VERSION = "paceline workload", 1
 RECORD_AGAIN = "Record it again with `paceline plan record SCRIPT`."

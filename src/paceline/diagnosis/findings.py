@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from paceline.diagnosis.all_ranks import EXPOSED_RATIO, common_delay
-from paceline.diagnosis.causes import Cause, late_rank
+from paceline.diagnosis.causes import EXPOSED_RATIO, Cause, common_delay, late_rank
 from paceline.diagnosis.culprit import FEWEST_STEPS, LEAST_RATIO, Culprit
 from paceline.diagnosis.links import SlowLink, edges_of, slow_link
 from paceline.diagnosis.remedies import Remedy, remedies_of, remedies_of_link, remedies_of_waiting

@@ -21,6 +21,6 @@ __getattr__ = on_first_use(
         "BucketTiming": "run_records",
         "StepTiming": "timings",
         "StepTimings": "timings",
-        "draw_step": "step_picture",
+        "draw_step": "timings",
     },
 )

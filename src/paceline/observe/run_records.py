@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# Of the traces that `workload_recording` writes and the planner reads. None of this imports torch.
+TRACE_FORMAT, TRACE_VERSION = "paceline trace", 1
+NUM_WARM_UP = 2  # steps at the beginning, which do not count
+
 PHASES = ("loading", "forward", "backward", "optimizer", "checkpoint", "garbage", "recording", "waiting")
 """What an `Interval` may be; time of a step in none of them is Python between them. Waiting is for other ranks within a
 forward: for buffers, or for gradients of the step before (forward overlap)."""

@@ -28,7 +28,7 @@ from typing_extensions import Self
 
 from paceline.errors import ConfigurationError
 from paceline.observe.device_times import clock_of, name_of
-from paceline.observe.trace_format import NUM_WARM_UP, TRACE_FORMAT, TRACE_VERSION
+from paceline.observe.run_records import NUM_WARM_UP, TRACE_FORMAT, TRACE_VERSION
 
 RANKS_OF_HOST = "PACELINE_RANKS_OF_HOST"
 """Environment variable: the ranks of each host of the job, `4,2`, in any order. `paceline run --nnodes` sets it."""

@@ -21,7 +21,6 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from paceline.comm.collectives import Work, all_reduce, device_for_metadata
-from paceline.comm.traffic import Traffic, all_reduced
 from paceline.compression import Compressor
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.numbers_given import number
@@ -29,6 +28,7 @@ from paceline.observe import StepTiming
 from paceline.optim.across_ranks import AcrossRanks, digest_of
 from paceline.optim.flat_parameters import AveragedBuffers, FlatParameters
 from paceline.reductions import Auto, Lossy, Reduction, StepEnd, choose_reduction
+from paceline.reductions.reduction import Traffic, all_reduced
 
 
 class LocalSGD(AcrossRanks):

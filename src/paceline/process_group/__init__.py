@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from paceline.process_group.connections import address_towards, open_transport, open_vectors
     from paceline.process_group.executor import PIECE_BYTES, Executor, KeptMemory
     from paceline.process_group.folds import flat_of, write_back
-    from paceline.process_group.host_collectives import HostVectors
-    from paceline.process_group.shared_vectors import SharedVectors, shared_vectors_of
+    from paceline.process_group.host_collectives import HostVectors, SharedVectors, shared_vectors_of
 
 __all__ = [
     "PIECE_BYTES",
@@ -39,12 +38,12 @@ __getattr__ = on_first_use(
         "Executor": "executor",
         "HostVectors": "host_collectives",
         "KeptMemory": "executor",
-        "SharedVectors": "shared_vectors",
+        "SharedVectors": "host_collectives",
         "address_towards": "connections",
         "flat_of": "folds",
         "open_transport": "connections",
         "open_vectors": "connections",
-        "shared_vectors_of": "shared_vectors",
+        "shared_vectors_of": "host_collectives",
         "write_back": "folds",
     },
 )

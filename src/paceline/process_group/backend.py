@@ -28,7 +28,7 @@ from paceline.comm.device import accelerator_type
 from paceline.comm.lane import Lane, LaneWork
 from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError, forget_frames
 from paceline.host.exit import end_before_exit
-from paceline.process_group.blocking_collectives import BlockingCollectives, reducible
+from paceline.process_group.blocking_collectives import BlockingCollectives, Rows, only, reducible
 from paceline.process_group.connections import (
     INTERFACE,
     AcrossHosts,
@@ -37,10 +37,8 @@ from paceline.process_group.connections import (
     make_gloo,
 )
 from paceline.process_group.folds import fold_by
-from paceline.process_group.host_collectives import HostCollectives
+from paceline.process_group.host_collectives import HostCollectives, SharedVectors
 from paceline.process_group.reconfiguring import Handle, in_order, store_of
-from paceline.process_group.rows import Rows, only
-from paceline.process_group.shared_vectors import SharedVectors
 from paceline.transports.shared_memory import Host, HostBarrier, join_host
 
 

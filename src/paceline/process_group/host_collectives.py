@@ -21,15 +21,40 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.collectives import shares_memory
 from paceline.errors import CollectiveMismatchError, ProtocolError
 from paceline.process_group.descriptor import Descriptor, described
 from paceline.process_group.folds import Fold, fold_of
-from paceline.process_group.shared_vectors import SharedVectors
 from paceline.process_group.staging import Span, Staging, spans_of
 from paceline.transports.shared_memory import Host, HostBarrier
+
+
+@dataclass(frozen=True)
+class SharedVectors:
+    """The vectors that a rank sees during `ProcessGroup.on_all_vectors`."""
+
+    views: tuple[Tensor, ...]  # every rank's vector, in the order of the ranks; shape (N,) each
+    first: int  # this rank alone works on elements `first` to `last` (excluded), of all vectors: it may change them
+    last: int  # likewise
+    # Replaces a small CPU tensor by the reduction of all ranks' by an operation (of `torch.distributed.ReduceOp`, by
+    # name), with the same bits on all. Collective; blocks.
+    all_reduce: Callable[[Tensor, str], None]
+
+
+OnAllVectors = Callable[[str, Tensor, Callable[[SharedVectors], None]], dist.Work]
+
+
+def shared_vectors_of(group: dist.ProcessGroup) -> OnAllVectors | None:
+    """Return the group's `on_all_vectors`; None where its ranks do not share memory. The same on every rank."""
+    ours: Any = group
+    return ours.on_all_vectors if shares_memory(group) else None
+
 
 CHUNK_BYTES = 512 * 1024  # folded and handed on while it is in the cache
 SMALL_BYTES = 64 * 1024

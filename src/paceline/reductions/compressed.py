@@ -10,14 +10,13 @@ from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import all_gather
 from paceline.comm.device import keep_for_current_streams
-from paceline.comm.traffic import all_reduced, gathered
 from paceline.compression import Compressor, Layout, Seeds, accumulation_dtype
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
 from paceline.reductions.kept_state import RESIDUAL, VELOCITY, Memory
 from paceline.reductions.lossy import Finish, Lossy, seed_of
 from paceline.reductions.ordered_mean import launch_mean
-from paceline.reductions.reduction import Message
+from paceline.reductions.reduction import Message, all_reduced, gathered
 
 
 class Compressed(Lossy):

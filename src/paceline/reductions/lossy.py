@@ -31,10 +31,17 @@ from torch.nn import Parameter
 from paceline.comm.collectives import C10dWork, Work
 from paceline.comm.device import AsyncValue, keep_for_current_streams
 from paceline.comm.lane import Lane, LaneWork
-from paceline.comm.traffic import Traffic, all_reduced
 from paceline.compression import Layout
 from paceline.reductions.kept_state import Keeper, Memory, check_one_model
-from paceline.reductions.reduction import Message, Reduction, StepEnd, launch_sparse_sum, real_numel
+from paceline.reductions.reduction import (
+    Message,
+    Reduction,
+    StepEnd,
+    Traffic,
+    all_reduced,
+    launch_sparse_sum,
+    real_numel,
+)
 
 MOST_UNDER_WAY = 2  # buckets that were sent and not yet decompressed
 
