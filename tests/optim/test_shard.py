@@ -1,7 +1,12 @@
 """A sharded optimizer makes the plain one's parameters, with 1/N of its state, whatever happens between steps."""
 
+import contextlib
 import copy
+import functools
 import itertools
+import os
+import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +18,7 @@ from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError
 from paceline.optim import LAMB, LARS, full_state_dict, shard, shares
+from paceline.reductions.ordered_mean import LogicalMean
 
 pytestmark = pytest.mark.processes
 BACKENDS = ("gloo", "paceline")
@@ -67,12 +73,36 @@ WHOLE = {
 
 
 def group_of(backend):
-    return dist.new_group(backend=backend) if backend != "gloo" else None
+    """Return a group over which gradients go; "gloo" as between hosts, "paceline" in shared memory."""
+    return dist.new_group(backend=backend)
+
+
+def hosts(backend, num_ranks):
+    """Return a context in which models are wrapped as if each rank had a host of its own, for "gloo"."""
+    words = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": str(num_ranks)} if backend == "gloo" else {}
+    return mock.patch.dict(os.environ, words)
+
+
+def on_hosts(run):
+    """Run a rank's function in `hosts` of its backend."""
+
+    @functools.wraps(run)
+    def wrapped(rank, num_ranks, backend, *rest):
+        with hosts(backend, num_ranks):
+            return run(rank, num_ranks, backend, *rest)
+
+    return wrapped
 
 
 def pair(make, group, seed=0, dtype=torch.float32, **how):
     """Return two wrapped models with the same values: one with a plain optimizer, one with a sharded one."""
-    models = [DistributedDataParallel(net(seed, dtype), process_group=group) for _ in range(2)]
+    # Over Gloo an all-reduce of more than two ranks adds in another order.
+    num_ranks = (group or dist.group.WORLD).size()
+    ordered = LogicalMean(num_ranks) if os.environ.get("LOCAL_WORLD_SIZE") == "1" and num_ranks > 2 else None
+    models = [
+        DistributedDataParallel(net(seed, dtype), process_group=group, reduction=reduction)
+        for reduction in (ordered, None)
+    ]
     plain, sharded = (make(list(model.parameters())) for model in models)
     return models, (plain, shard(sharded, models[1], **how))
 
@@ -89,6 +119,7 @@ def size_of(state):
     return sum(each.numel() for kept in state.values() for each in kept.values() if torch.is_tensor(each))
 
 
+@on_hosts
 def same_bits(rank, num_ranks, backend, large):
     """Train with each optimizer. Return what differs, and this rank's fraction of the state."""
     group, wrong = group_of(backend), {}
@@ -132,13 +163,15 @@ class Matrices(nn.Module):
         return self.layers(x)
 
 
+@on_hosts
 def muon_and_adamw(rank, num_ranks, backend):
     """Both optimizers over one model. Return whether bits are equal, and the matrices that this rank holds state of."""
     group, models = group_of(backend), []
     sets = []
     for _ in range(2):
         torch.manual_seed(1)
-        models.append(DistributedDataParallel(Matrices(), process_group=group))
+        ordered = LogicalMean(num_ranks) if backend == "gloo" and not models else None
+        models.append(DistributedDataParallel(Matrices(), process_group=group, reduction=ordered))
         matrices = [p for p in models[-1].parameters() if p.dim() == 2]
         rest = [p for p in models[-1].parameters() if p.dim() != 2]
         sets.append([torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)])
@@ -271,13 +304,16 @@ def test_state_moves_with_the_members():
     assert pool(3).run(rebuilt) == [(True, True, True, True)] * 3
 
 
+@on_hosts
 def other_ways(rank, num_ranks, backend):
     """Windows, unfreezing, a group added later, a moved module, hooks, a closure, zero_grad(False). What differs."""
     group, wrong = group_of(backend), []
 
-    def check(what, models):
-        if digest(list(models[0].parameters())) != digest(list(models[1].parameters())):
-            wrong.append(what)
+    def check(what, models, tolerance=0.0):
+        pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+        worst = max((a - b).abs().max().item() for a, b in pairs)
+        if worst > tolerance:
+            wrong.append((what, worst))
 
     models, optimizers = pair(
         lambda p: torch.optim.AdamW([each for each in p if each.dim() == 2], lr=0.01), group
@@ -297,7 +333,8 @@ def other_ways(rank, num_ranks, backend):
         (loss_of(model, 1, rank) + (model.module.frozen * rank).sum() * 0).backward()
         model.clip_grad_norm_(0.05)
         optimizer.step()
-    check("groups and frozen parameters", models)
+    rounding = 1e-6 if backend == "gloo" else 0.0  # the norm is a sum over ranks there
+    check("groups and frozen parameters", models, rounding)
     for model, optimizer in zip(models, optimizers, strict=True):
         for parameter in model.parameters():  # as `module.to` does
             parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
@@ -309,7 +346,7 @@ def other_ways(rank, num_ranks, backend):
             return loss
 
         assert optimizer.step(closure).requires_grad
-    check("closure and other memory", models)
+    check("closure and other memory", models, rounding)
     if seen[0] != seen[1] or seen[1] != [1, 2, 2]:
         wrong.append(("hooks", seen))
     x = loss_of(models[1], 3, rank)
@@ -450,3 +487,127 @@ def refused(rank, num_ranks):
 def test_bad_input_is_refused_before_anything_is_changed():
     """Every line of the issue's list, and what a script may ask of one rank's part."""
     assert pool(2).run(refused) == [[]] * 2
+
+
+@on_hosts
+def parts(rank, num_ranks, backend):
+    """Gradients between backward and step, over Gloo. Return what is wrong."""
+    group, wrong = group_of(backend), []
+    models, (plain, sharded) = pair(ELEMENTWISE["adamw"], group)
+    ours = models[1]
+
+    def backward(step):
+        for model in models:
+            loss_of(model, step, rank).backward()
+
+    backward(0)
+    for read in (
+        lambda: ours.module.first.weight.grad,
+        lambda: torch.nn.utils.clip_grad_norm_(ours.parameters(), 1.0),
+        lambda: torch.amp.GradScaler("cpu").scale(torch.ones(())) and _unscaled(sharded),
+        lambda: [p.grad for p in sharded.param_groups[0]["params"]],
+    ):
+        try:
+            read()
+            wrong.append("a part was read")
+        except ConfigurationError as error:
+            if "whole_gradients=True" not in str(error):
+                wrong.append(str(error))
+    copied = copy.deepcopy(ours.module)
+    if {type(p) for p in copied.parameters()} != {nn.Parameter}:
+        wrong.append("a copy's class")
+    if ours.gradients_are_finite() is not True:
+        wrong.append("finite")
+    for norm_type in (2.0, 3.0, float("inf")):
+        norms = [float(model.clip_grad_norm_(1e9, norm_type)) for model in models]
+        if abs(norms[0] - norms[1]) > 1e-6 * norms[0]:
+            wrong.append(("norm", norm_type, norms))
+    try:  # a second backward, to whose gradients the first one's cannot be added
+        loss_of(ours, 1, rank).backward()
+        wrong.append("gradients were added up")
+    except ConfigurationError as error:
+        if "neither used nor dropped" not in str(error):
+            wrong.append(str(error))
+    for model in models:
+        model.zero_grad()
+    backward(2)
+    ours.zero_grad(set_to_none=False)
+    models[0].zero_grad(set_to_none=False)
+    backward(3)  # zeros are no gradients that would be lost
+    if ours.module.unused.grad is not None:
+        wrong.append("an unused parameter's gradient")
+    for optimizer in (plain, sharded):
+        optimizer.step()
+    if ours.module.first.weight.grad is not None:
+        wrong.append("the step has left a part")
+    for model in models:
+        model.zero_grad()
+        with model.no_sync():
+            loss_of(model, 4, rank).backward()
+        loss_of(model, 5, rank).backward()
+        with torch.no_grad():
+            model.module.last.weight.grad = torch.full_like(model.module.last.weight, 0.01)  # as by hand
+    for optimizer in (plain, sharded):
+        optimizer.step()
+    if digest(list(models[0].parameters())) != digest(list(ours.parameters())):
+        wrong.append("bits")
+    overflow = loss_of(ours, 6, rank) * (float("inf") if rank == 1 else 1.0)
+    overflow.backward()
+    if ours.gradients_are_finite():
+        wrong.append("infinite gradients on one rank")
+    return wrong
+
+
+def _unscaled(optimizer):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
+def test_between_hosts_a_part_is_never_taken_for_the_whole():
+    """Reading raises with the remedy; norms are of all ranks' parts; nothing is added to a part."""
+    assert pool(2).run(parts, "gloo") == [[]] * 2
+
+
+def sent(rank, num_ranks):
+    """Bytes that a rank sends in a step, by the arguments of its collectives: with plain and sharded optimizers."""
+    counts, fraction = [], (num_ranks - 1) / num_ranks
+    sizes = {
+        "paceline.reductions.reduction.all_reduce": lambda tensor, *_: 2 * tensor.nbytes * fraction,
+        "paceline.optim.owned_mean.all_to_all": lambda _, sent, *_sizes: sent.nbytes * fraction,
+        "paceline.optim.sharded_step.all_gather": lambda _, row, *_group: row.nbytes * (num_ranks - 1),
+    }
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(hosts("gloo", num_ranks))
+        group, found = dist.new_group(backend="gloo"), []
+        for name, size in sizes.items():
+            module, _, attribute = name.rpartition(".")
+            perform = getattr(sys.modules[module], attribute)
+
+            def counted(*given, perform=perform, size=size):
+                found.append(size(*given))
+                return perform(*given)
+
+            stack.enter_context(mock.patch(name, counted))
+        for make in (torch.optim.AdamW, torch.optim.Adafactor):
+            for is_sharded in (False, True):
+                torch.manual_seed(0)
+                layers = nn.Sequential(*(nn.Linear(300, 300) for _ in range(8)))
+                model = DistributedDataParallel(layers, process_group=group)
+                optimizer = make(model.parameters())
+                optimizer = shard(optimizer, model) if is_sharded else optimizer
+                for step in range(3):
+                    found.clear()
+                    model(torch.randn(4, 300, generator=generator(step))).square().mean().backward()
+                    optimizer.step()
+                counts.append(sum(found))
+    return counts
+
+
+def test_wire_bytes_are_those_of_an_all_reduce():
+    """At most 1.02 of them; where whole parameters are divided, of the rank that owns most of them."""
+    counts = pool(4).run(sent)
+    for plain, sharded, _, _ in counts:
+        assert 0.99 * plain < sharded < 1.02 * plain
+    whole = [sharded for _, _, _, sharded in counts]
+    assert max(whole) < 1.1 * counts[0][2]

@@ -81,10 +81,19 @@ def all_gather(rows: list[Tensor], row: Tensor, group: ProcessGroup, at_once: bo
     return C10dWork(group.allgather([rows], [row], options))
 
 
-def all_to_all(received: Tensor, sent: Tensor, group: ProcessGroup) -> C10dWork:
-    """Send part i of `sent` to rank i; receive one from each. Collective, without waiting. See `can_all_to_all`."""
+def all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    group: ProcessGroup,
+    received_sizes: Sequence[int] = (),
+    sent_sizes: Sequence[int] = (),
+) -> C10dWork:
+    """Send part i of `sent` to rank i; receive one from each. Collective, without waiting. See `can_all_to_all`.
+
+    Parts have these lengths, by rank. Without any they are equally long.
+    """
     exchange = getattr(group, _ALL_TO_ALL)
-    return C10dWork(exchange(received, sent, [], [], dist.AllToAllOptions()))
+    return C10dWork(exchange(received, sent, list(received_sizes), list(sent_sizes), dist.AllToAllOptions()))
 
 
 def can_all_to_all(group: ProcessGroup) -> bool:

@@ -105,7 +105,8 @@ class GradientMemory:
         Gradients that are alive move along; old buckets' views are worthless afterwards. Local; the same on every rank.
         """
         managed = self._managed
-        alive = self._take_alive()
+        with torch._C.DisableTorchFunctionSubclass():  # a part of a gradient moves along, too
+            alive = self._take_alive()
         first = [index for index in order if index not in managed.delayed]
         last = [index for index in order if index in managed.delayed]
         plan = assign_buckets(managed.specs(), first + last, self._caps)
@@ -125,8 +126,9 @@ class GradientMemory:
             where = self._status.apart_on or buckets[-1].parameters[0].device
             words = torch.zeros(self._status.num_words, device=where)
         self._status.place(words)
-        for bucket in buckets:
-            bucket.take_over(alive)
+        with torch._C.DisableTorchFunctionSubclass():
+            for bucket in buckets:
+                bucket.take_over(alive)
         return buckets
 
     def _take_alive(self) -> dict[int, Tensor]:

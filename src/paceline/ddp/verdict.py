@@ -84,7 +84,9 @@ class NonFiniteReport:
             found = next(((name, one) for name, one in named if not is_finite(one)), None)
             return None if found is None else cls(step, ranks, *found, is_old=False, is_late=True)
         for name, parameter in named:
-            if parameter.grad is not None and not is_finite(parameter.grad):
+            with torch._C.DisableTorchFunctionSubclass():
+                gradient = parameter.grad
+            if gradient is not None and not is_finite(gradient):
                 return cls(step, ranks, name, parameter, not all(is_finite(one) for _, one in named))
         return None
 

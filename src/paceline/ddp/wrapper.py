@@ -394,18 +394,39 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         """Return whether all gradients are finite. If not, skip the optimizer's step, on all ranks alike.
 
         Contract:
-            Local. After a synchronized backward the same on every rank, because gradients are.
+            Local, or collective if each rank has parts of the gradients (`paceline.optim.shard` between hosts). After a
+            synchronized backward the same on every rank.
         """
-        return all(is_finite(p.grad) for p in self._paceline_setting.parameters if p.grad is not None)
+        gradients = self._paceline_gradients()
+        if self._paceline_setting.reduction.has_parts:
+            return bool(self._paceline_norm(gradients, float("inf")).isfinite())
+        return all(map(is_finite, gradients.values()))
+
+    def _paceline_norm(self, gradients: dict[torch.nn.Parameter, Tensor], norm_type: float) -> Tensor:
+        try:
+            return self._paceline_setting.reduction.norm(gradients, norm_type)
+        except RuntimeError as error:
+            self.membership.peers.fail(error, "computing the norm of all ranks' gradients")
+
+    def _paceline_gradients(self) -> dict[torch.nn.Parameter, Tensor]:
+        """Return what this rank has of each gradient that there is."""
+        has_parts = self._paceline_setting.reduction.has_parts
+        with torch._C.DisableTorchFunctionSubclass() if has_parts else nullcontext():
+            return {p: p.grad for p in self._paceline_setting.parameters if p.grad is not None}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm, as that of one vector, is at most `max_norm`. Return the norm before.
 
         Contract:
-            Local. After a synchronized backward the same on every rank, because gradients are.  Mutates: gradients.
+            Local, or collective if each rank has parts of the gradients (`paceline.optim.shard` between hosts). After a
+            synchronized backward the same on every rank.  Mutates: gradients.
         """
-        parameters = [p for p in self._paceline_setting.parameters if p.grad is not None]
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        gradients = self._paceline_gradients()
+        total = self._paceline_norm(gradients, norm_type)
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch's
+        for gradient in gradients.values():
+            gradient.detach().mul_(factor.to(gradient.device))
+        return total
 
     @property
     def timings(self) -> StepTimings:

@@ -1,8 +1,9 @@
 """`shard`: an ordinary torch optimizer whose state and step are divided among the ranks of a wrapped model.
 
 Rules
-1. Gradients are whole on every rank, as `DistributedDataParallel` leaves them. So code that reads them between backward
-   and the step (clipping, a GradScaler, logging) needs no change.
+1. On one host gradients are whole on every rank. So code that reads them between backward and the step (clipping, a
+   GradScaler, logging) needs no change. Between hosts a rank has those that it steps (`owned_mean`), and
+   reading `.grad` raises.
 2. Every rank steps its parts of the parameters (`shares`) and receives the others (`sharded_step`). An element is
    computed once, by the arithmetic of the plain optimizer, so all ranks have the bits that it would have made.
 3. The optimizer stays the object that it was, with its groups: schedulers and scripts change rates there. Only its
@@ -12,6 +13,7 @@ Rules
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import weakref
@@ -24,11 +26,14 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from paceline.comm.collectives import can_all_to_all, shares_memory
 from paceline.errors import ConfigurationError
 from paceline.optim.overlap import PER_ELEMENT, PER_PARAMETER, counted_step, ordinary, stand_in_of
+from paceline.optim.owned_mean import OwnedMean
 from paceline.optim.shard_state import cut_state, full_state, move
-from paceline.optim.sharded_step import Cut, ShardedStep
+from paceline.optim.sharded_step import Cut, Members, ShardedStep
 from paceline.optim.shares import is_dense
+from paceline.reductions import Mean
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -42,7 +47,12 @@ _owners: WeakIdKeyDictionary = (
 
 
 def shard(
-    optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False, master_weights: bool = False
+    optimizer: AnyOptimizer,
+    model: Any,
+    *,
+    per_parameter: bool = False,
+    master_weights: bool = False,
+    whole_gradients: bool | None = None,
 ) -> AnyOptimizer:
     """Divide an optimizer's state and step among the ranks that train `model`.
 
@@ -58,6 +68,10 @@ def shard(
             and state only, and that a step neither changes `param_groups` nor counts its calls. Each parameter is
             then stepped as a whole, by one rank.
         master_weights: Step a float32 copy of each float16 or bfloat16 parameter, which its owner keeps.
+        whole_gradients: Whether every rank has all gradients. False: it has those that it steps, and a step sends as
+            many bytes as an all-reduce. Reading `.grad` before the step raises; clip by `model.clip_grad_norm_`. The
+            step takes the gradients, so `.grad` is None afterwards. None: False where that saves bytes, so between
+            hosts with the plain mean.
 
     Returns:
         `optimizer` itself. With one rank, and without master weights, it is as it was.
@@ -75,7 +89,12 @@ def shard(
     _check(optimizer, model, per_parameter)
     members = model.membership
     if members.size > 1 or master_weights:
-        _adopt(optimizer, model, master_weights)
+        if whole_gradients is False and (why := _why_whole(optimizer, members)):
+            raise _refuse(f"whole_gradients=False is not possible, because {why}. Leave it out.")
+        is_whole, is_muon = type(optimizer) not in PER_ELEMENT, type(optimizer).__name__ == "Muon"
+        cut = Cut(is_whole=is_whole, is_muon=is_muon, has_masters=master_weights)
+        owned = (lambda: None) if whole_gradients else functools.partial(_owned_mean, optimizer, members)
+        _adopt(optimizer, ShardedStep(members, cut, owned, functools.partial(_buckets_of, members)))
     return optimizer
 
 
@@ -188,7 +207,36 @@ def _parameters_of(optimizer: Optimizer) -> list[Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _adopt(optimizer: Optimizer, model: Any, master_weights: bool) -> None:
+def _why_whole(optimizer: Optimizer, members: Members) -> str:
+    """Return why gradients have to be whole over these groups, or cost no bytes; "" if neither. Local."""
+    groups, reduction = members.gradient_groups, members.model.reduction
+    hinders = {
+        "the ranks share memory, where whole gradients cost no bytes": all(map(shares_memory, groups)),
+        f"gradients are combined by {reduction!r}": type(reduction) not in (Mean, OwnedMean),
+        "buckets take turns over several process groups": len(groups) > 1,
+        "the process group has no all-to-all": not all(map(can_all_to_all, groups)),
+        "a parameter is of a class of its own": any(
+            type(p) is not Parameter for p in _parameters_of(optimizer)
+        ),
+    }
+    return next((why for why, is_so in hinders.items() if is_so), "")
+
+
+def _owned_mean(optimizer: Optimizer, members: Members) -> OwnedMean | None:
+    """Return what reduces each gradient for its owner; None: gradients are whole. Local; the same on every rank."""
+    if _why_whole(optimizer, members):
+        return None
+    if type(members.model.reduction) is Mean:
+        members.model.reduce_by(OwnedMean())
+    owned: OwnedMean = members.model.reduction
+    return owned
+
+
+def _buckets_of(members: Members) -> list[list[Parameter]]:
+    return [bucket.parameters for bucket in members.model.reducer.buckets]
+
+
+def _adopt(optimizer: Optimizer, shares: ShardedStep) -> None:
     replaced = optimizer.__dict__.pop("step", None)
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
         optimizer.__dict__["step"] = replaced
@@ -197,18 +245,17 @@ def _adopt(optimizer: Optimizer, model: Any, master_weights: bool) -> None:
             "known. Call shard() on the optimizer first, then what replaces its step."
         )
     kind, begun = type(optimizer), optimizer.state_dict() if optimizer.state else None
-    is_muon = kind.__name__ == "Muon"
-    cut = Cut(is_whole=kind not in PER_ELEMENT, is_muon=is_muon, has_masters=master_weights)
-    members = model.membership
+    members = shares.members
     members.keep_together(_WHY_ALL)
     for parameter in _parameters_of(optimizer):
         _owners[parameter] = weakref.ref(optimizer)
     own = {"__module__": kind.__module__, "_kind": kind, "_stand_in": stand_in_of(kind)}
     optimizer.__class__ = type(kind.__name__, (_Sharded, kind), own)
-    optimizer.__dict__["_shares"] = ShardedStep(members, cut)
+    optimizer.__dict__["_shares"] = shares
     optimizer.__dict__["_followed"] = members.name if members.epoch == 0 else ""
     if replaced is not None:
         optimizer.__dict__["step"] = counted_step(optimizer)
+    shares.follow(_parameters_of(optimizer))
     if begun is not None:  # Adagrad's, which begins before the first step
         optimizer.load_state_dict(begun)
 

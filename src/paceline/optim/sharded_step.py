@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from paceline.comm.collectives import Work, all_gather
 from paceline.comm.peers import Peers
 from paceline.errors import ConfigurationError
+from paceline.optim.owned_mean import OwnedMean
 from paceline.optim.shares import (
     Division,
     Exchange,
@@ -50,10 +51,14 @@ class Members(Protocol):
     name: str
     epoch: int
     peers: Peers
+    model: Any
 
     @property
     def process_group(self) -> ProcessGroup:
         """The script's group."""
+
+    def keep_together(self, why: str) -> None:
+        """Note that every rank takes part in every step from now on."""
 
     @property
     def gradient_groups(self) -> list[ProcessGroup]:
@@ -104,8 +109,16 @@ class ShardedStep:
         parts: What the optimizer steps for each part that this rank owns.
     """
 
-    def __init__(self, members: Members, cut: Cut) -> None:
+    def __init__(
+        self,
+        members: Members,
+        cut: Cut,
+        # Returns what gives each owner its part of the gradients over this group; None: gradients are whole
+        choose_owned: Callable[[], OwnedMean | None],
+        buckets: Callable[[], Sequence[Sequence[Parameter]]],  # the parameters that are reduced together
+    ) -> None:
         self.members, self.cut = members, cut
+        self._choose_owned, self._owned, self._buckets = choose_owned, choose_owned(), buckets
         self.parameters: list[Parameter] = []
         self.parts: dict[Part, Parameter] = {}
         self._divisions: list[Division] = []
@@ -132,19 +145,43 @@ class ShardedStep:
         ]
         if not new:
             return
+        divisions = self._divide(new)
+        self._divisions += divisions
+        self._divided.update(new)
+        for division in divisions:
+            for part in division.owned_by(self.rank):
+                self.parts[part] = self._part_of(part)
+        if self._owned is not None:
+            self._owned.own(self._owners(divisions))
+
+    def _divide(self, new: Sequence[int]) -> list[Division]:
         if self.cut.is_whole:
             costs = [self.cut.cost(self.parameters[index]) for index in new]
-            division = divide_whole(self.parameters, new, self.num_ranks, costs)
-        else:
-            division = divide(self.parameters, new, self.num_ranks)
-        self._divisions.append(division)
-        self._divided.update(new)
-        for part in division.owned_by(self.rank):
-            self.parts[part] = self._part_of(part)
+            return [divide_whole(self.parameters, new, self.num_ranks, costs)]
+        if self._owned is None:
+            return [divide(self.parameters, new, self.num_ranks)]
+        # Every rank owns as much of each bucket: else one would receive most of some buckets, and others wait.
+        index_of = {id(self.parameters[index]): index for index in new}
+        units = [[index_of.pop(id(p)) for p in bucket if id(p) in index_of] for bucket in self._buckets()]
+        return [
+            divide(self.parameters, unit, self.num_ranks) for unit in (*units, [*index_of.values()]) if unit
+        ]
+
+    def _owners(self, divisions: Iterable[Division]) -> dict[Parameter, list[tuple[int, int, int]]]:
+        owners: dict[Parameter, list[tuple[int, int, int]]] = {}
+        for division in divisions:
+            for rank in range(self.num_ranks):
+                for part in division.owned_by(rank):
+                    runs = owners.setdefault(self.parameters[part.index], [])
+                    runs.append((rank, part.start, part.stop))
+        return owners
 
     def divide_again(self) -> None:
         """Divide all parameters among the ranks that there are now, without any state. Local."""
         self.parts, self._divisions, self._divided = {}, [], set()
+        if self._owned is not None:
+            self._owned.disown(self.parameters)
+        self._owned = self._choose_owned()
         self._buffers.clear()
         self.follow(self.parameters)
 
@@ -172,6 +209,7 @@ class ShardedStep:
             PeerLostError: A rank died or hangs; some parameters are stepped.
             ConfigurationError: A gradient is sparse.
         """
+        taken = () if self._owned is None else self._owned.take(self.parameters)
         under_way: list[_UnderWay] = []
         number = 0
         for division in self._divisions:
@@ -185,6 +223,8 @@ class ShardedStep:
                 number += 1
         for launched in under_way:
             self._finish(launched)
+        for parameter in taken:  # which would seem to be whole
+            parameter.grad = None
         torch.autograd.graph.increment_version([self.parameters[index] for index in sorted(self._divided)])
 
     def _step_parts(self, parts: Sequence[Part], run: Run) -> None:

@@ -1,0 +1,247 @@
+"""The mean of each gradient element on one rank alone, the element's owner: half the bytes of an all-reduce.
+
+Rules
+1. Each rank sends every other rank the elements that the other rank owns. It folds what it receives in the order of
+   ranks, 16-bit elements in float32. Status words travel behind each message, and all ranks fold all of them.
+2. A bucket with an element that has no owner is all-reduced. So is every bucket before the first owner is known.
+3. Elements that another rank owns are 0 afterwards. A parameter with such elements is of a class whose `.grad` raises:
+   code that reads gradients would take a part for the whole. To drop them is allowed, as `zero_grad` does.
+4. Gradients of two backwards cannot be added up, since the owner has the sum of the first and every rank a part of the
+   second. So a backward raises if the ones before have been neither used nor dropped.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from paceline.comm.collectives import C10dWork, Chain, Work, all_reduce, all_reduce_max, all_to_all
+from paceline.compression import accumulation_dtype
+from paceline.errors import ConfigurationError
+from paceline.reductions.reduction import Mean, Message, StepEnd, real_numel
+
+Run = tuple[int, int, int]
+"""Who owns which elements of a parameter's memory: rank, start, stop."""
+
+_ZERO_GRADS = (Module.zero_grad.__code__, inspect.unwrap(Optimizer.zero_grad).__code__)
+
+
+class ScatteredParameter(Parameter):
+    """A parameter of whose gradient this rank has the elements that it owns (rule 3)."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if getattr(getattr(func, "__self__", None), "__name__", "") != "grad":
+            return result
+        if func.__name__ != "__get__":
+            args[0].__class__ = Parameter  # the script has set or dropped it
+        elif result is not None and sys._getframe(1).f_code not in _ZERO_GRADS:
+            raise ConfigurationError(
+                "this rank has a part of the gradient that was read. The optimizer is sharded, and each rank has the "
+                "mean of the elements that it steps. To clip, call model.clip_grad_norm_(max_norm). To have whole "
+                "gradients on every rank, for a GradScaler or for logging, pass shard(..., whole_gradients=True). That "
+                "sends half as many bytes again."
+            )
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        """Return an ordinary one."""
+        with torch._C.DisableTorchFunctionSubclass():
+            values = self.detach().clone(memory_format=torch.preserve_format)
+        memo[id(self)] = copied = Parameter(values, self.requires_grad)
+        return copied
+
+
+def is_scattered(parameter: Tensor) -> bool:
+    """Return whether this rank has a part of the parameter's gradient. Local."""
+    return parameter.__class__ is ScatteredParameter
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The places of each rank's elements in a bucket: by rank, their runs of its body."""
+
+    runs: tuple[tuple[tuple[int, int], ...], ...]
+
+    def of(self, rank: int, body: Tensor) -> list[Tensor]:
+        """Return views of the elements that this rank owns."""
+        return [body[start:stop] for start, stop in self.runs[rank]]
+
+    def length(self, rank: int) -> int:
+        """Return how many elements this rank owns."""
+        return sum(stop - start for start, stop in self.runs[rank])
+
+
+class OwnedMean(Mean):
+    """The mean of each element for its owner, and of an element without owner for all ranks.
+
+    Cost:
+        One all-to-all for each bucket: (P-1)/P of its bytes a rank, half of an all-reduce.
+
+    Source:
+        Rajbhandari et al., "ZeRO", 2020, stage 2, which divides gradients like the optimizer's state.
+    """
+
+    pieces_at_once = 0
+    has_parts = True
+
+    def __init__(self) -> None:
+        self._owners: dict[int, Sequence[Run]] = {}  # by a parameter's id, complete ones alone
+        self._scattered: dict[int, Parameter] = {}  # in the step under way or the last one
+        self._group: ProcessGroup | None = None
+        # By a bucket's index: its parameters, and where each rank's elements lie, as long as neither changes
+        self._layouts: dict[int, tuple[Sequence[Parameter], _Layout | None]] = {}
+
+    def __repr__(self) -> str:
+        return "Mean"  # as which it begins, also on a rank that comes later
+
+    def own(self, owners: Mapping[Parameter, Sequence[Run]]) -> None:
+        """Divide the elements of these parameters so from the next backward on. Local; the same on every rank."""
+        self._owners.update(
+            {id(parameter): sorted(runs, key=lambda run: run[1]) for parameter, runs in owners.items()}
+        )
+        self._layouts.clear()
+
+    def disown(self, parameters: Iterable[Tensor]) -> None:
+        """Reduce these for all ranks again. Local; on every rank."""
+        for parameter in parameters:
+            self._owners.pop(id(parameter), None)
+        self._layouts.clear()
+
+    def follow(
+        self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup, are_alike: bool
+    ) -> None:
+        self._owners.clear()  # ranks have other numbers now
+        self._layouts.clear()
+
+    # ---- a step
+
+    def begin_step(self, num_ranks: int, active_ratio: float = 1.0, share: float | None = None) -> float:
+        for parameter in self._scattered.values():
+            if is_scattered(parameter):
+                with torch._C.DisableTorchFunctionSubclass():
+                    is_left = parameter.grad is not None and bool(parameter.grad.any())
+                if is_left:
+                    raise ConfigurationError(
+                        "a backward began while gradients of the one before were neither used nor dropped. Each rank "
+                        "has a part of these, to which nothing can be added. Call optimizer.zero_grad() first. To "
+                        "accumulate, use model.accumulate or no_sync()."
+                    )
+                parameter.__class__ = Parameter
+        self._scattered.clear()
+        return super().begin_step(num_ranks, active_ratio, share)
+
+    def launch(self, message: Message) -> Work:
+        layout = self._layout(message) if message.process_group.size() > 1 else None
+        if layout is None:
+            return super().launch(message)
+        self._scattered.update((id(parameter), parameter) for parameter in message.parameters)
+        self._group = message.process_group
+        return Chain(_exchange(message, layout), num_stages=1)
+
+    def _layout(self, message: Message) -> _Layout | None:
+        """Return who owns which elements of a bucket; None if some have no owner (rule 2)."""
+        parameters, layout = self._layouts.get(message.index, ((), None))
+        if parameters is not message.parameters:
+            layout = self._lay_out(message)
+            self._layouts[message.index] = message.parameters, layout
+        return layout
+
+    def _lay_out(self, message: Message) -> _Layout | None:
+        runs: list[list[tuple[int, int]]] = [[] for _ in range(message.process_group.size())]
+        offset = 0
+        for parameter in message.parameters:
+            owners = self._owners.get(id(parameter))
+            if owners is None:
+                return None
+            for rank, start, stop in owners:
+                own, begin = runs[rank], offset + start
+                if own and own[-1][1] == begin:
+                    begin = own.pop()[0]
+                own.append((begin, offset + stop))
+            offset += real_numel(parameter)
+        return _Layout(tuple(map(tuple, runs)))
+
+    def end_step(self, ended: StepEnd) -> None:
+        for parameter in self._scattered.values():
+            parameter.__class__ = ScatteredParameter
+
+    def take(self, parameters: Iterable[Parameter]) -> list[Parameter]:
+        """Let the caller read these parameters' gradients. Return those of which this rank has a part. Local."""
+        taken = list(filter(is_scattered, parameters))
+        for parameter in taken:
+            parameter.__class__ = Parameter
+        return taken
+
+    # ---- all of the gradients
+
+    def norm(self, gradients: Mapping[Parameter, Tensor], norm_type: float) -> Tensor:
+        """Return the norm of all ranks' elements as one vector. Collective; blocks."""
+        if not self._scattered or self._group is None:
+            return super().norm(gradients, norm_type)
+        whole = {each: grad for each, grad in gradients.items() if id(each) not in self._scattered}
+        parts = [
+            grad for each, grad in gradients.items() if id(each) in self._scattered
+        ]  # others' elements are 0
+        own = torch.nn.utils.get_total_norm(parts, norm_type)
+        power = own if norm_type == float("inf") else own.double() ** norm_type
+        power = power.reshape(1)
+        launch = all_reduce_max if norm_type == float("inf") else all_reduce
+        launch(power, self._group).wait()
+        total = power[0] if norm_type == float("inf") else power[0] ** (1.0 / norm_type)
+        if whole:
+            total = torch.linalg.vector_norm(
+                torch.stack([total, super().norm(whole, norm_type).to(total.dtype)]), norm_type
+            )
+        return total.to(own.dtype)
+
+
+def _exchange(message: Message, layout: _Layout) -> Iterator[Work]:
+    """Send each rank its elements, then fold those of this rank (rule 1)."""
+    group, body, words = message.process_group, message.body, message.flat[message.num_gradient_elements :]
+    num_ranks, rank = group.size(), group.rank()
+    sent = torch.cat([piece for to in range(num_ranks) for piece in (*layout.of(to, body), words)])
+    own = layout.length(rank) + words.numel()
+    received = sent.new_empty(own * num_ranks)
+    sizes = [layout.length(to) + words.numel() for to in range(num_ranks)]
+    yield _all_to_all(received, sent, group, [own] * num_ranks, sizes)
+    rows = received.view(num_ranks, own)
+    wide = accumulation_dtype(body.dtype)
+    total = rows[0].to(wide)
+    for row in rows[1:]:
+        total.add_(row.to(wide))
+    total = total.to(body.dtype)
+    body.zero_()
+    pieces = [*layout.of(rank, body), words]
+    torch._foreach_copy_(pieces, list(total.split([piece.numel() for piece in pieces])))
+
+
+def _all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    group: ProcessGroup,
+    received_sizes: Sequence[int],
+    sent_sizes: Sequence[int],
+) -> C10dWork:
+    """Exchange bytes: Gloo's all-to-all knows few dtypes, and nothing is computed on the way."""
+    width = sent.itemsize
+    return all_to_all(
+        received.view(torch.uint8),
+        sent.view(torch.uint8),
+        group,
+        [size * width for size in received_sizes],
+        [size * width for size in sent_sizes],
+    )
