@@ -6,6 +6,7 @@ imported when they are first used (PEP 562).
 
 from __future__ import annotations
 
+import os as _os
 from typing import TYPE_CHECKING
 
 from paceline.integrations.accelerate_loaders import register as _register_loaders
@@ -55,3 +56,8 @@ def __dir__() -> list[str]:
 _register_backend()  # init_process_group("paceline"); imports no torch
 _register_strategy()  # Lightning's Trainer(strategy="paceline"); imports no Lightning
 _register_loaders()  # Accelerate leaves our samplers whole; imports no Accelerate
+
+if "PACELINE_PEERS" in _os.environ and not {"PACELINE_LINE", "PACELINE_AGENT_DOOR"} & {*_os.environ}:
+    from paceline.elastic.guest import prepare as _prepare
+
+    _prepare()  # an engine has started this rank, alone

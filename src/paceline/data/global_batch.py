@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from operator import index
 from typing import Any
 
@@ -19,6 +19,8 @@ class GlobalBatch:
             takes part in every step, with nothing.
         accumulation: Micro-steps of a step: one number for all ranks, or one per rank. So a fast rank can run more
             micro-steps of the same size. A rank that has run all of its own has nothing in the step's further ones.
+        for_any_ranks: Whether any number of ranks may train it. A sampler then cuts it among the ranks that there are,
+            without larger micro-batches.
 
     Raises:
         ConfigurationError: A number is negative, or no rank trains anything.
@@ -26,6 +28,7 @@ class GlobalBatch:
 
     local: tuple[int, ...]
     accumulation: int | tuple[int, ...] = 1
+    for_any_ranks: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         try:
@@ -64,12 +67,30 @@ class GlobalBatch:
             )
 
     @classmethod
-    def of(cls, size: int, num_ranks: int, accumulation: int = 1) -> GlobalBatch:
+    def of(
+        cls, size: int, num_ranks: int | None = None, accumulation: int = 1, *, ranks: int | None = None
+    ) -> GlobalBatch:
         """Divide a step of `size` samples among ranks, as equally as whole samples allow; lower ranks have one more.
 
+        Args:
+            size: Samples of a step.
+            num_ranks: The ranks that there are.
+            accumulation: Micro-steps of a step.
+            ranks: In place of `num_ranks`: the ranks for which memory is laid out, however many there are now. Under
+                `paceline.Elastic` these are the logical ranks of `deterministic=True`.
+
         Raises:
-            ConfigurationError: Ranks or micro-steps are not positive, or `size` is no multiple of the micro-steps.
+            ConfigurationError: Ranks or micro-steps are not positive, or `size` is no multiple of the micro-steps. Or
+                not just one of `num_ranks` and `ranks` was given.
         """
+        if (num_ranks is None) == (ranks is None):
+            raise ConfigurationError(
+                f"GlobalBatch.of({size}, num_ranks={num_ranks}, ranks={ranks}): give one of them. num_ranks are those "
+                "that there are; ranks those for which memory is laid out, whatever number trains."
+            )
+        if ranks is not None:
+            return replace(cls.of(size, ranks, accumulation), for_any_ranks=True)
+        assert num_ranks is not None
         if num_ranks < 1 or accumulation < 1 or size < 1 or size % accumulation:
             raise ConfigurationError(
                 f"GlobalBatch.of({size}, num_ranks={num_ranks}, accumulation={accumulation}): {size} samples cannot be "

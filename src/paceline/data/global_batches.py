@@ -32,6 +32,7 @@ class GlobalBatches(ABC):
 
     Attributes:
         batch: What the steps train that have not been fetched yet.
+        given: The batch as it was given: for other numbers of ranks, too.
         rank: Whose part is handed out.
         logical: Whose parts of `batch` this rank trains, one after another: its own, unless it was moved to others'.
         step: What was handed out last; None outside of a loop over steps.
@@ -39,7 +40,8 @@ class GlobalBatches(ABC):
     """
 
     def __init__(self, batch: GlobalBatch, rank: int | None, last: str) -> None:
-        self.batch = batch
+        self.given = batch
+        self.batch = batch = batch.among(_num_ranks()) if batch.for_any_ranks else batch
         self.rank = _own_rank() if rank is None else rank
         self.logical: Sequence[int] = (self.rank,)
         self.last = last
@@ -222,3 +224,7 @@ def check_state(state: Mapping[str, Any], *names: str) -> None:
 
 def _own_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -17,6 +17,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
+from paceline.elastic import guest
 from paceline.errors import ProtocolError
 
 FD = "PACELINE_LINE"
@@ -87,6 +88,11 @@ class Saved:
     error: str  # in words; empty: there was none
 
 
+@dataclass(frozen=True)
+class Notice:
+    """The rank was told to end soon, or its host was: it leaves between two steps."""
+
+
 # ---- the agent says
 
 
@@ -142,6 +148,23 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class Leave:
+    """The others go on without this rank, or the job has ended: end with this exit code."""
+
+    why: str
+    code: int
+    saves: bool = False  # whether to make the checkpoint that was asked for, before
+    at_once: bool = False  # whether to end wherever the rank is, because the launch ends
+
+
+@dataclass(frozen=True)
+class Said:
+    """Words of the agent to people, which the rank prints: the agent has no terminal of its own."""
+
+    words: str
+
+
+@dataclass(frozen=True)
 class Ended:
     """Training is over: make the checkpoint that was asked for, and end."""
 
@@ -157,22 +180,25 @@ Message = (
     | StillReplaying
     | CaughtUp
     | Saved
+    | Notice
     | Give
     | Receive
     | Stop
     | Pause
     | RankAssignment
     | Refused
+    | Leave
+    | Said
     | Ended
 )
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 class AgentConnection:
-    """One end of the socket. Messages arrive whole and in order."""
+    """One end of the socket. Messages arrive whole and in order. `is_guest`: an engine has started this rank."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
+    def __init__(self, end: socket.socket, is_guest: bool = False) -> None:
+        self._end, self.is_guest = end, is_guest
         self.handed: deque[socket.socket] = deque()
         """Ends of sockets that have come with messages."""
 
@@ -184,10 +210,13 @@ class AgentConnection:
 
     @classmethod
     def of_this_process(cls) -> AgentConnection | None:
-        """The rank's end; None without an agent that waits for it. Not for this process's own children."""
+        """The rank's end; None without an agent that waits for it. Not for this process's own children.
+
+        If an engine has started this rank, it connects to the agent of its host. Raises as `guest.connect` does.
+        """
         number = os.environ.get(FD)
         if number is None:
-            return None
+            return cls(guest.connect(), is_guest=True) if guest.PEERS in os.environ else None
         try:
             os.set_inheritable(int(number), False)
             return cls(socket.socket(fileno=int(number)))

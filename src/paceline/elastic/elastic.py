@@ -45,7 +45,7 @@ from paceline.elastic.history import ChangeRecorder
 from paceline.elastic.late_start import LateStart
 from paceline.elastic.replay import Giver, Replayed, receive
 from paceline.elastic.rollback import Rollback
-from paceline.elastic.watcher import NO_EPOCH, EndedError, OverError, Watcher
+from paceline.elastic.watcher import NO_EPOCH, EndedError, LeavingError, OverError, Watcher
 from paceline.elastic.world import WorldKind, forget_world
 from paceline.errors import (
     ConfigurationError,
@@ -84,8 +84,11 @@ class Elastic:
             some compute several of them. What is drawn from torch's generator within a window depends on the
             step and the logical rank.
         checkpoint: Called without arguments on one rank of a host before the launch ends because too few ranks are
-            left: to save what you save otherwise, without communication. Parameters, schedules and sampler are as the
-            last completed step left them.
+            left, or because all were told to end: to save what you save otherwise, without communication. Parameters,
+            schedules and sampler are as the last completed step left them.
+        notice: What tells this rank that its machine goes soon, besides SIGTERM and SIGUSR1. The path of a file that
+            appears then; or a function that returns something true then, such as one that asks a cloud's metadata. It
+            is called on another thread, once a second.
 
     Attributes:
         step: Steps that have been completed since training began, on whichever ranks.
@@ -97,7 +100,9 @@ class Elastic:
     Raises:
         ConfigurationError: Something that was asked for cannot go on with other ranks; with the reason.
         ReplicaMismatchError: This rank came later, and has another model, version or data set than the others.
-        PeerLostError: The launcher has ended.
+        PeerLostError: The launcher, or the agent of this host, has ended.
+        SystemExit: This rank was told to end, and has left the others between two steps: with code 143. With 0, if the
+            job had ended before this rank came.
     """
 
     def __init__(
@@ -108,21 +113,28 @@ class Elastic:
         sampler: GlobalShuffle | None = None,
         deterministic: bool = False,
         checkpoint: Callable[[], object] | None = None,
+        notice: Callable[[], object] | str | os.PathLike[str] | None = None,
     ) -> None:
         optimizers: list[Any] = _listed(optimizer)
         others = _listed(scheduler)
         conflicts.check(model, optimizers, others, sampler, deterministic)
         assert sampler is not None
+        line = AgentConnection.of_this_process()
         if deterministic:
-            model.membership.model.reduce_by(LogicalMean(sampler.batch.num_ranks))
+            _check_logical(sampler, is_guest=line is not None and line.is_guest, is_plain=line is None)
+            model.membership.model.reduce_by(LogicalMean(sampler.given.num_ranks))
         if checkpoint is not None and not callable(checkpoint):
             raise ConfigurationError(
                 f"Elastic(checkpoint={checkpoint!r:.60}): give a function without arguments that saves a checkpoint, "
                 'such as lambda: torch.save(net.state_dict(), "last.pt").'
             )
+        if not (notice is None or callable(notice) or isinstance(notice, (str, os.PathLike))):
+            raise ConfigurationError(
+                f"Elastic(notice={notice!r:.60}): give the path of a file that appears when this machine is told to "
+                "go, or a function that returns something true then."
+            )
         self._model, self._sampler, self._checkpoint = model, sampler, checkpoint
         self._place = Place(0, *sampler.next_loop)
-        line = AgentConnection.of_this_process()
         if line is None:
             self._crew: ElasticClient | None = None
             return
@@ -132,13 +144,15 @@ class Elastic:
             )
         _in_use.append(self)
         carried = Carried(model.module, optimizers, others, sampler)
-        carried.rest(self._place, sampler.batch)  # refuses what cannot be sent
+        carried.rest(self._place, sampler.given)  # refuses what cannot be sent
         carried.whole()
         self._rollback = Rollback(model.module, optimizers, others)
         self._is_given_up = False  # the step under way, or the last one
         self._is_in_step = False
         self._agreed_at = _NOT_YET  # the step at which all ranks were seen to be
         self._crew = ElasticClient(line, model, carried, sampler)
+        if notice is not None:
+            self._crew.watcher.ask(notice)
         self._late: LateStart | None = None  # until the first step, if the others train already
         own_epoch = sampler.epoch
         model.membership.model.handle_faults(self)
@@ -192,7 +206,8 @@ class Elastic:
                 self._meet()
                 self._rollback.note()
                 self._crew.give()
-                found = next(handed_out, None)
+                with self._crew.watcher.shielding():
+                    found = next(handed_out, None)
                 if found is None:
                     self._end_together()
                     is_through = True
@@ -263,6 +278,10 @@ class Elastic:
             except EndedError:
                 self._save()
                 raise
+            except LeavingError as leaving:
+                if leaving.told.saves:
+                    self._save()
+                raise SystemExit(leaving.told.code) from None
             try:
                 with given_up_when(lambda: crew.watcher.is_over):
                     self._follow(seat)
@@ -296,6 +315,10 @@ class Elastic:
         if crew.is_new and seat.num_new < seat.size:
             crew.came_late = True
             self._place = Place(_NOT_YET, 0, 0)
+        elif crew.is_new and crew.line.is_guest and seat.rank != 0:
+            self._place = Place(
+                _NOT_YET, 0, 0
+            )  # guests have begun alone: what rank 0 has made or loaded counts
         standings = crew.open(seat, self.step)
         if self._is_given_up and not standings.lacks_something(seat.rank):
             self._rollback.undo()
@@ -308,6 +331,21 @@ class Elastic:
             self._place, self._is_given_up = Place(*given["place"]), False
         crew.go_on(seat, self._place)
         self._agreed_at = self.step
+
+
+def _check_logical(sampler: GlobalShuffle, *, is_guest: bool, is_plain: bool) -> None:
+    """Raise ConfigurationError if the logical ranks of `deterministic=True` are not known, or cannot be."""
+    given, found = sampler.given, sampler.batch.num_ranks
+    if is_guest and not given.for_any_ranks:
+        raise ConfigurationError(
+            "Elastic(deterministic=True): this rank begins alone, so the batch does not say how many logical ranks "
+            f"there are. Write GlobalBatch.of({given.size}, ranks=4), with your number of ranks."
+        )
+    if is_plain and given.num_ranks != found:
+        raise ConfigurationError(
+            f"Elastic(deterministic=True): the batch is for {given.num_ranks} logical ranks, and {found} train without "
+            "an agent. Start as many, or use `paceline run --min-ranks` or PACELINE_PEERS."
+        )
 
 
 def _listed(given: Any) -> list[Any]:
@@ -329,7 +367,7 @@ class ElasticClient:
         self._kind = WorldKind(backend_of(world), timeout_of(world))
         self.watcher = Watcher(line)
         self._limit_s = float(os.environ.get(LOST_AFTER, "30"))
-        self._first_batch: GlobalBatch = sampler.batch  # of the job; a rank that comes is told
+        self._first_batch: GlobalBatch = sampler.given  # of the job; a rank that comes is told
         self._recorder = ChangeRecorder(sampler.batch.samples)
         self._shares = model.membership.model.shares
         self._troubled_in = NO_EPOCH  # the last epoch whose failure was reported

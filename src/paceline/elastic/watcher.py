@@ -11,12 +11,19 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import select
+import signal
 import socket
+import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
 
 from paceline.comm import connections
 from paceline.comm.opened_groups import abort_ours
@@ -24,10 +31,13 @@ from paceline.elastic.agent_connection import (
     AgentConnection,
     Ended,
     Give,
+    Leave,
+    Notice,
     Pause,
     RankAssignment,
     Receive,
     Refused,
+    Said,
     Stop,
 )
 from paceline.errors import PeerLostError, ReplicaMismatchError
@@ -36,7 +46,10 @@ from paceline.errors import PeerLostError, ReplicaMismatchError
 # for long is not kept busy by it; and at least
 _AGAIN_RATIO, _AGAIN_S = 0.05, 0.005
 _STORE_S = 0.2  # from the agent's word until the store's is
+_NOTICE_S = 1.0  # between two looks at a file, or two calls of a function, that tells of a notice
+_NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 NO_EPOCH = -1
+Told = RankAssignment | Refused | Ended | Leave | socket.socket | None
 
 
 class OverError(PeerLostError):
@@ -45,6 +58,14 @@ class OverError(PeerLostError):
 
 class EndedError(PeerLostError):
     """Too few ranks are left, and this one is asked for a checkpoint."""
+
+
+class LeavingError(PeerLostError):
+    """The agent has told this rank to end: the others go on without it, or the job has ended."""
+
+    def __init__(self, told: Leave) -> None:
+        super().__init__(told.why)
+        self.told = told
 
 
 class Watcher:
@@ -63,10 +84,11 @@ class Watcher:
         self._to_store: frozenset[int] = frozenset()
         self._is_alone = False  # the agent is gone
         self._to_give: deque[socket.socket] = deque()
-        self._seats: queue.SimpleQueue[RankAssignment | Refused | Ended | socket.socket | None] = (
-            queue.SimpleQueue()
-        )
+        self._seats: queue.SimpleQueue[Told] = queue.SimpleQueue()
         self._changed = threading.Condition()
+        self._noticed, self._wakes = os.pipe()  # signals, as Python's own handler writes them
+        self.takes_signals = False
+        self._hear_signals()
         threading.Thread(target=self._watch, name="paceline-watcher", daemon=True).start()
 
     # ---- for the main thread
@@ -133,21 +155,80 @@ class Watcher:
         Raises:
             ReplicaMismatchError: It cannot come in.
             EndedError: Training does not go on.
+            LeavingError: This rank does not go on.
             PeerLostError: The agent is gone.
         """
         told = self._seats.get()
-        while not (self._seats.empty() or isinstance(told, socket.socket)):
+        while not (self._seats.empty() or isinstance(told, (socket.socket, Leave))):
             told = self._seats.get()
+        if isinstance(told, Leave):
+            raise LeavingError(told)
         if isinstance(told, Refused):
             raise ReplicaMismatchError(told.why)
         if isinstance(told, Ended):
             raise EndedError(told.why)
         if told is None:
             raise PeerLostError(
-                "the launcher has ended, and with it the job: nobody says any more which ranks train together. "
+                "the agent of this host has ended, so no process says any more which ranks train together. Start again "
+                "from the last checkpoint."
+                if self._line.is_guest
+                else "the launcher has ended, and with it the job: nobody says any more which ranks train together. "
                 "Start again from the last checkpoint."
             )
         return told
+
+    # ---- notices
+
+    def _hear_signals(self) -> None:
+        """Take SIGTERM and SIGUSR1 as notices, unless the script handles them. Only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        mine = [each for each in _NOTICES if signal.getsignal(each) is signal.SIG_DFL]
+        for each in mine:
+            signal.signal(each, self._take_signal)
+        os.set_blocking(self._wakes, False)
+        before = signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False) if mine else -1
+        if (
+            before != -1
+        ):  # the script's; the handler runs, too, but later, if the main thread waits in native code
+            signal.set_wakeup_fd(before)
+        self.takes_signals = bool(mine)
+
+        def forget() -> None:  # else a signal to a child would be a notice to this rank
+            if signal.set_wakeup_fd(-1) != self._wakes:
+                return
+            for each in mine:
+                signal.signal(each, signal.SIG_DFL)
+
+        os.register_at_fork(after_in_child=forget)
+
+    def _take_signal(self, number: int, _: FrameType | None) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._wakes, bytes([number]))
+
+    def ask(self, notice: Callable[[], object] | str | os.PathLike[str]) -> None:
+        """Look for a notice from now on: a file that appears, or a function that returns something true. Local."""
+        path = None if callable(notice) else Path(notice)
+        function = path.exists if path is not None else notice
+
+        def look() -> None:
+            while not function():  # type: ignore[operator]
+                time.sleep(_NOTICE_S)
+            self._line.tell(Notice())
+
+        threading.Thread(target=look, name="paceline-notice", daemon=True).start()
+
+    @contextlib.contextmanager
+    def shielding(self) -> Iterator[None]:
+        """Start processes that a notice to the whole process group does not end, such as a loader's workers. Local."""
+        if not self.takes_signals:
+            yield
+            return
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOTICES)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     # ---- the thread
 
@@ -155,14 +236,25 @@ class Watcher:
         while True:
             is_breaking = self.is_over and not self._acknowledged
             again_s = max(_AGAIN_S, _AGAIN_RATIO * (time.monotonic() - self.since_s))
-            if select.select([self._line], [], [], again_s if is_breaking else None)[0]:
+            ears = [self._line.fileno(), self._noticed]
+            ready = select.select(ears, [], [], again_s if is_breaking else None)[0]
+            if self._noticed in ready:
+                self._take_notices(os.read(self._noticed, 64))
+            if self._line.fileno() in ready:
                 message = self._line.hear()
                 self._take(message)
                 if message is None:
-                    return
+                    break
             with self._changed:
                 if self.is_over and not self._acknowledged:
                     self._break()
+        while True:  # the agent is gone, and a signal still has to end this process
+            self._take_notices(os.read(self._noticed, 64))
+
+    def _take_notices(self, numbers: bytes) -> None:
+        told = [each for each in _NOTICES if each in numbers]
+        if told and not self._line.tell(Notice()):  # the agent is gone, and with it what the handler is for
+            os._exit(128 + told[0])
 
     def _break(self) -> None:
         abort_ours()
@@ -186,8 +278,12 @@ class Watcher:
                     end.close()
             elif isinstance(message, Receive):
                 self._seats.put(self._line.handed.popleft())
-            elif isinstance(message, (RankAssignment, Refused, Ended)):
+            elif isinstance(message, Leave) and message.at_once:
+                os._exit(message.code)  # as a signal would, whatever the main thread waits for
+            elif isinstance(message, (RankAssignment, Refused, Ended, Leave)):
                 self._seats.put(message)
+            elif isinstance(message, Said):
+                sys.stderr.write(f"paceline: {message.words}\n")
             elif message is None:
                 self._is_alone = True
                 self._seats.put(None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Fields of /proc/PID/stat, counted behind the name (proc(5)).
-_STATE, _PARENT, _FLAGS, _USER_TICKS, _SYSTEM_TICKS, _START_TIME = 0, 1, 6, 11, 12, 19
+_STATE, _PARENT, _FLAGS, _USER_TICKS, _SYSTEM_TICKS, _START_TIME, _EXIT_STATUS = 0, 1, 6, 11, 12, 19, 49
 _PF_EXITING = 0x4
 GONE = "gone"
 UNKNOWN = ""
@@ -62,15 +62,24 @@ class VitalSigns:
     def __init__(self, pid: int) -> None:
         # Not /proc/PID/stat, which counts what all threads use: some look after a main thread that hangs.
         self._file = os.open(f"/proc/{pid}/task/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        self._exit_status: int | None = None
 
     def look(self) -> Vitals:
         try:
             words = os.pread(self._file, 1024, 0).rsplit(b")", 1)[1].split()
             state = words[_STATE].decode()
             is_ending = bool(int(words[_FLAGS]) & _PF_EXITING) or state in {"Z", "X"}
+            status = int(words[_EXIT_STATUS])
+            if status or state in {"Z", "X"}:  # before, the kernel may not have written it
+                self._exit_status = status
             return Vitals(state, is_ending, int(words[_USER_TICKS]) + int(words[_SYSTEM_TICKS]))
         except (OSError, IndexError):
             return Vitals(GONE, is_ending=True, cpu_ticks=0)
+
+    def exit_status(self) -> int | None:
+        """Return the wait status of a process that was looked at as it ended; None if it was reaped before."""
+        self.look()
+        return self._exit_status
 
     def close(self) -> None:
         os.close(self._file)

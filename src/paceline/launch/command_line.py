@@ -36,7 +36,15 @@ from paceline.host.addresses import is_loopback
 from paceline.integrations import at_start
 from paceline.launch import rendezvous_endpoint
 from paceline.launch.hang_watch import QUIET_S
-from paceline.launch.option_values import LOST_AFTER_S, MOST_MACHINES, MOST_RANKS, check_elastic, check_values
+from paceline.launch.option_values import (
+    GRACE_S,
+    JOIN_S,
+    LOST_AFTER_S,
+    MOST_MACHINES,
+    MOST_RANKS,
+    check_elastic,
+    check_values,
+)
 
 _FILLED_IN = ("rdzv_backend", "node_rank", "master_addr")
 
@@ -61,6 +69,8 @@ class LaunchArguments:
     # with how many ranks training goes on when some are lost; None: a lost rank ends the launch
     min_ranks: int | None = None
     lost_after_s: float = LOST_AFTER_S  # how long a rank may stand still before it counts as lost
+    grace_s: float = GRACE_S  # with `min_ranks`: how long ranks may take to leave after a signal
+    join_timeout_s: float = JOIN_S  # how long hosts wait for further ones before they begin
 
 
 def num_cores() -> int:
@@ -104,6 +114,7 @@ def parse(arguments: list[str]) -> LaunchArguments:
         hang_after_s=args.hang_after,
         min_ranks=args.min_ranks,
         lost_after_s=LOST_AFTER_S if args.lost_after is None else args.lost_after,
+        grace_s=getattr(args, "shutdown_timeout", None) or GRACE_S,
     )
 
 

@@ -22,7 +22,7 @@ from paceline.launch.stores import addresses_here
 
 MOST_RANKS = 4096  # on a machine
 MOST_MACHINES = 100_000
-LOST_AFTER_S = 30.0
+LOST_AFTER_S = GRACE_S = JOIN_S = 30.0
 _MOST_PORT = 65535
 _NEVER_ARRIVE = ("SIGKILL", "SIGSTOP")
 

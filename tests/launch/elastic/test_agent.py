@@ -310,6 +310,12 @@ class OthersFirst:
     def to_give(self) -> socket.socket | None:
         return None
 
+    def may_come_in(self) -> bool:
+        return True
+
+    def may_leave(self, _epoch: int) -> bool | None:
+        return False
+
 
 MOST_LOOKS = 6000  # of at least 5 ms each
 

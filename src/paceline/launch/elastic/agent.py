@@ -6,6 +6,8 @@ Rules
 2. A rank or host that comes in asks all ranks to pause between two steps. No step is computed twice for it.
 3. This process waits for all of its ranks at once, and a few milliseconds at most. `rank_assignments.py` starts,
    watches and replaces them.
+4. A rank that is told to end leaves as another comes in: all pause between two steps, and the next membership is
+   without it. It ends once all that stay know of that. If too few stay, one that leaves makes a checkpoint first.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from paceline.elastic.agent_connection import (
     Following,
     Give,
     InLoop,
+    Leave,
     Message,
+    Notice,
     Pause,
     RankAssignment,
     Ready,
@@ -40,7 +44,14 @@ from paceline.elastic.agent_connection import (
 )
 from paceline.launch.command_line import LaunchArguments
 from paceline.launch.elastic.plan import NOT_STARTED, Decider, Member, OneHost, Plan, Proposal, Start
-from paceline.launch.elastic.rank_assignments import LOOK_S, Phase, Rank, RankAssignments
+from paceline.launch.elastic.rank_assignments import (
+    LOOK_S,
+    JobSetting,
+    Phase,
+    Rank,
+    RankAssignments,
+    Source,
+)
 from paceline.launch.elastic.several_hosts import connected
 from paceline.launch.elastic.starting import EpochStores, Starter
 from paceline.launch.hang_watch import HangWatch
@@ -48,6 +59,8 @@ from paceline.launch.launch_errors import InterruptedLaunchError, LaunchError
 
 _MISSING_RATIO = 10.0  # of it, that the others wait while fewer than --min-ranks are there
 _MOST_TRIES = 10  # memberships in a row in which no step is completed
+_LEAVES_RATIO = 0.4  # of the grace: then a rank that was told to end does not wait for other hosts any more
+LEFT = 143  # exit code of a rank that was told to end: what SIGTERM means to every engine
 
 
 def run(arguments: LaunchArguments, hangs: HangWatch, note: Callable[[str], None]) -> None:
@@ -63,6 +76,11 @@ def run(arguments: LaunchArguments, hangs: HangWatch, note: Callable[[str], None
                     f"{received[0].name} received; all rank(s) of {arguments.script} were stopped.",
                     received[0],
                 )
+
+        def check_whether_all_left() -> None:
+            """Let the ranks leave after a signal. A second one, or the end of the grace, stops them."""
+            if received and (len(received) > 1 or not agent.leave(f"{received[0].name} received")):
+                check()
 
         starter = stack.enter_context(Starter(arguments))
         decider: Decider = OneHost()
@@ -82,7 +100,7 @@ def run(arguments: LaunchArguments, hangs: HangWatch, note: Callable[[str], None
             try:
                 while not agent.is_over:
                     agent.look()
-                    check()
+                    check_whether_all_left()
             except InterruptedLaunchError:
                 raise
             except LaunchError as error:
@@ -109,7 +127,7 @@ def _signals(arguments: LaunchArguments) -> Iterator[list[signal.Signals]]:
     def take(number: int, _: FrameType | None) -> None:
         received.append(signal.Signals(number))
 
-    names = [word.strip() for word in arguments.torchrun.signals_to_handle.split(",")]
+    names = {"SIGUSR1", *(word.strip() for word in arguments.torchrun.signals_to_handle.split(","))}
     before = {name: signal.signal(signal.Signals[name], take) for name in names}
     try:
         yield received
@@ -126,9 +144,9 @@ class Agent:
 
     def __init__(
         self,
-        arguments: LaunchArguments,
+        arguments: JobSetting,
         decider: Decider,
-        starter: Starter,
+        starter: Source,
         start: Start | None,
         note: Callable[[str], None],
         followed: Callable[[Plan], None] = lambda _: None,
@@ -149,6 +167,15 @@ class Agent:
         self._has_said_missing = False
         self._num_given = 0  # to ranks of other hosts
         self.is_over = False
+        self._starts = starter.starts
+        # Ranks that leave
+        self._told: str | None = None  # why all of this host do
+        self._told_s = 0.0
+        self._going: list[Rank] = []  # out of the membership, until the others know it
+        self._going_from = NOT_STARTED  # the membership that they have left
+        self._saver: Rank | None = None  # of these, which makes a checkpoint
+        self._has_left = False  # whether one of the last membership has
+        self._saved_at = NOT_STARTED  # the step of the last checkpoint that one has made
         self._seats = RankAssignments(arguments, starter, start, decider.name, note, self._take, self._stop)
 
     def end(self, number: signal.Signals) -> None:
@@ -191,13 +218,14 @@ class Agent:
         self._because = [ended.get(why, why) for why in self._because]
         seats.raise_early_ends()
         if not self._is_recovering:
-            seats.fill()
+            seats.fill(is_ending=self._told is not None or self._has_lost_all)
         self._ask_decider()
+        self._see_off()
         self._give_to_others()
         self._let_in()
         self._decide()
         self._tell_who_waits()
-        is_done = not seats.in_phase(Phase.TRAINING, Phase.LOST) and not seats.dying
+        is_done = not seats.in_phase(Phase.TRAINING, Phase.LOST, Phase.LEAVING) and not seats.dying
         if is_done and seats.finished and (self._epoch != NOT_STARTED or not list(seats)):
             self._raise_if_some_failed()
             self.is_over = True  # what still starts, or waits to come in, is ended
@@ -218,12 +246,84 @@ class Agent:
         self._waits(pids[0], pids[1], what)
 
     @property
+    def _has_lost_all(self) -> bool:
+        """Return whether no rank trains any more, and no other host has ranks that do."""
+        return self._epoch != NOT_STARTED and self._decider.is_alone and not self._seats.training
+
+    @property
     def _is_recovering(self) -> bool:
         """Whether a membership was broken, and those that are left, if they are enough, do not train again yet."""
         training = self._seats.training
         is_between = self._is_stopping and not self._is_pausing
         is_between = is_between or not all(rank.follows for rank in training)
         return is_between and len(training) >= (self._arguments.min_ranks or 1)
+
+    # ---- ranks that were told to end
+
+    def leave(self, why: str) -> bool:
+        """Have all ranks of this host leave, between two steps. Return whether some have not yet, and still may.
+
+        They may as long as the grace lasts. There is nothing to wait for if training has not begun.
+        """
+        if self._told is None:
+            self._told, self._told_s = why, time.monotonic()
+        for rank in self._seats:
+            rank.leaves = True
+        is_late = time.monotonic() - self._told_s > self._arguments.grace_s
+        return self._epoch != NOT_STARTED and not is_late and bool(list(self._seats) or self._seats.dying)
+
+    def _see_off(self) -> None:
+        """Let ranks go that were told to end."""
+        for rank in self._seats.in_phase(Phase.STARTING, Phase.WAITING):
+            if rank.leaves:
+                self._let_go(rank)
+        training = self._seats.training
+        leaving = [rank for rank in training if rank.leaves and rank.is_inside]
+        if leaving and not self._is_stopping and all(rank.follows for rank in training):
+            self._pause(f"{leaving[0].name} leaves")
+        for rank in self._seats.in_phase(Phase.LEAVING):
+            if rank.left_s is not None and time.monotonic() - rank.left_s > self._arguments.grace_s:
+                self._seats.kill(rank)
+        if not self._going:
+            return
+        saves = self._decider.may_leave(self._going_from)
+        is_overdue = time.monotonic() - self._told_s > _LEAVES_RATIO * self._arguments.grace_s
+        if saves is None and not is_overdue:
+            return
+        num_left = len(self._seats.training) + len(self._seats.in_phase(Phase.WAITING))
+        if self._decider.is_alone:
+            saves = num_left < (self._arguments.min_ranks or 1)
+        if saves is None:  # the others do not answer: they may train on, and make newer checkpoints
+            saves = self._decider.holds_vote()
+        if saves and self._has_to_save():
+            return
+        for rank in self._going:
+            self._let_go(rank)
+        self._going, self._saver, self._has_left = [], None, True
+
+    def _has_to_save(self) -> bool:
+        """Let one of the ranks that leave make a checkpoint; if it fails, another one. Return whether to wait."""
+        saver = self._saver
+        if saver is not None and saver.saved is None and saver in list(self._seats):
+            return True
+        if saver is not None and saver.saved == "":
+            self._note(f"{saver.name} has made a checkpoint after step {saver.step}")
+            self._saved_at = saver.step or 0
+        elif saver is not None:
+            self._note(f"{saver.name} has made no checkpoint: {saver.saved or 'it ended before'}")
+        able = [each for each in self._going if each.saves and (each.step or 0) > self._saved_at]
+        self._going = [each for each in self._going if each is not saver]
+        able = [each for each in able if each is not saver]
+        if (saver is not None and saver.saved == "") or not able:
+            return False
+        self._saver = max(able, key=lambda each: each.step or 0)
+        self._note(f"{self._saver.name} is asked for a checkpoint after step {self._saver.step}")
+        self._let_go(self._saver, saves=True)
+        return True
+
+    def _let_go(self, rank: Rank, saves: bool = False) -> None:
+        rank.phase, rank.left_s = Phase.LEAVING, time.monotonic()
+        rank.process.tell(Leave(self._told or "it was told to end", LEFT, saves))
 
     # ---- what ranks say
 
@@ -243,6 +343,10 @@ class Agent:
             rank.is_replaying = False
         elif isinstance(message, Saved):
             rank.saved = message.error
+        elif isinstance(message, Notice) and not rank.leaves:
+            rank.leaves = True
+            self._told_s = time.monotonic()
+            self._note(f"{rank.name} was told to end, and leaves between two steps")
 
     def _let_wait(self, rank: Rank, card: str) -> None:
         """A rank has made its model."""
@@ -289,6 +393,7 @@ class Agent:
         """Have the membership pause for ranks that wait, once all of these have caught up."""
         waiting = self._seats.in_phase(Phase.WAITING)
         is_early = not waiting or any(rank.is_replaying for rank in waiting)
+        is_early = is_early or not self._decider.may_come_in()
         if is_early or self._epoch == NOT_STARTED or self._is_stopping or self._seats.finished:
             return
         self._pause(f"a replacement (pid {waiting[0].process.pid}) comes in")
@@ -326,19 +431,31 @@ class Agent:
     def _decide(self) -> None:
         """Begin the next membership, if all ranks that live have left this one."""
         training, waiting = self._seats.training, self._seats.in_phase(Phase.WAITING)
-        if self._epoch == NOT_STARTED:
-            if waiting and self._seats.finished:
+        is_first = self._epoch == NOT_STARTED
+        # If an engine starts ranks, others come in place of those that were lost, and begin anew from a checkpoint.
+        begins_anew = not self._starts and self._has_lost_all
+        if is_first or begins_anew:
+            if waiting and self._seats.finished and self._starts:
                 raise LaunchError(
                     f"{len(self._seats.finished)} rank(s) of {self._arguments.script} ended without paceline.Elastic, "
                     f"in which {len(waiting)} wait for them. All ranks have to make one, or none."
                 )
             are_replaying = any(rank.is_replaying for rank in waiting)
-            if len(waiting) < self._arguments.num_local_ranks or are_replaying:
+            if are_replaying or not self._has_gathered(waiting):
                 return
+            self._furthest, self._num_tries, self._saved_at = NOT_STARTED, 0, NOT_STARTED
         elif not self._is_stopping or any(rank.step is None for rank in training):
             return
         elif not training and (self._decider.is_alone or self._seats.finished):
             self._raise_if_all_are_lost()
+            return
+        for rank in training:
+            if rank.leaves:
+                rank.phase, self._going_from = Phase.LEAVING, self._epoch
+                self._going.append(rank)
+                self._because.append(f"{rank.name} was told to end")
+        has_leavers, training = bool(self._going), self._seats.training
+        if has_leavers and self._decider.is_alone and not training:
             return
         if self._seats.finished:
             waiting = []
@@ -350,18 +467,37 @@ class Agent:
             rank.member: NOT_STARTED if rank.step is None else rank.step for rank in (*training, *waiting)
         }
         store = self._stores.of(self._epoch + 1)
-        plan = self._decider.decide(Proposal(self._epoch + 1, steps, store, self._is_pausing))
+        can_save = any(rank.saves for rank in self._going)
+        leaves = not steps and self._told is not None
+        plan = self._decider.decide(
+            Proposal(self._epoch + 1, steps, store, self._is_pausing, leaves, can_save)
+        )
         if plan is not None:
             self._count_tries(plan)
             self._follow(plan)
 
+    def _has_gathered(self, waiting: list[Rank]) -> bool:
+        """Return whether enough ranks of this host wait for training to begin."""
+        least = self._arguments.num_local_ranks
+        if not self._starts and waiting:
+            waited_s = time.monotonic() - min(rank.arrived_s for rank in waiting)
+            if waited_s > self._arguments.join_timeout_s:
+                least = min(least, self._arguments.min_ranks or 1)
+        return len(waiting) >= least
+
     def _raise_if_all_are_lost(self) -> None:
-        if not self._seats.finished and not self._seats.dying:
-            raise LaunchError(
-                f"all ranks of {self._arguments.script} were lost, and with them what they had trained: "
-                f"{'; '.join(self._because[-self._arguments.num_local_ranks :])}. Their own messages, if they wrote "
-                "any, are above. Start again from the last checkpoint."
+        is_lost = not self._seats.finished and not self._seats.dying and self._starts
+        if not is_lost or self._told is not None or self._seats.in_phase(Phase.LEAVING):
+            return
+        if self._has_left:
+            raise InterruptedLaunchError(
+                f"all ranks of {self._arguments.script} were told to end, and left.", signal.SIGTERM
             )
+        raise LaunchError(
+            f"all ranks of {self._arguments.script} were lost, and with them what they had trained: "
+            f"{'; '.join(self._because[-self._arguments.num_local_ranks :])}. Their own messages, if they wrote "
+            "any, are above. Start again from the last checkpoint."
+        )
 
     def _raise_if_some_failed(self) -> None:
         """Raise LaunchError if a rank of the last membership did not end well: no other rank has made up for it."""
@@ -384,7 +520,7 @@ class Agent:
             self._has_said_missing = False
             return False
         limit_s = _MISSING_RATIO * self._arguments.lost_after_s
-        coming = len(self._seats.in_phase(Phase.STARTING)) + len(self._seats.dying)
+        coming = len(self._seats.in_phase(Phase.STARTING)) + len(self._seats.dying) + (not self._starts)
         said = f"{number} rank(s) are left of at least {least} (--min-ranks): {'; '.join(self._because)}"
         if waited_s > limit_s or (not coming and waited_s > 1.0):
             why = f"none came in {limit_s:g} s" if coming else "no replacement is starting"
@@ -423,7 +559,9 @@ class Agent:
             rank.process.tell(
                 RankAssignment(plan.epoch, rank.rank, size, len(here), store, lost, num_new, why, names, ends)
             )
-        if here and self._epoch != NOT_STARTED:
+        if here and num_new == size and self._epoch != NOT_STARTED:
+            self._note(f"{size} ranks begin again: those before them were all lost")
+        elif here and self._epoch != NOT_STARTED:
             gone = f"without rank(s) {', '.join(map(str, lost))}" if lost else ""
             come = f"with {plan.num_new} that came in" if plan.num_new else ""
             who = " and ".join(filter(None, (gone, come)))

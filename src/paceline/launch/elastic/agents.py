@@ -184,6 +184,16 @@ class Agents:
         with self._lock:
             return self._to_give.popleft() if self._to_give else None
 
+    def may_come_in(self) -> bool:
+        """See `Decider`."""
+        with self._lock:
+            return not self._council.is_full
+
+    def may_leave(self, epoch: int) -> bool | None:
+        """See `Decider`."""
+        with self._lock:
+            return self._council.may_leave(epoch)
+
     def _check_beginning(self) -> None:
         """Training does not begin without a host that began with this one."""
         start, decree = self._council.start, self._council.decree

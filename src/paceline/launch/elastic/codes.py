@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import struct
 
-GREETING = b"paceline agents 2\n"
+GREETING = b"paceline agents 3\n"
 NONCE_BYTES = CODE_BYTES = 32
 CONNECT_S = 1.0  # then the connection is tried anew: TCP itself would wait ever longer after a cut
 LENGTH = struct.Struct("!I")

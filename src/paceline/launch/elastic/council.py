@@ -110,6 +110,10 @@ class Council:
                 self._candidate(member, step) for member, step in sorted(proposal.steps.items())
             )
             self._has_paused = proposal.has_paused
+            own = replace(self.own, leaves=proposal.leaves, can_save=proposal.can_save)
+            if own != self.own:
+                self.state = replace(self.state, report=replace(self.state.report, voter=own))
+                self._wants_vote, self._due_s = self.state.is_voter, now_s
             self._report(proposal.store, candidates, now_s)
             plan = self._plan(proposal.epoch)
         if plan is not None:
@@ -150,6 +154,23 @@ class Council:
         self._wants_vote = False
         self.state = replace(self.state, report=replace(self.state.report, candidates=()))
         self._beat_s = 0.0
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether as many other hosts train as may."""
+        members = () if self.state.decree is None else self.state.decree.members
+        others = {each.member.host for each in members} - {self.own.name}
+        return len(others) >= self.state.needs.most_hosts
+
+    def may_leave(self, epoch: int) -> bool | None:
+        """See `Decider`: a later decree is known to all that stay. Until then its agent's end would be a loss."""
+        decree = self.state.decree
+        if decree is None or decree.epoch <= epoch:
+            return None
+        stay = [self.peers[name] for name in decree.names if name in self.peers and name != self.own.name]
+        if any(not peer.is_missing and peer.epoch < decree.epoch for peer in stay):
+            return None
+        return decree.saver == self.own.name
 
     # ---- others
 

@@ -19,6 +19,8 @@ class Voter:
     store: Address = NOWHERE  # where the ranks of the next epoch can meet at its host
     start: Address = NOWHERE  # where all ranks meet that the job begins with, if this is its first host
     num_ranks: int = 0  # that the job begins with at its host
+    leaves: bool = False  # whether its host was told to end, and brings no rank any more
+    can_save: bool = False  # whether a rank of its host that leaves makes a checkpoint, if too few ranks stay
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Decree:
     voters: tuple[Voter, ...]
     tie_breaker: str  # the voter with which half of them suffices
     trained: int = NOT_STARTED  # the newest epoch that had members, this one included
+    saver: str = ""  # if too few ranks are left: the host whose leaving ranks make a checkpoint
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -43,12 +43,16 @@ class Proposal:
             takes another's state.
         store: Where this host would open the store of that epoch.
         has_paused: Whether its ranks have left the last membership between two steps, as all ranks then do.
+        leaves: Whether this host was told to end, and brings no rank any more.
+        can_save: Whether a rank of it that leaves makes a checkpoint, if too few ranks stay.
     """
 
     epoch: int
     steps: Mapping[Member, int]
     store: Address
     has_paused: bool = False
+    leaves: bool = False
+    can_save: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,15 @@ class Decider(Protocol):
     def to_give(self) -> socket.socket | None:
         """Return a connection to a rank of another host that needs a state from here, once each; or None. Local."""
 
+    def may_come_in(self) -> bool:
+        """Return whether there is room for ranks of this host that wait. Local."""
+
+    def may_leave(self, epoch: int) -> bool | None:
+        """Return whether ranks of this host that have left this epoch may end, and make a checkpoint before. Local.
+
+        None: not yet, because hosts that stay do not know yet that they go on without these ranks.
+        """
+
 
 class OneHost:
     """Decides where there is one host: its agent, at once."""
@@ -185,6 +198,12 @@ class OneHost:
 
     def to_give(self) -> socket.socket | None:
         return None
+
+    def may_come_in(self) -> bool:
+        return True
+
+    def may_leave(self, epoch: int) -> bool | None:
+        return True  # if too few ranks stay, which the agent counts
 
 
 def _whole(value: Any) -> int:

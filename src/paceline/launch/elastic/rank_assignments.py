@@ -15,17 +15,16 @@ import enum
 import select
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from paceline.elastic.agent_connection import InLoop, Message
+from paceline.elastic.agent_connection import InLoop, Leave, Message
 from paceline.host.processes import is_stopped
-from paceline.launch.command_line import LaunchArguments
 from paceline.launch.elastic.plan import NOT_STARTED, Member, Start
-from paceline.launch.elastic.rank_process import RankProcess, how_it_ended
-from paceline.launch.elastic.starting import Starter
+from paceline.launch.elastic.rank_process import AgentsRank, how_it_ended
 from paceline.launch.watchdog import GRACE_S
 
 LOOK_S = 0.005  # between two looks at the ranks: the kernel shows a death so early nowhere else
@@ -41,13 +40,14 @@ class Phase(enum.Enum):
     WAITING = "waits to come in"
     TRAINING = "trains"
     LOST = "was lost"  # or is ending
+    LEAVING = "leaves"  # it was told to end
 
 
 @dataclass
 class Rank:
     """One process."""
 
-    process: RankProcess  # it
+    process: AgentsRank  # it
     member: Member  # its name in plans
     local_rank: int  # its seat on this host, which a replacement takes
     phase: Phase = Phase.STARTING  # what it is doing
@@ -58,12 +58,15 @@ class Rank:
     has_trained: bool = False  # whether it has been in a loop
     follows: bool = False  # whether it has said that it goes on in the membership that it was given a seat in
     is_replaying: bool = False  # whether it receives another's state, and has not caught up
+    leaves: bool = False  # whether it was told to end, or its host was
     saves: bool = False  # whether it makes a checkpoint, if training cannot go on
     saved: str | None = None  # how that went: why it failed, or empty; None: it has not said so
     is_silent: bool = False  # whether it has closed its end of the line
     cpu_ticks: int = 0  # that it had used when it was seen to use more
     # when that was, or when it said that it waits for others
     moved_s: float = field(default_factory=time.monotonic)
+    arrived_s: float = field(default_factory=time.monotonic)  # when it was started, or came
+    left_s: float | None = None  # when it was told to go
     # Since when it is stopped. It may have waited for others before, and a debugger stops it for a moment.
     stopped_s: float | None = None
 
@@ -72,6 +75,54 @@ class Rank:
         """The rank in words."""
         who = f"rank {self.rank}" if self.rank >= 0 else f"a process for local rank {self.local_rank}"
         return f"{who} (pid {self.process.pid})"
+
+
+class JobSetting(Protocol):
+    """The part of a job's settings that an agent needs: of `LaunchArguments` and of `GuestSetting`."""
+
+    @property
+    def script(self) -> str:
+        """Return the name of what the ranks run."""
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Return the number of ranks that this host begins with."""
+
+    @property
+    def num_machines(self) -> int:
+        """Return the largest number of hosts."""
+
+    @property
+    def min_ranks(self) -> int | None:
+        """Return the fewest ranks with which training goes on."""
+
+    @property
+    def lost_after_s(self) -> float:
+        """Return the seconds that a rank may stand still."""
+
+    @property
+    def join_timeout_s(self) -> float:
+        """Return the seconds that ranks wait for further ones, if an engine starts them."""
+
+    @property
+    def grace_s(self) -> float:
+        """Return the seconds from a notice to the end of the process."""
+
+
+class Source(Protocol):
+    """The source of a host's processes: the agent starts them, or an engine does."""
+
+    starts: bool  # whether the agent starts them, and starts others in place of lost ones
+    host: str  # the address of this host that ranks reach
+
+    def start_all(self, start: Start | None) -> Sequence[AgentsRank]:
+        """Start all ranks of this host, if the agent starts ranks. `start` None: the job has begun without them."""
+
+    def start_one(self, local_rank: int) -> AgentsRank:
+        """Start a rank that is alone until a membership takes it in."""
+
+    def arrived(self) -> Sequence[AgentsRank]:
+        """Return the ranks that have come by themselves, once each."""
 
 
 class RankAssignments:
@@ -83,8 +134,8 @@ class RankAssignments:
 
     def __init__(
         self,
-        arguments: LaunchArguments,
-        starter: Starter,
+        arguments: JobSetting,
+        starter: Source,
         start: Start | None,
         name: str,
         note: Callable[[str], None],
@@ -126,7 +177,7 @@ class RankAssignments:
 
     # ---- they begin and end
 
-    def _add(self, process: RankProcess, local_rank: int, rank: int = NOT_STARTED) -> None:
+    def _add(self, process: AgentsRank, local_rank: int, rank: int = NOT_STARTED) -> None:
         member = Member(self._name, self._num_started)
         self._ranks[self._num_started] = Rank(process, member, local_rank, rank=rank)
         self._num_started += 1
@@ -156,6 +207,9 @@ class RankAssignments:
         """End all processes: by a signal, and by force if they take too long."""
         ranks = [*self, *self.dying]
         for rank in ranks:
+            rank.process.tell(
+                Leave("the launch ends", 128 + number, at_once=True)
+            )  # a signal is a notice to it
             rank.process.ask_to_end(number)
             rank.process.ask_to_end(signal.SIGCONT)
         until_s = time.monotonic() + GRACE_S
@@ -223,7 +277,9 @@ class RankAssignments:
         elif rank.process.has_ended():
             self._remove(rank)
             code = rank.process.bury()
-            if code == 0:
+            if rank.phase is Phase.LEAVING:
+                self._vacant.append(rank.local_rank)
+            elif code == 0 or (code is None and rank.is_through):
                 self.finished.add(rank.member)
                 self.is_training_over |= rank.is_through
             else:
@@ -236,10 +292,10 @@ class RankAssignments:
             self._note(why)
         self._lose_because(why)
 
-    def _see_failure(self, rank: Rank, code: int) -> None:
+    def _see_failure(self, rank: Rank, code: int | None) -> None:
         """A process has ended otherwise than well, that was not in its loop."""
         why = f"{rank.name} {how_it_ended(code)}"
-        if not self.has_begun:
+        if not self.has_begun and self._starter.starts and code is not None:
             self._early_s = self._early_s or time.monotonic()
             failure = ProcessFailure(rank.local_rank, rank.process.pid, code, error_file="")
             self._early_ends[rank.rank if rank.rank >= 0 else rank.local_rank] = failure
@@ -271,9 +327,16 @@ class RankAssignments:
                 self._vacant.append(rank.local_rank)
         return found
 
-    def fill(self) -> None:
-        """Start replacements for all that were buried."""
+    def fill(self, is_ending: bool) -> None:
+        """Start replacements for all that were buried, unless the launch ends. Take in what an engine has started."""
+        taken = {each.local_rank for each in [*self, *self.dying]}
+        for process in self._starter.arrived():
+            local_rank = next(number for number in range(len(taken) + 1) if number not in taken)
+            taken.add(local_rank)
+            self._add(process, local_rank)
         vacant, self._vacant = self._vacant, []
+        if is_ending or not self._starter.starts:
+            return
         for local_rank in vacant:
             if self.finished or any(each.local_rank == local_rank for each in self):
                 continue

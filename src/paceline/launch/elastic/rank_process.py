@@ -1,4 +1,8 @@
-"""One process of a rank, as its agent has it: started in a session of its own, with a connection to the agent."""
+"""One process of a rank, as its agent has it: one that the agent has started, or one that an engine has.
+
+The agent has started a `RankProcess`, in a session of its own, and ends it with all that it has started. An engine has
+started a `WatchedProcess`, so signals go to that process alone, and only its engine starts another one.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,52 @@ import os
 import signal
 import socket
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from paceline.elastic.agent_connection import FD, AgentConnection, Message
 from paceline.errors import ProtocolError
 from paceline.host.processes import Vitals, VitalSigns
 from paceline.launch.elastic.output import Output
+from paceline.launch.elastic.peer_process import PeerProcess
+
+_GONE_S = 30.0  # that the kernel takes at most to free the memory of a killed process
 
 
-class RankProcess:
-    """A rank's process with this environment. `line` is its agent connection; `pidfd` is readable once it has ended."""
+class AgentsRank(ABC):
+    """A process of a rank. `line` is its agent connection."""
+
+    line: AgentConnection
+    pid: int
+
+    def tell(self, message: Message, handing: socket.socket | None = None) -> None:
+        self.line.tell(message, waits=False, handing=handing)
+
+    def hear(self) -> Message | None:
+        """Return a message that has come; None if the process has closed its end or sent something else."""
+        with contextlib.suppress(ProtocolError):
+            return self.line.hear()
+        return None
+
+    @abstractmethod
+    def vitals(self) -> Vitals:
+        """Return what the kernel says of it now."""
+
+    @abstractmethod
+    def ask_to_end(self, number: signal.Signals) -> None:
+        """Send a signal, also to what the process has started if the agent has started the process."""
+
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """Return whether it has ended."""
+
+    @abstractmethod
+    def bury(self) -> int | None:
+        """Kill the process, and return its exit code; None if no source says it. Blocks until its memory is free."""
+
+
+class RankProcess(AgentsRank):
+    """A rank's process with this environment."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], output: Output) -> None:
         self.line, theirs = AgentConnection.pair()
@@ -30,27 +70,13 @@ class RankProcess:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # so that what it has started can be ended with it
             )
-        self.pidfd = os.pidfd_open(self.pid)
+        self.pid = self._process.pid
         self._signs = VitalSigns(self.pid)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def vitals(self) -> Vitals:
         return self._signs.look()
 
-    def tell(self, message: Message, handing: socket.socket | None = None) -> None:
-        self.line.tell(message, waits=False, handing=handing)
-
-    def hear(self) -> Message | None:
-        """Return a message that has come; None if the process has closed its end or sent something else."""
-        with contextlib.suppress(ProtocolError):
-            return self.line.hear()
-        return None
-
     def ask_to_end(self, number: signal.Signals) -> None:
-        """Send a signal to the process and to its session."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
@@ -58,20 +84,44 @@ class RankProcess:
         return self._process.poll() is not None
 
     def bury(self) -> int:
-        """Kill the process and its session, and return its exit code. Blocks until the kernel has freed its memory."""
         if not self.has_ended():
             self._process.kill()
         code = self._process.wait()
         self.ask_to_end(signal.SIGKILL)  # the session outlives its leader
         self._output.has_ended.set()
         self.line.close()
-        os.close(self.pidfd)
         self._signs.close()
         return code
 
 
-def how_it_ended(code: int) -> str:
+class WatchedProcess(AgentsRank):
+    """A rank's process that has connected itself, by the Unix socket `end`."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.line, self._process = AgentConnection(end), PeerProcess(end)
+        self.pid = self._process.pid
+
+    def vitals(self) -> Vitals:
+        return self._process.vitals()
+
+    def ask_to_end(self, number: signal.Signals) -> None:
+        self._process.send(number)
+
+    def has_ended(self) -> bool:
+        return self._process.has_ended()
+
+    def bury(self) -> int | None:
+        self.ask_to_end(signal.SIGKILL)
+        code = self._process.wait(_GONE_S)
+        self.line.close()
+        self._process.close()
+        return code
+
+
+def how_it_ended(code: int | None) -> str:
     """Return an exit code in words."""
+    if code is None:
+        return "ended"
     if code >= 0:
         return f"exited with code {code}"
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,8 @@ def listening_store(host: str) -> dist.TCPStore:
 class Starter:
     """Starts processes of the script; `host` is the address of this host that ranks reach. A context manager."""
 
+    starts = True
+
     def __init__(self, arguments: LaunchArguments) -> None:
         args = arguments.torchrun
         self.host: str = args.local_addr or LOOPBACK
@@ -87,6 +90,9 @@ class Starter:
         number = self._next()
         output = self._outputs.of_start(number, [local_rank])[local_rank]
         return self._start(number, local_rank, 1, Start(0, 1, 0, 1, self.new_store()), output)
+
+    def arrived(self) -> Sequence[RankProcess]:
+        return ()
 
     def __enter__(self) -> Self:
         return self

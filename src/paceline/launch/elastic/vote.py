@@ -16,6 +16,7 @@ Rules
 7. An agent that lost its memory is another one: it comes with another name. So nothing is kept on disk.
 8. All voters that have not ended for good suffice, whatever the quorum. A voter has ended for good if it had decided
    nothing that the others do not know: so what a quorum of ended voters may have decided was trained by no rank.
+9. A voter that was told to end is in the next decree only if all were told. So its end is no loss.
 
 Single-decree Paxos an epoch (Lamport 1998, "The part-time parliament"), its acceptors chosen by the epoch before. The
 tie-breaker is that of Jajodia and Mutchler 1990, "Dynamic voting algorithms". Explored by
@@ -47,7 +48,8 @@ class Quorum:
     """The hosts or ranks without which a decree has no members."""
 
     hosts: int = 1  # in the first one that has: how many hosts bring ranks
-    ranks: int = 1  # in every other one: how many ranks there are
+    ranks: int = 1  # how many ranks there are; an engine's job needs them in the first one, too
+    most_hosts: int = 1 << 30  # how many hosts there are at most; a further one waits
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,11 @@ def next_decree(decree: Decree, reports: list[Report], needs: Quorum) -> Decree:
     voters = sorted(
         (r.voter for r in reports), key=lambda voter: (places.get(voter.name, len(places)), voter.name)
     )
-    found = [candidate for report in reports for candidate in report.candidates]
+    savers = [voter.name for voter in voters if voter.can_save]
+    voters = [voter for voter in voters if not voter.leaves] or voters
+    voters = voters[: needs.most_hosts]
+    kept = {voter.name for voter in voters}
+    found = [each for report in reports if report.voter.name in kept for each in report.candidates]
     members = sorted(
         found, key=lambda one: (ranks.get(one.member, len(ranks)), one.step == NOT_STARTED, one.member)
     )
@@ -233,6 +239,7 @@ def next_decree(decree: Decree, reports: list[Report], needs: Quorum) -> Decree:
         tuple(voters),
         decree.tie_breaker if decree.tie_breaker in names else names[0],
         decree.epoch + 1 if members else decree.trained,
+        "" if members or is_first else next(iter(savers), decree.saver),
     )
 
 

@@ -58,7 +58,15 @@ def decode(body: bytes) -> Packet:
 
 
 def _of_voter(voter: Voter) -> list[Any]:
-    return [voter.name, *voter.address, *voter.store, *voter.start, voter.num_ranks]
+    return [
+        voter.name,
+        *voter.address,
+        *voter.store,
+        *voter.start,
+        voter.num_ranks,
+        voter.leaves,
+        voter.can_save,
+    ]
 
 
 def _of_candidate(candidate: Candidate) -> list[Any]:
@@ -69,7 +77,7 @@ def _of_decree(decree: Decree | None) -> list[Any] | None:
     if decree is None:
         return None
     members, voters = map(_of_candidate, decree.members), map(_of_voter, decree.voters)
-    return [decree.epoch, list(members), list(voters), decree.tie_breaker, decree.trained]
+    return [decree.epoch, list(members), list(voters), decree.tie_breaker, decree.trained, decree.saver]
 
 
 def _of_promise(promise: Promise) -> list[Any]:
@@ -88,13 +96,15 @@ def _message(value: Any) -> Message:
 
 
 def _voter(value: Any) -> Voter:
-    name, host, port, store_host, store_port, start_host, start_port, num_ranks = value
+    name, host, port, store_host, store_port, start_host, start_port, num_ranks, leaves, can_save = value
     return Voter(
         _text(name),
         Address(_text(host), _whole(port)),
         Address(_text(store_host), _whole(store_port)),
         Address(_text(start_host), _whole(start_port)),
         _whole(num_ranks),
+        leaves is True,
+        can_save is True,
     )
 
 
@@ -111,13 +121,14 @@ def _ballot(value: Any) -> Ballot:
 def _decree(value: Any) -> Decree | None:
     if value is None:
         return None
-    epoch, members, voters, tie_breaker, trained = value
+    epoch, members, voters, tie_breaker, trained, saver = value
     decree = Decree(
         _whole(epoch),
         tuple(_candidate(each) for each in members),
         tuple(_voter(each) for each in voters),
         _text(tie_breaker),
         _whole(trained),
+        _text(saver),
     )
     hosts = {candidate.member.host for candidate in decree.members}
     if tie_breaker not in decree.names or not hosts <= set(decree.names):

@@ -1,0 +1,234 @@
+"""A rank that an engine has started (torchrun, Slurm, Kubernetes, a shell): its settings, and its host's agent.
+
+Rules
+1. The engine owns processes: it starts them, and starts them again. Paceline owns membership.
+2. A rank begins alone, as rank 0 of 1, whatever its engine says.
+3. The first rank of a host opens the socket of the agent and hands it to an agent that it starts. So there is one agent
+   a host and job, and no rank can come too early. The name of the socket ends with the agent.
+4. The agent ends with the last rank of its host.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import hashlib
+import math
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import ConfigurationError, PeerLostError
+from paceline.host.addresses import LOOPBACK
+
+PEERS = "PACELINE_PEERS"
+"""Environment variable: where agents of other hosts may be. With it, an engine starts the ranks."""
+DOOR = "PACELINE_AGENT_DOOR"
+"""Environment variable of an agent: the descriptor of the socket that it listens on."""
+_IS_PREPARED = "PACELINE_GUEST"
+LOCAL = "local"  # the source of a job of one host
+GRACE_S, JOIN_S, LOST_AFTER_S = 25.0, 30.0, 30.0
+_CONNECT_S = 10.0
+_BACKLOG = 512
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_connected: list[int] = []  # processes that have an agent: this one, and those that it is a fork of
+_AGENT = "paceline.launch.elastic.guest"
+
+
+@dataclass(frozen=True)
+class GuestSetting:
+    """The settings of a job whose ranks an engine starts. `paceline run` has options of the same names.
+
+    Attributes:
+        peers: Where agents of other hosts may be; `local`: there are none.
+        least_nodes: Hosts with which training begins.
+        most_nodes: Hosts that train at most. A further one waits.
+        num_local_ranks: Ranks of each host.
+        min_ranks: Training goes on with at least so many ranks.
+        join_timeout_s: How long the ranks that are there wait for further ones, before training begins.
+        lost_after_s: After how many seconds a rank that stands still counts as lost.
+        grace_s: Seconds from a notice to the end of the process.
+        job: Name of the job; empty: it has none.
+        script: What the ranks run.
+    """
+
+    peers: str = LOCAL
+    least_nodes: int = 1
+    most_nodes: int = 1
+    num_local_ranks: int = 1
+    min_ranks: int = 1
+    join_timeout_s: float = JOIN_S
+    lost_after_s: float = LOST_AFTER_S
+    grace_s: float = GRACE_S
+    job: str = ""
+    script: str = "the script"
+
+    @property
+    def num_machines(self) -> int:
+        return self.most_nodes
+
+    @classmethod
+    def of(cls, given: Mapping[str, str], script: str) -> GuestSetting:
+        """Read the variables. Raises ConfigurationError for values that cannot be."""
+        least, most = _nodes(given.get("PACELINE_NODES", "1"))
+        peers = given[PEERS].strip()
+        if not peers:
+            raise ConfigurationError(
+                f"{PEERS} is empty. Set it to local for one host, to the other hosts' addresses, or to dns:NAME, "
+                "file:FOLDER or slurm."
+            )
+        if peers == LOCAL and most > 1:
+            raise ConfigurationError(
+                f"PACELINE_NODES={given['PACELINE_NODES']} asks for several hosts, but {PEERS}=local names none. Give "
+                f"{PEERS} the other hosts' addresses, dns:NAME, file:FOLDER or slurm."
+            )
+        num_local = _whole(given, "PACELINE_RANKS_PER_HOST", "1")
+        min_ranks = _whole(given, "PACELINE_MIN_RANKS", "1" if most == 1 else str(least * num_local))
+        if min_ranks > most * num_local:
+            raise ConfigurationError(
+                f"PACELINE_MIN_RANKS={min_ranks} is more than the {most * num_local} rank(s) of this job: {most} "
+                f"host(s) with {num_local} each. Set a smaller one, or set PACELINE_RANKS_PER_HOST and PACELINE_NODES."
+            )
+        return cls(
+            peers=peers,
+            least_nodes=least,
+            most_nodes=most,
+            num_local_ranks=num_local,
+            min_ranks=min_ranks,
+            join_timeout_s=_seconds(given, "PACELINE_JOIN_TIMEOUT", JOIN_S),
+            lost_after_s=_seconds(given, "PACELINE_LOST_AFTER", LOST_AFTER_S),
+            grace_s=_seconds(given, "PACELINE_SHUTDOWN_TIMEOUT", GRACE_S),
+            job=given.get("PACELINE_JOB")
+            or given.get("SLURM_ARRAY_JOB_ID")
+            or given.get("SLURM_JOB_ID")
+            or "",
+            script=script,
+        )
+
+    @property
+    def socket_name(self) -> str:
+        """The name at which the agent of this host listens to ranks. It is abstract, so no file is left."""
+        words = self.job or f"{Path.cwd()} {self.script}"
+        return f"\0paceline-{os.getuid()}-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
+
+
+def prepare() -> None:
+    """Let `init_process_group` make a group of this rank alone, as `paceline` is imported. Local.
+
+    An engine may say otherwise, as torchrun does. But ranks that it starts again could not meet the others. A child
+    process of the rank finds the variables set, and is no rank.
+    """
+    if _IS_PREPARED in os.environ:
+        return
+    atexit.register(_say_if_nothing_is_elastic, os.getpid())
+    per_host = os.environ.get("PACELINE_RANKS_PER_HOST") or os.environ.get("LOCAL_WORLD_SIZE") or "1"
+    alone = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": "0",
+    }
+    os.environ.update(alone, PACELINE_RANKS_PER_HOST=per_host, **{_IS_PREPARED: str(os.getpid())})
+    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+
+
+def credentials_of_peer(end: socket.socket) -> tuple[int, int]:
+    """Return the process id and the user id at the other end of a Unix socket; 0 for a process that is not visible."""
+    process, user, _ = _CREDENTIALS.unpack(
+        end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return process, user
+
+
+def connect() -> socket.socket:
+    """Return a connection to the agent of this host, which is started if there is none. Blocks.
+
+    Raises:
+        ConfigurationError: A variable has a value that cannot be, or another user's process listens there.
+        PeerLostError: The agent does not start.
+    """
+    script = Path(sys.argv[0] or "python").name
+    name = GuestSetting.of(os.environ, script).socket_name
+    until_s = time.monotonic() + _CONNECT_S
+    while time.monotonic() < until_s:
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            end.connect(name)
+        except OSError:
+            end.close()
+            _open_door(name, script)
+            continue
+        if credentials_of_peer(end)[1] not in (os.getuid(), 0):
+            raise ConfigurationError(
+                "a process of another user listens where the agent of this host should. Give the job another name by "
+                "PACELINE_JOB."
+            )
+        os.register_at_fork(after_in_child=end.close)  # else a loader's worker would keep it open
+        _connected.append(os.getpid())
+        return end
+    raise PeerLostError(f"the agent of this host did not start within {_CONNECT_S:g} s. Is its memory full?")
+
+
+def _open_door(name: str, script: str) -> None:
+    """Open the socket of the agent and start an agent that has it, unless another rank is about to do so."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        try:
+            door.bind(name)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            time.sleep(0.01)  # that rank listens in a moment, or an agent is about to end
+            return
+        door.listen(_BACKLOG)
+        os.set_inheritable(door.fileno(), True)
+        environment = {**os.environ, DOOR: str(door.fileno()), "PACELINE_SCRIPT": script}
+        nowhere = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
+        command = [sys.executable, "-m", _AGENT]
+        os.posix_spawn(sys.executable, command, environment, file_actions=nowhere, setsid=True)
+
+
+def _say_if_nothing_is_elastic(pid: int) -> None:
+    dist = sys.modules.get("torch.distributed")
+    is_rank = pid == os.getpid() and dist is not None and dist.is_available() and dist.is_initialized()
+    if is_rank and pid not in _connected:
+        sys.stderr.write(
+            f"paceline: {PEERS} is set, but this script made no paceline.Elastic. It ran as a plain job: a lost rank "
+            "would have ended it.\n"
+        )
+
+
+def _nodes(words: str) -> tuple[int, int]:
+    least, _, most = words.partition(":")
+    if not (least.isdecimal() and (most or least).isdecimal()) or not 0 < int(least) <= int(most or least):
+        raise ConfigurationError(
+            f"PACELINE_NODES={words} is no number of hosts. Give MIN:MAX, such as 2:8, with MIN at least 1 and at most "
+            "MAX; or one number."
+        )
+    return int(least), int(most or least)
+
+
+def _whole(given: Mapping[str, str], name: str, default: str) -> int:
+    words = given.get(name) or default
+    if not words.isdecimal() or int(words) < 1:
+        raise ConfigurationError(f"{name}={words} is no number of ranks. Give 1 or more.")
+    return int(words)
+
+
+def _seconds(given: Mapping[str, str], name: str, default: float) -> float:
+    words = given.get(name) or str(default)
+    try:
+        found = float(words)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise ConfigurationError(
+            f"{name}={words} is no number of seconds. Give one above 0, such as {default:g}."
+        )
+    return found

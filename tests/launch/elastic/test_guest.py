@@ -1,0 +1,272 @@
+"""Ranks that an engine has started: what their agent sees of them, and how it leads them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.elastic.guest import GuestSetting
+from paceline.errors import ConfigurationError
+from paceline.launch.elastic import peer_process, rank_process
+from paceline.launch.elastic.guest import Door, Voice, lead
+from paceline.launch.elastic.peer_process import PeerProcess
+from paceline.launch.elastic.plan import OneHost
+
+# A rank without a model. Its first word says what it does in a membership. The second word is the size of the one in
+# which it ends well, and how many of it are new. It writes down what it is told.
+RANK = """
+import os, signal, sys, time
+from paceline.elastic.agent_connection import *
+line = AgentConnection.of_this_process()
+word, last = sys.argv[1:]
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\\n"); sys.stdout.flush()
+line.tell(Ready("a card", saves=True))
+while said := line.hear():
+    if isinstance(said, RankAssignment):
+        say("rank", said.rank, "of", said.size)
+        line.tell(InLoop(True))
+        line.tell(Following(said.epoch))
+        if f"{said.size},{said.num_new}" == last:
+            line.tell(InLoop(False, is_through=True))
+            sys.exit()
+        if word == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if word == "exit":
+            os._exit(7)
+        if word == "notice":
+            line.tell(Notice())
+    elif isinstance(said, (Stop, Pause)):
+        say(type(said).__name__)
+        line.tell(Stopped(said.epoch, 3))
+    elif isinstance(said, Receive):
+        line.tell(CaughtUp())
+    elif isinstance(said, Leave):
+        if said.saves:
+            say("saves")
+            if word == "full":
+                line.tell(Saved("OSError: no space left"))
+                sys.exit(1)
+            line.tell(Saved(""))
+        say("leaves")
+        sys.exit(said.code)
+    elif isinstance(said, Said):
+        say("said:", said.words)
+"""
+
+
+def _without(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    """Hide what kernels before 6.15, before 6.5, or other containers do not show."""
+    names = {
+        "exit codes": ["exit_status_by_pidfd"],
+        "SO_PEERPIDFD": ["exit_status_by_pidfd", "peer_pidfd"],
+        "pidfds": ["exit_status_by_pidfd", "peer_pidfd", "pidfd_of"],
+        "processes": ["exit_status_by_pidfd", "peer_pidfd", "pidfd_of"],
+    }
+    for name in names.get(hidden, []):
+        monkeypatch.setattr(peer_process, name, lambda _: None)
+    if hidden == "processes":
+        monkeypatch.setattr(peer_process, "credentials_of_peer", lambda _: (0, os.getuid()))
+
+
+HIDDEN = ["nothing", "exit codes", "SO_PEERPIDFD", "pidfds", "processes"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize(
+    ("ends", "code"), [("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", -9), ("raise SystemExit(0)", 0)]
+)
+def test_the_end_of_a_process_that_another_one_has_started(
+    monkeypatch: pytest.MonkeyPatch, hidden: str, ends: str, code: int
+) -> None:
+    """It is seen on every kernel. Its exit code is, where the kernel keeps it; else it may be unknown, never wrong."""
+    _without(monkeypatch, hidden)
+    name = f"\0test-{os.getpid()}-{os.urandom(4).hex()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.bind(name)
+        door.listen()
+        # It takes a moment to free its memory, as a rank does. Its shell reaps it then.
+        child = (
+            f"import os, socket; memory = bytearray(1 << 26); end = socket.socket({int(socket.AF_UNIX)}, "
+            f"{int(socket.SOCK_SEQPACKET)}); end.connect({name!r}); end.recv(1); {ends}"
+        )
+        with subprocess.Popen(["sh", "-c", f'"{sys.executable}" -IS -c "$1"; true', "sh", child]):
+            end, _ = door.accept()
+            process = PeerProcess(end)
+            with end:
+                assert not process.has_ended()
+                assert not process.vitals().is_ending
+                end.send(b"x")
+                while not process.vitals().is_ending:
+                    pass
+                while not process.has_ended():
+                    pass
+                assert process.wait(10.0) in ([code] if hidden == "nothing" else [code, None])
+                process.close()
+
+
+class Host:
+    """A host whose ranks a test starts, and its agent in a thread of the test."""
+
+    def __init__(self, folder: Path, **setting: object) -> None:
+        self.setting = GuestSetting(job=f"test {folder}", **{"lost_after_s": 20.0, **setting})  # type: ignore[arg-type]
+        self._script = folder / "rank.py"
+        self._script.write_text(RANK)
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listening.bind(self.setting.socket_name)
+        listening.listen()
+        self.door, self.voice, self.told = Door(listening, "127.0.0.1"), Voice(), list[int]()
+        self.notes: list[str] = []
+        self.voice.note = self.notes.append  # type: ignore[method-assign]
+        self._ranks: list[subprocess.Popen[str]] = []
+        self.agent = threading.Thread(
+            target=lead, args=(self.setting, self.door, OneHost(), self.voice, self.told)
+        )
+        self.agent.start()
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PACELINE_PEERS": "local", "PACELINE_JOB": self.setting.job}
+        rank = subprocess.Popen(
+            [sys.executable, str(self._script), *words], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        self._ranks.append(rank)
+        return rank
+
+    def ends(self) -> list[tuple[str, int]]:
+        """Return what each rank has written, and its exit code, once all have ended, and the agent, too."""
+        found = [(rank.communicate()[0], rank.returncode) for rank in self._ranks]
+        self.agent.join()
+        return found
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+            rank.wait()
+            assert rank.stdout is not None
+            rank.stdout.close()
+        self.agent.join()
+        self.door.close()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Callable[..., Host]]:
+    made: list[Host] = []
+
+    def make(**setting: object) -> Host:
+        made.append(Host(tmp_path, **setting))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("hidden", ["nothing", "SO_PEERPIDFD", "processes"])
+def test_a_rank_that_dies_is_left_out_and_another_one_comes(
+    host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, hidden: str
+) -> None:
+    """The agent starts none: the test does, as an engine would. It comes in between two steps."""
+    _without(monkeypatch, hidden)
+    here = host(num_local_ranks=3, min_ranks=2)
+    here.start("stay", "3,1")
+    here.start("stay", "3,1")
+    here.start("exit", "").wait()
+    here.start("stay", "3,1")
+    assert [code for _, code in here.ends()] == [0, 0, 7, 0]
+    ended = "exited with code 7" if hidden == "nothing" else "ended"
+    assert [note for note in here.notes if ended in note or "exited with code 7" in note], here.notes
+
+
+@pytest.mark.processes
+def test_a_rank_that_is_told_to_end_leaves_between_two_steps(host: Callable[..., Host]) -> None:
+    """No rank stops within a step for it, and none saves: enough stay."""
+    here = host(num_local_ranks=3, min_ranks=2)
+    for words in (("stay", "2,0"), ("notice", ""), ("stay", "2,0")):
+        here.start(*words)
+    ends = here.ends()
+    assert [code for _, code in ends] == [0, 143, 0]
+    assert all("Pause" in said and "Stop" not in said and "saves" not in said for said, _ in ends)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["each rank", "agent"])
+def test_if_all_are_told_one_of_them_makes_a_checkpoint(host: Callable[..., Host], how: str) -> None:
+    """If it fails, the next one is asked."""
+    here = host(num_local_ranks=2, min_ranks=1)
+    word = "notice" if how == "each rank" else "stay"
+    first = here.start("full" if how == "agent" else word, "")
+    here.start(word, "")
+    if how == "agent":
+        assert first.stdout is not None
+        first.stdout.readline()
+        here.told.append(signal.SIGTERM)
+    ends = here.ends()
+    assert sum("saves\nleaves" in said for said, _ in ends) == 1
+    assert {code for said, code in ends if "leaves" in said} == {143}
+    assert not any("Stop" in said for said, _ in ends)
+    assert sum("has made a checkpoint after step 3" in note for note in here.notes) == 1
+
+
+@pytest.mark.processes
+def test_after_all_ranks_were_lost_others_begin_again(host: Callable[..., Host]) -> None:
+    """From a checkpoint, as their engine's restarts do. The agent lives as long as one of them."""
+    here = host(num_local_ranks=2, min_ranks=2)
+    lost = [here.start("die", ""), here.start("die", "")]
+    for each in lost:
+        each.wait()
+    here.start("stay", "2,2")
+    here.start("stay", "2,2")
+    assert [code for _, code in here.ends()] == [-9, -9, 0, 0]
+
+
+@pytest.mark.processes
+def test_ranks_that_wait_too_long_begin_with_fewer(host: Callable[..., Host]) -> None:
+    """After the join timeout the fewest ranks suffice."""
+    here = host(num_local_ranks=4, min_ranks=2, join_timeout_s=0.2)
+    here.start("stay", "2,2")
+    here.start("stay", "2,2")
+    assert [code for _, code in here.ends()] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"PACELINE_NODES": "4:2"}, r"PACELINE_NODES=4:2 is no number of hosts\. Give MIN:MAX"),
+        ({"PACELINE_NODES": "0"}, r"with MIN at least 1"),
+        ({"PACELINE_NODES": "two"}, r"PACELINE_NODES=two"),
+        ({"PACELINE_NODES": "2"}, r"asks for several hosts, but PACELINE_PEERS=local names none"),
+        ({"PACELINE_PEERS": " "}, r"PACELINE_PEERS is empty"),
+        ({"PACELINE_MIN_RANKS": "3"}, r"PACELINE_MIN_RANKS=3 is more than the 2 rank\(s\) of this job"),
+        ({"PACELINE_MIN_RANKS": "some"}, r"PACELINE_MIN_RANKS=some is no number of ranks"),
+        ({"PACELINE_RANKS_PER_HOST": "0"}, r"PACELINE_RANKS_PER_HOST=0"),
+        ({"PACELINE_JOIN_TIMEOUT": "soon"}, r"PACELINE_JOIN_TIMEOUT=soon is no number of seconds"),
+        ({"PACELINE_LOST_AFTER": "-1"}, r"PACELINE_LOST_AFTER=-1"),
+        ({"PACELINE_SHUTDOWN_TIMEOUT": "nan"}, r"PACELINE_SHUTDOWN_TIMEOUT=nan"),
+    ],
+    ids=str,
+)
+def test_values_that_cannot_be_are_refused(given: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        GuestSetting.of({"PACELINE_PEERS": "local", "PACELINE_RANKS_PER_HOST": "2", **given}, "train.py")
+
+
+def test_the_job_decides_on_the_agents_name() -> None:
+    """Jobs of other names, or of other scripts without names, have other agents."""
+    settings = [
+        GuestSetting(job="a"),
+        GuestSetting(job="b"),
+        GuestSetting(script="one.py"),
+        GuestSetting(script="two.py"),
+    ]
+    assert len({each.socket_name for each in settings}) == 4
+    assert rank_process.how_it_ended(None) == "ended"
