@@ -74,7 +74,7 @@ def film(name: str, command: str, width: int) -> str:
     )
     rules = [f".{name}-at{i} {{ animation-delay: {at_s:.1f}s }}" for i, at_s in enumerate(delays_s)]
     style = (
-        "<style>@keyframes appear { from { opacity: 0 } }\n@media (prefers-reduced-motion: no-preference) {\n"
+        "<style>@keyframes appear { from { opacity: 0.2 } }\n@media (prefers-reduced-motion: no-preference) {\n"
         f'[class*="{name}-at"] {{ animation: appear 1ms backwards }}\n' + "\n".join(rules) + "\n}</style>"
     )
     return svg.replace("<defs>", f"{style}\n<defs>", 1)

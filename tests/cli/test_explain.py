@@ -14,7 +14,10 @@ from paceline.cli.explain import answers, explain, passages
 
 _FOLDERS = ("src", "lab/src", "lossy/src", "plan/src", "servers/src", "svm/src")
 # What torch, a shell or a table's head says, not a message of this repository.
-_NOT_OURS = {"terminate called without an active exception"}
+_NOT_OURS = {
+    "terminate called without an active exception",
+    "Watchdog caught collective operation timeout",
+}
 
 
 def _sources():
