@@ -74,7 +74,7 @@ def test_a_page_of_a_folder(tmp_path, capsys):
         (["trace", "run", "--out", "no/such/t.json"], "--out no/such/t.json cannot be written"),
         (["report", "nowhere"], "there is no run in nowhere"),
         (["report", "run", "--out", "no/such/r.html"], "--out no/such/r.html cannot be written"),
-        (["run", "--hang-after", "-1", "x.py"], "--hang-after -1 is not a number of seconds"),
+        (["run", "--hang-after", "-1", "x.py"], "--hang-after -1 is not a possible number of seconds"),
     ],
 )
 def test_what_cannot_be(words, said, tmp_path, monkeypatch, capsys):
