@@ -8,7 +8,16 @@ import paceline
 HOME = Path(paceline.__file__).parent / "ddp"
 REDUCER = HOME / "reducer.py"
 # Fields that torch has others assign: gradients, the classes of its objects, and what its own wrapper is asked for.
-OF_TORCH = {"grad", "__class__", "data", "_active_ddp_module", "_join_config", "_mp_param", "_fp_param"}
+OF_TORCH = {
+    "_post_accumulate_grad_hooks",
+    "grad",
+    "__class__",
+    "data",
+    "_active_ddp_module",
+    "_join_config",
+    "_mp_param",
+    "_fp_param",
+}
 OTHERS = {
     ("mixed_precision.py", "atexit"),  # of a weakref.finalize
     ("sync_batch_norm.py", "atexit"),

@@ -174,7 +174,7 @@ def steps_after(rank, _num_ranks, ways):
 LATER = {
     "one tensor in place of two": "backward",
     "LoRA": "backward",
-    "one tensor that is swapped": "second forward",
+    "one tensor that is swapped": "backward",
     "one layer": "backward",
     "a part of the data": "backward",
 }
@@ -212,6 +212,59 @@ def test_what_keeps_the_parameters_is_allowed():
     first, second = pool(2).run(steps_after, "ALLOWED")
     assert first == second
     assert {where for where, _ in first.values()} == {"trained"}
+
+
+class Hidden(nn.Module):
+    """Returns its output in an object that no library looks into."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x):
+        output = self.net(x)
+        return [lambda: output]
+
+
+def hidden(rank, _num_ranks):
+    """Words of the step behind an added layer, if the wrapper finds no output."""
+    model = DistributedDataParallel(Hidden())
+    net = model.module.net
+    net.body = LoRA(net.body).requires_grad_(True)
+    with pytest.raises(ConfigurationError) as caught:
+        squares(model(tokens(rank))[0]()).backward()
+    return str(caught.value)
+
+
+def test_an_added_parameter_is_refused_where_outputs_are_hidden():
+    """No output says that a backward begins; the first gradient of another parameter does."""
+    for words in pool(2).run(hidden):
+        assert words.startswith(("net.body.a.weight", "net.body.b.weight")), words
+        assert REPLACED_WORDS in words
+
+
+def wrapped_anew(rank, _num_ranks):
+    """The bits of a step after each refused change, with the module wrapped anew as the error says."""
+    bits = {}
+    for name, act in REPLACED.items():
+        net = Net()
+        model = DistributedDataParallel(net)
+        squares(model(tokens(rank))).backward()
+        torch.manual_seed(2)
+        act(net)
+        net.zero_grad()
+        model = DistributedDataParallel(net)
+        squares(model(tokens(rank, 1))).backward()
+        bits[name] = digest([p.grad for p in net.parameters() if p.requires_grad])
+    return bits
+
+
+@pytest.mark.filterwarnings("ignore")  # weight_norm is deprecated
+def test_a_changed_module_trains_if_it_is_wrapped_anew():
+    """Every parameter has a gradient, the same on all ranks: also if torch has swapped tensors under their hooks."""
+    first, second = pool(2).run(wrapped_anew)
+    assert first == second
+    assert first.keys() == REPLACED.keys()
 
 
 def unfrozen_later(rank, _num_ranks):

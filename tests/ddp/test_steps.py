@@ -13,7 +13,7 @@ from harness.models import Mlp, digest, random_batch, squares
 from harness.ranks import pool
 from harness.rebuilding import batch, mlp
 from paceline import DistributedDataParallel
-from paceline.errors import PeerAbortedError
+from paceline.errors import ConfigurationError, PeerAbortedError
 
 pytestmark = pytest.mark.processes
 
@@ -51,6 +51,69 @@ def unfrozen_in_a_step(rank, _num_ranks, unfreezes):
 def test_unfreezing_a_layer_within_a_step_keeps_what_no_sync_has_used(unfreezes):
     """Rank 0 has 1 everywhere, rank 1 has 2: the mean is 1.5, also after another reducer has taken over."""
     assert pool(2).run(unfrozen_in_a_step, unfreezes) == [[1.5] * 4] * 2
+
+
+def unfrozen_between(rank, _num_ranks):
+    """Gradients of a forward that was open when another forward met an unfrozen layer, and of the other one."""
+    model = DistributedDataParallel(Branches())
+    x = torch.full((1, 2), float(rank + 1))
+    before = model(x, True).sum()
+    model.module.later.requires_grad_(True)
+    after = model(x, True).sum()
+    found = []
+    for loss in (before, after):
+        loss.backward()
+        found.append([digest([p.grad for p in model.parameters() if p.grad is not None])])
+        found[-1] += model.module.always.weight.grad.flatten().tolist()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # the first does not use the new layer
+def test_a_forward_that_was_open_when_a_layer_was_unfrozen_synchronizes():
+    """Rank 0 has 1 everywhere, rank 1 has 2: the mean is 1.5, and the second backward adds as much."""
+    first, second = pool(2).run(unfrozen_between)
+    assert first == second
+    assert [values for _, *values in first] == [[1.5] * 4, [3.0] * 4]
+
+
+def unfrozen_before_a_sync(rank, _num_ranks):
+    """The gradient that an unfrozen layer got by a backward around the wrapper, summed by `sync_gradients`."""
+    model = DistributedDataParallel(Branches())
+    model.module.later.requires_grad_(True)
+    model.module(torch.full((1, 2), float(rank + 1)), False).sum().backward()
+    model.sync_gradients()
+    return model.module.later.weight.grad.flatten().tolist()
+
+
+@pytest.mark.filterwarnings("ignore")  # that backward stays local, as the warning says
+def test_sync_gradients_takes_in_an_unfrozen_layer():
+    assert pool(2).run(unfrozen_before_a_sync) == [[1.5] * 4] * 2
+
+
+def unfrozen_in_a_window(rank, _num_ranks):
+    """The error of a window in which each rank unfreezes a layer in its first micro-batch; then a good step."""
+    model = DistributedDataParallel(Branches())
+    words = ""
+    try:
+        with model.accumulate([1.0] * (3 - 2 * rank)) as window:
+            for each in window:
+                loss = model(torch.full((1, 2), each), True).sum()
+                model.module.later.requires_grad_(True)
+                loss.backward()
+    except (ConfigurationError, PeerAbortedError) as error:
+        words = f"{type(error).__name__} {error}"
+    left = [p.grad for p in model.parameters() if p.grad is not None]
+    squares(model(torch.full((1, 2), rank + 1.0), True)).backward()
+    return words, len(left), digest([p.grad for p in model.parameters()])
+
+
+def test_unfreezing_within_a_window_is_refused():
+    """Ranks with other numbers of micro-batches would meet in other collectives. The next step takes the layer in."""
+    (first, *rest), (second, *others) = pool(2).run(unfrozen_in_a_window)
+    assert first.startswith("ConfigurationError later.weight was unfrozen within a window")
+    assert second.startswith("PeerAbortedError")
+    assert rest == others
+    assert rest[0] == 0
 
 
 def differentiated_twice(rank, _num_ranks):

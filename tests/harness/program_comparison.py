@@ -115,12 +115,11 @@ class Comparison:
         """Check that `compression="auto"` keeps the same codec object. A new one would have lost its residuals."""
         if not hasattr(reduction, "_running"):
             return
-        course = reduction._decision.course
-        now = {name: reduction._running.get(name) for name in (course.in_use, course.tried) if name}
+        now = dict(reduction._running)
         for name, codec in self._in_use.get(reduction, {}).items():
             if name in now and now[name] is not codec:
                 self.fail(f"{name} is used further, without what it had left over")
-        self._in_use[reduction] = {name: codec for name, codec in now.items() if codec is not None}
+        self._in_use[reduction] = now
 
     def parameters(self, net: nn.Module, alone: nn.Module) -> None:
         """Compare parameters."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.program_comparison import Comparison, Taken, take
-from harness.program_model import SIZE, StumbleError, bare, batch, branches, loss_of, make_net, wrap
+from harness.program_changes import NEW_START, change, put_right, says_remedy
+from harness.program_comparison import ROUNDED, Comparison, Taken, take
+from harness.program_model import SIZE, StumbleError, bare, batch, branches, loss_of, make_net, routes, wrap
 from harness.random_programs import Program
-from paceline.errors import PeerAbortedError
+from paceline.errors import ConfigurationError, PeerAbortedError
 
 
 class Replica:
@@ -28,8 +30,9 @@ class Replica:
     def do(self, operation: str, seed: int) -> None:
         """Perform one operation that is the same on copies."""
         net, program = bare(self.model), self.program
-        if operation == "forward":
-            used = branches(program, seed, self.rank)
+        if operation.startswith("forward"):
+            is_routed = operation == "forward, routed"
+            used = (routes if is_routed else branches)(program, seed, self.rank)
             loss = loss_of(self.model, batch(program, seed, self.rank), used)
             self.pending.append(loss)
         elif operation == "backward, keep the graph":
@@ -49,11 +52,16 @@ class Replica:
         elif operation == "evaluate":
             with torch.no_grad():
                 net.find(self.model(torch.ones(2, SIZE, dtype=torch.float64)))
+        elif operation == "evaluate on some ranks":
+            if random.Random(f"{program.seed} {seed} {self.rank}").random() < 0.5:
+                evaluate(self.model)
         elif operation == "around the wrapper":
             if random.Random(f"{program.seed} {seed} {self.rank}").random() < 0.5:
                 loss_of(net, batch(program, seed, self.rank), {}).backward()
         elif operation in ("freeze", "unfreeze"):
             net.right.requires_grad_(requires_grad=operation == "unfreeze")
+        elif operation.endswith("freeze the start"):
+            net.frozen.requires_grad_(requires_grad=operation.startswith("unfreeze"))
         elif operation == "sync_gradients" and self.model is not net:
             self.model.sync_gradients()  # type: ignore[operator]
         else:
@@ -69,9 +77,25 @@ class Replica:
             net.left.weight.grad = torch.full_like(net.left.weight, 0.25)
 
 
+def evaluate(model: Any) -> None:
+    """Run a forward in evaluation mode and without gradients, on this rank alone."""
+    model.eval()
+    with torch.no_grad():
+        bare(model).find(model(torch.ones(2, SIZE, dtype=torch.float64)))
+    model.train()
+
+
 SYNCHRONIZES = ("backward", "backward, keep the graph", "sync_gradients", "train", "accumulate")
-BEGINS = ("forward", "train", "accumulate")
-NEEDS_NO_FORWARD = ("around the wrapper", "freeze", "unfreeze", "accumulate", "train")
+BEGINS = ("forward", "forward, routed", "train", "accumulate")
+NEEDS_NO_FORWARD = (
+    "around the wrapper",
+    "accumulate",
+    "accumulate, evaluate within",
+    "accumulate, unfreeze within",
+    "train",
+    "replace",
+    "replace nothing",
+)
 
 
 def free(program: Program, rank: int, num_ranks: int, compare: Comparison) -> None:
@@ -92,6 +116,11 @@ class Trial:
         self.shares_buffers = program.options.get("broadcast_buffers", True)
         self.are_in_line = False  # buffers were broadcast since the last synchronization
         self.brings_buffers = False  # the next synchronization does
+        self.may_rename = program.options.get("compression") in (
+            None,
+            *ROUNDED,
+        )  # others keep residuals by name
+        self.start_is_new = False  # replaced since it was wrapped: it may be frozen alone
         self.had: set[int] = set()  # parameters with a gradient, on any rank, since the last synchronization
 
     def possible(self, operation: str) -> str:
@@ -101,27 +130,49 @@ class Trial:
             return "forward"
         if self.mine.pending and (operation in NEEDS_NO_FORWARD or raises):
             return "backward"  # an open forward would be taken for theirs
+        if operation == "forward, routed" and self.program.outputs != "plain":
+            return "forward"  # a graph without a parameter is found by its outputs alone
+        start_is_fixed = self.start_is_new or bare(self.mine.model).frozen.weight.requires_grad
+        if operation == "accumulate, unfreeze within" and start_is_fixed:
+            return "accumulate"
+        if operation == "unfreeze the start" and self.start_is_new:
+            return "freeze the start"
         return _where_to_raise(self.program, operation) if raises else operation
 
     def do(self, name: str, seed: int) -> None:
         """Perform an operation on the wrapped model and on all copies, and compare."""
         self.compare.where = f"{name} ({seed})"
+        if name.startswith("replace"):
+            self._replace(name, seed)
+            return
+        self.within = ""
+        if name.startswith("accumulate, "):
+            name, self.within = "accumulate", name.removeprefix("accumulate, ").removesuffix(" within")
         raises = name.startswith("raise")
-        if raises:
+        if self.within == "unfreeze":
+            self._unfreeze_within(seed)
+            raises = True
+        elif raises:
             _stumble(name, seed, self.mine, self.num_ranks, self.compare)
+        if raises:
             self._find_out_buffers()
+            name = "train"  # the step after an exception is clean
         begins, synchronizes = raises or name in BEGINS, raises or name in SYNCHRONIZES
         if begins and (not self.are_in_line or name == "accumulate"):
             self._take_buffers_of(0)
         self.counts_nothing = False  # a window that synchronizes nothing
-        taken = self._do_all("train" if raises else name, seed)  # the step after an exception is clean
+        taken = self._do_all(name, seed)
         self._note_gradients()
         if synchronizes:
             self._compare_and_take_over(taken)
         else:
             self.compare.local(self.mine.model, taken, self.copies[self.rank].model)
         self.brings_buffers = self.brings_buffers or begins
-        self.are_in_line = (self.are_in_line or begins) and (not synchronizes or self.counts_nothing)
+        self.are_in_line = (self.are_in_line or begins) and (
+            not synchronizes
+            or self.counts_nothing
+            or name == "sync_gradients"  # that of an open forward goes on
+        )
         are_shared = self.shares_buffers and synchronizes and self.brings_buffers and name != "sync_gradients"
         if are_shared:
             self._take_buffers_of(_first_with_batches(self.program, seed) if name == "accumulate" else 0)
@@ -130,9 +181,10 @@ class Trial:
     def _do_all(self, name: str, seed: int) -> Taken:
         """Perform an operation. Return this rank's gradients right after it."""
         if name == "accumulate":
-            accumulate(self.program, seed, self.mine.model, self.rank)
+            accumulate(self.program, seed, self.mine.model, self.rank, self.within)
             taken = take(bare(self.mine.model))
-            total = accumulate_copies(self.program, seed, [one.model for one in self.copies])
+            models = [one.model for one in self.copies]
+            total = accumulate_copies(self.program, seed, models, self.within)
             self.counts_nothing = total == 0
             return taken
         self.mine.do(name, seed)
@@ -140,6 +192,56 @@ class Trial:
         for one in self.copies:
             one.do(name, seed)
         return taken
+
+    def _replace(self, name: str, seed: int) -> None:
+        """Change the module's parameters. If the next forward refuses that, wrap the module anew. Collective."""
+        self.mine.do("zero to None", seed)
+        nets = [bare(self.mine.model), *[one.model for one in self.copies]]
+        way = change(
+            nets, f"{self.program.seed} {seed}", is_refused=name == "replace", may_rename=self.may_rename
+        )
+        if name == "replace":
+            told = _attempt(self.mine, seed, forward_only=False, refusal=ConfigurationError)
+            if told[0] != "ConfigurationError" or not says_remedy(told[1]):
+                self.compare.fail(f"{way} was not refused: {told}")
+            self.compare.bits.append(f"{way}: {told[0]}")
+            self._find_out_buffers()  # some refusals come in backward
+            put_right(nets, way)
+            self.start_is_new = False
+            self.mine = Replica(wrap(self.program, nets[0], copies=False), self.rank, self.program)
+            gc.collect()  # the wrapper of before: its hooks would still be called
+            self.compare.forget_codecs()
+            self._take_buffers_of(0)
+            self.are_in_line = self.brings_buffers = False
+        self.start_is_new = self.start_is_new or way == NEW_START
+        for one in (self.mine, *self.copies):
+            one.do("zero to None", seed)
+        self.had.clear()
+
+    def _unfreeze_within(self, seed: int) -> None:
+        """Unfreeze a layer in each micro-batch of a window: refused, on all ranks, if one runs another forward."""
+        counts = [
+            sum(size > 0 for _, size in _micro_batches(self.program, seed, rank))
+            for rank in range(self.num_ranks)
+        ]
+        told, expected = "nothing", "nothing"
+        if max(counts) > 1:
+            expected = "ConfigurationError" if counts[self.rank] > 1 else "PeerAbortedError"
+        try:
+            accumulate(self.program, seed, self.mine.model, self.rank, "unfreeze")
+        except (ConfigurationError, PeerAbortedError) as error:
+            told = type(error).__name__
+            bare(self.mine.model).kept = None
+            self.mine.model.reducer.prepare()  # type: ignore[operator, union-attr]  # the end of a window that raised
+        if told != expected:
+            self.compare.fail(
+                f"a window in which a layer was unfrozen ended with {told}, not with {expected}"
+            )
+        self.are_in_line = False
+        for one in (self.mine, *self.copies):
+            one.do("unfreeze the start", seed)
+            one.do("zero to None", seed)
+        self.had.clear()
 
     def _note_gradients(self) -> None:
         for one in self.copies:
@@ -209,13 +311,15 @@ def _stumble(name: str, seed: int, mine: Replica, num_ranks: int, compare: Compa
     compare.bits.append(f"{name} by {who}")
 
 
-def _attempt(mine: Replica, seed: int, forward_only: bool) -> tuple[str, str]:
+def _attempt(
+    mine: Replica, seed: int, forward_only: bool, refusal: type[Exception] = StumbleError
+) -> tuple[str, str]:
     net = bare(mine.model)
     try:
         loss = loss_of(mine.model, batch(mine.program, seed, mine.rank), {})
         if not forward_only:
             loss.backward()
-    except (StumbleError, PeerAbortedError) as error:
+    except (StumbleError, PeerAbortedError, refusal) as error:
         net.kept = None
         return type(error).__name__, str(error)
     return "nothing", ""
@@ -233,15 +337,25 @@ def _first_with_batches(program: Program, seed: int) -> int:
     return next((rank for rank, batches in enumerate(everyone) if any(size for _, size in batches)), 0)
 
 
-def accumulate(program: Program, seed: int, model: Any, rank: int) -> None:
+def accumulate(program: Program, seed: int, model: Any, rank: int, within: str = "") -> None:
     model.zero_grad()
     batches = _micro_batches(program, seed, rank)
     with model.accumulate(batches, weight=lambda one: one[1]) as micro_batches:
         for x, _ in micro_batches:
-            loss_of(model, x, {}).backward()
+            loss = loss_of(model, x, {})
+            _act_within(model, within)
+            loss.backward()
 
 
-def accumulate_copies(program: Program, seed: int, models: Sequence[nn.Module]) -> int:
+def _act_within(model: Any, within: str) -> None:
+    """Perform the window's other act between a micro-batch's forward and its backward."""
+    if within == "evaluate":
+        evaluate(model)
+    elif within == "unfreeze":
+        bare(model).frozen.requires_grad_(requires_grad=True)
+
+
+def accumulate_copies(program: Program, seed: int, models: Sequence[nn.Module], within: str = "") -> int:
     """Give each copy its part of sum(w g) / sum(w), times the number of ranks. Return sum(w)."""
     all_of_them = [_micro_batches(program, seed, r) for r in range(program.num_ranks)]
     total = sum(weight for batches in all_of_them for _, weight in batches)
@@ -251,5 +365,6 @@ def accumulate_copies(program: Program, seed: int, models: Sequence[nn.Module]) 
         for x, weight in batches:
             if weight:
                 loss = loss_of(models[r % len(models)], x, {}) * (weight * len(models) / total)
+                _act_within(models[r % len(models)], within)
                 loss.backward()
     return total

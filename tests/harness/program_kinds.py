@@ -29,6 +29,8 @@ from harness.random_programs import Program
 from paceline import DistributedDataParallel
 from paceline.optim import DiLoCo, LocalSGD
 
+ALONE = {"train twice forward", "train, backward twice"}  # not what torch's class can do
+
 
 def train_on(program: Program, name: str, seed: int, model: Any, who: Sequence[int], whole: bool) -> None:
     """Train on the batches of the ranks `who`: one rank on a wrapped model, all on a bare one (`whole`)."""
@@ -39,9 +41,10 @@ def train_on(program: Program, name: str, seed: int, model: Any, who: Sequence[i
     )
     if weighted and name == "train on two micro-batches":
         name = "train"  # without a window that is refused
-    if program.options.get("compression") == "auto" and name == "train twice forward":
+    if program.options.get("compression") == "auto" and name in ALONE:
         name = "train"  # which codec was used is known of the last synchronization only
-    parts = 1 if name == "train" else 2
+    parts = 1 if name in ("train", "train, backward twice") else 2
+    times = 2 if name == "train, backward twice" else 1
     model.zero_grad()
     sizes = {r: 2 + (seed + r) % 3 if weighted else 3 for r in range(program.num_ranks)}
     for part in range(parts):
@@ -56,7 +59,9 @@ def train_on(program: Program, name: str, seed: int, model: Any, who: Sequence[i
         quiet = not whole and name == "train on two micro-batches" and part == 0
         with model.no_sync() if quiet else contextlib.nullcontext():
             for used, x, factor in losses:
-                (loss_of(model, x, used) * factor).backward()
+                loss = loss_of(model, x, used) * factor
+                for time in range(times):
+                    loss.backward(retain_graph=time + 1 < times)
 
 
 def with_torch(program: Program, rank: int, num_ranks: int, compare: Comparison) -> None:
@@ -143,7 +148,7 @@ def _torchs(program: Program, net: Net) -> Any:
     ours_only = {"compression", "weight", "mixed_precision", "skip_all_reduce_unused_params"} & set(
         program.options
     )
-    if ours_only or lossy or (reentrant and not is_static) or "train twice forward" in names:
+    if ours_only or lossy or (reentrant and not is_static) or names & ALONE:
         return None
     if is_static and (reentrant or len(names - {"evaluate"}) > 1 or "train on two micro-batches" in names):
         return None

@@ -158,6 +158,10 @@ def _twice(x: Tensor, weight: Tensor) -> Tensor:
 class Listed(nn.Module):
     """A model that finds its parameters once. Walking the tree at each comparison takes a fifth of the time."""
 
+    def list_anew(self) -> None:
+        """Look for parameters again, because some were replaced."""
+        self.__dict__.pop("_listed", None)
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -184,9 +188,13 @@ class Net(Listed):
         self.stumbles = ""
         self.kept: Any = None
 
-    def forward(self, x: Tensor, left: bool = True, right: bool = True, spare: bool = True) -> Any:
+    def forward(
+        self, x: Tensor, left: bool = True, right: bool = True, spare: bool = True, given: bool = True
+    ) -> Any:
         if self.stumbles == "forward":
             raise StumbleError("in forward")
+        if not given:  # a batch that is routed past all parameters
+            return self._place(((2.0 * x), None))
         hidden = torch.tanh(self.trunk(x) + self.frozen(x))
         for block in self.blocks:
             hidden = block(hidden, self.left.weight)
@@ -196,6 +204,10 @@ class Net(Listed):
             outputs = checkpoint(self._heads, hidden, left, right, spare, use_reentrant=True)
         else:
             outputs = self._heads(hidden, left, right, spare)
+        return self._place(outputs)
+
+    def _place(self, outputs: tuple[Tensor | None, ...]) -> Any:
+        """Return the outputs, or hide them from libraries."""
         if self.place == "global":
             LEFT.append(outputs)
         elif self.place == "attribute":
@@ -244,8 +256,12 @@ def loss_of(model: nn.Module, x: Tensor, used: dict[str, bool]) -> Tensor:
     net = bare(model)
     if getattr(model, "is_late", False):
         time.sleep(LATE_S)  # no synchronization: a slow rank
+    if not used.get("given", True):
+        x = x.clone().requires_grad_()  # else there would be no backward
     outputs = [o for o in net.find(model(x, **used)) if o is not None]
-    total: Tensor = sum((o**2).mean() for o in outputs) if outputs else 0.0 * net.trunk.weight.sum()
+    total: Tensor = (
+        sum((o**2).mean() for o in outputs) if outputs else 0.0 * next(net.trunk.parameters()).sum()
+    )
     return total
 
 
@@ -260,13 +276,20 @@ def branches(program: Program, seed: int, rank: int) -> dict[str, bool]:
     return {name: source.random() < 0.8 for name in ("left", "right", "spare")}
 
 
+def routes(program: Program, seed: int, rank: int) -> dict[str, bool]:
+    """Return whether a rank's forward is given anything that its parameters see."""
+    return {"given": random.Random(f"routed {program.seed} {seed} {rank}").random() < 0.5}
+
+
 def codec(name: str) -> Any:
     """Return the value of `compression=` for a codec."""
     return CODECS[name]() if name in CODECS else name
 
 
-def wrap(program: Program, net: nn.Module, process_group: Any = None) -> DistributedDataParallel:
-    """Wrap the model with the program's options."""
+def wrap(
+    program: Program, net: nn.Module, process_group: Any = None, copies: bool = True
+) -> DistributedDataParallel:
+    """Wrap the model, or a copy of it, with the program's options."""
     given = {k: v for k, v in program.options.items() if k not in ("hook", "optimizer", "divided", "weight")}
     if "compression" in given:
         given["compression"] = codec(given["compression"])
@@ -276,7 +299,9 @@ def wrap(program: Program, net: nn.Module, process_group: Any = None) -> Distrib
         from torch.nn.parallel.distributed import _MixedPrecision  # private: torch may move it
 
         given["mixed_precision"] = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = DistributedDataParallel(copy.deepcopy(net), process_group=process_group, **given)
+    model = DistributedDataParallel(
+        copy.deepcopy(net) if copies else net, process_group=process_group, **given
+    )
     model.__dict__["is_late"] = program.slow_rank == dist.get_rank()
     if "hook" in program.options:
         model.register_comm_hook(None, HOOKS[program.options["hook"]])

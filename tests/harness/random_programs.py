@@ -51,16 +51,30 @@ OPERATIONS: dict[str, dict[str, int]] = {
         "set": 1,
         "freeze": 1,
         "unfreeze": 1,
+        "freeze the start": 1,
+        "unfreeze the start": 2,  # it was frozen when the module was wrapped
+        "forward, routed": 3,  # some ranks use no parameter
+        "evaluate on some ranks": 2,
+        "replace": 1,
+        "replace nothing": 1,
         "sync_gradients": 1,
         "around the wrapper": 2,
         "accumulate": 2,
+        "accumulate, evaluate within": 1,
+        "accumulate, unfreeze within": 1,
         "raise in forward": 1,
         "raise before backward": 1,
         "raise in backward": 2,
         "train": 2,
     },
     # What torch's class can do as well; compared with it, too.
-    "torch": {"train": 6, "train on two micro-batches": 2, "evaluate": 1, "train twice forward": 1},
+    "torch": {
+        "train": 6,
+        "train on two micro-batches": 2,
+        "evaluate": 1,
+        "train twice forward": 1,
+        "train, backward twice": 1,
+    },
     # Two wrapped models whose backwards alternate.
     "gan": {"discriminate": 3, "generate": 3, "generate, frozen critic": 2, "both": 2, "step": 2},
     # Parameters instead of gradients.
@@ -98,7 +112,7 @@ OPERATIONS: dict[str, dict[str, int]] = {
     "resumed": {"train": 8, "train again": 1, "change shares": 1, "resume": 4, "go back": 1},
 }
 NUM_OPERATIONS = {
-    "free": 12,
+    "free": 14,
     "torch": 4,
     "gan": 6,
     "local steps": 7,

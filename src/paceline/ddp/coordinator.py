@@ -31,7 +31,7 @@ from paceline.ddp.joining import Joining, NextStep
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import FaultHandler, Groups, Members, Membership
 from paceline.ddp.module_contents import ModuleContents
-from paceline.ddp.open_forwards import Owner
+from paceline.ddp.open_forwards import OpenForwards, Owner
 from paceline.ddp.reducer import Reducer, StepSource
 from paceline.ddp.replicas import Description, Verified, verify
 from paceline.ddp.setting import Setting
@@ -170,11 +170,20 @@ class StepCoordinator:
 
     # ---- the reducer
 
-    def build_reducer(self, managed: ManagedParameters, step: Step | None = None) -> None:
-        """Reduce the gradients of these parameters from now on, in this step; None: the first. Local."""
+    def build_reducer(
+        self,
+        managed: ManagedParameters,
+        step: Step | None = None,
+        open_forwards: OpenForwards | None = None,
+    ) -> None:
+        """Reduce the gradients of these parameters from now on. Local.
+
+        In this `step`; None: the first. Backwards of `open_forwards` begin here; None: of no forward so far.
+        """
         wrapped, setting, members = self.wrapped, self.setting, self.membership
         setting.expect(wrapped.find_unused_parameters, wrapped.static_graph)
         syncs: SyncFactory = self.forward_overlap or self.skipping or SyncFactory()
+        contents = ModuleContents(self._module, managed, setting.parameters, self._ignored)
         self.reducer = wrapped._paceline_reducer_class(
             managed,
             setting,
@@ -182,9 +191,9 @@ class StepCoordinator:
             members,
             self.timings,
             step or Step(1, self.timings.under_way, BatchCounts(), BufferSync(self.buffers)),
-            StepSource(self._plan, self._next_step),
+            StepSource(open_forwards or OpenForwards(), self._plan, self._next_step, contents.check_tensors),
         )
-        self.contents = ModuleContents(self._module, managed, setting.parameters, self._ignored)
+        self.contents = contents
         self._frozen = [p for p in setting.parameters if not p.requires_grad]
 
     def overlap_forward(self, wanted: bool | str) -> None:
@@ -213,9 +222,14 @@ class StepCoordinator:
     def rebuild_reducer(self, managed: ManagedParameters) -> None:
         """Put another reducer in the place of the one that there is. Local."""
         self.setting.reduction.prepare(managed.named(), self.membership.process_group)
-        step = self.reducer.step
-        self.reducer.retire()
-        self.build_reducer(managed, step)
+        step, before = self.reducer.step, set(map(id, self.managed.parameters))
+        # What a parameter has gathered before it was managed is this rank's own: no hook has seen it.
+        own = {id(p) for p in managed.parameters if p.grad is not None}
+        step.used_before.update(own - before)
+        former = self.reducer
+        former.retire()
+        self.build_reducer(managed, step, former.open_forwards)
+        former.pass_on_to(self.reducer)
 
     def let_go(self) -> None:
         """Leave the parameters alone, because the wrapper is gone. Keep nothing of the module alive."""
@@ -353,15 +367,27 @@ class StepCoordinator:
 
     def _follow_changes(self) -> None:
         """Take in unfrozen parameters and make a copy's groups (collective); raises as `ModuleContents.check`."""
-        self.contents.check(self.reducer.unused or ())
+        self.contents.check()
         if any(parameter.requires_grad for parameter in self._frozen):
             managed = self.setting.managed(self._module)
+            self._check_may_unfreeze(managed)
             self.verify(managed)
             conflicts.check_linear(managed, self.setting.reduction)
             self.rebuild_reducer(managed)
         if self.wrapped.training:  # a copy, which is made without a collective
             self.separate_batch_norm()
         self.reducer.step_within_backward(self.wrapped._paceline_take_over_optimizers())
+
+    def _check_may_unfreeze(self, managed: ManagedParameters) -> None:
+        """Raise ConfigurationError if parameters were unfrozen within a window, or others swapped. Local."""
+        self.contents.check_tensors(range(len(self.managed)))
+        if self.window is not None:
+            known = self.managed.named()
+            name = next(name for name in managed.named() if name not in known)
+            raise ConfigurationError(
+                f"{name} was unfrozen within a window of model.accumulate. The ranks have to agree on it, but they may "
+                "have different numbers of micro-batches. Freeze and unfreeze between windows."
+            )
 
     def has_synchronized_buffers(self) -> bool:
         return self.wrapped.forward_sync_buffers and self.buffers.exist()
@@ -512,6 +538,8 @@ class StepCoordinator:
 
     def _plan(self, owner: Owner | None) -> BackwardPlan:
         """Return whether the backward that begins now synchronizes, and what it counts."""
+        if owner is not None and self.contents.added:  # it may have passed no output that was found
+            self.contents.refuse_gradients()
         if self.window is not None:
             plan: BackwardPlan = self.window.note_backward()
             return plan
@@ -525,6 +553,7 @@ class StepCoordinator:
     def synchronize_gradients(self) -> None:
         """Reduce what earlier backwards have left in `.grad`. Collective; blocks."""
         self.reducer.prepare()
+        self._follow_changes()
         kept = self.reducer.step.exchange_buffers(BufferSync(self.buffers))  # of a forward that is still open
         self.run_without_autograd()
         self.reducer.step.exchange_buffers(kept)

@@ -7,7 +7,7 @@ Rules
 1. Which parameters there are is compared in every forward. Added ones are allowed until a backward reaches them: a part
    that each rank trains by a backward of its own is not this module's.
 2. Whether a parameter was converted, resized or swapped is looked at in every forward for the first one and the large
-   ones. For a small one a bucket finds that its view does not fit, or the last backward did not use it.
+   ones. For a small one a bucket finds that its view does not fit, or it is looked at when a backward has not used it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ModuleContents:
         self._looked_at = [p for index, p in enumerate(managed.parameters) if index == 0 or is_large(p)]
         self._tensors_looked_at = list(map(_tensor_of, self._looked_at))
         self._nums_bytes = list(map(_num_bytes_of, self._looked_at))
-        self._added: dict[str, Parameter] = {}
+        self.added: dict[str, Parameter] = {}  # since wrapping, which have no gradients
         self._remember()
 
     def _remember(self) -> None:
@@ -60,10 +60,8 @@ class ModuleContents:
         self._views = [each.values() for each in contents if each]  # live
         self._seen = [*chain.from_iterable(self._views), *_END]
 
-    def check(self, unused: Iterable[int]) -> None:
+    def check(self) -> None:
         """Raise ConfigurationError if a parameter was replaced, converted or moved. Local; before a forward.
-
-        `unused` are indices of parameters that the last backward did not use.
 
         Cost: 0.05 µs for each part and each parameter.
         """
@@ -75,11 +73,20 @@ class ModuleContents:
                 and list(map(_tensor_of, self._looked_at)) == self._tensors_looked_at
                 and list(map(_num_bytes_of, self._looked_at)) == self._nums_bytes
                 and self._looked_at[0].device == self._facts[0].device
-                and all(_tensor_of(self._managed.parameters[i]) == self._tensors[i] for i in unused)
             )
         if not is_same:
             self._compare()
             self._remember()
+
+    def check_tensors(self, indices: Iterable[int]) -> None:
+        """Raise ConfigurationError if one of these parameters, by index, is another tensor now. Local.
+
+        No hook sees the gradient of such a tensor, so a backward has not used it.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            is_same = all(_tensor_of(self._managed.parameters[i]) == self._tensors[i] for i in indices)
+        if not is_same:
+            self._compare()
 
     def _compare(self) -> None:
         """Find what has changed: raise if gradients would be lost, else note which parameters were added."""
@@ -103,19 +110,20 @@ class ModuleContents:
                 )
             if _tensor_of(parameter) != tensor:
                 raise _replaced(name)
-        self._added = {name: p for name, p in now.items() if id(p) not in self._known}
+        self.added = {name: p for name, p in now.items() if id(p) not in self._known}
         if not set(map(id, now.values())).issuperset(map(id, named.values())):
-            for name, parameter in self._added.items():
+            for name, parameter in self.added.items():
                 if parameter.requires_grad:
                     raise _replaced(name)
 
     def watch(self, output_nodes: Iterable[torch.autograd.graph.Node]) -> None:
         """Refuse a backward that passes these nodes and makes a gradient of a parameter that was added."""
-        for node in output_nodes if self._added else ():
-            node.register_prehook(self._refuse_gradients)
+        for node in output_nodes if self.added else ():
+            node.register_prehook(lambda _: self.refuse_gradients())
 
-    def _refuse_gradients(self, _: tuple[Tensor, ...]) -> None:
-        for name, parameter in self._added.items():
+    def refuse_gradients(self) -> None:
+        """Raise ConfigurationError if the running backward makes a gradient of a parameter that was added. Local."""
+        for name, parameter in self.added.items():
             if parameter.requires_grad and _is_accumulated(parameter):
                 raise _replaced(name)
 

@@ -307,6 +307,8 @@ def _hook_gradient(parameter: Parameter, hook: Callable[[Tensor], None]) -> Remo
     requires_grad = parameter.requires_grad
     parameter.requires_grad_(True)
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    # torch.utils.swap_tensors moves the tensor, not its hooks: autograd would never call those that are added.
+    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
     parameter.requires_grad_(requires_grad)
     return handle
 

@@ -45,11 +45,11 @@ from paceline.ddp.bucket import Bucket
 from paceline.ddp.gradient_sync import SyncFactory
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.membership import Membership
-from paceline.ddp.open_forwards import Owner, accumulates_everywhere
+from paceline.ddp.open_forwards import OpenForwards, Owner, accumulates_everywhere
 from paceline.ddp.ready_tracking import BucketCuts, ReadyTracker
 from paceline.ddp.setting import Setting
 from paceline.ddp.step import BackwardPass, BackwardPlan, Step
-from paceline.ddp.verdict import Status, Verdict
+from paceline.ddp.verdict import Status, StatusVector, Verdict
 from paceline.errors import ConfigurationError, ProtocolError, ReplicaMismatchError, StepDroppedError
 from paceline.observe import StepTiming, StepTimings
 from paceline.observe.timings import profiler_range
@@ -58,12 +58,17 @@ from paceline.reductions import StepEnd
 
 @dataclass(frozen=True)
 class StepSource:
-    """The functions that give the reducer its plans and steps."""
+    """The forwards that the reducer knows, and the functions that give it its plans and steps."""
+
+    # Which forwards wait for a backward. Those of the reducer before this one are among them.
+    open_forwards: OpenForwards
 
     # Called when a backward begins, with the forward that owns it.
     plan: Callable[[Owner | None], BackwardPlan]
     # Called with a step that has ended, and whether it ended well. Returns the next one.
     next_step: Callable[[Step, bool], Step]
+    # Called with indices of unused parameters: raises ConfigurationError if one is another tensor than before.
+    check_tensors: Callable[[Sequence[int]], None]
 
 
 class Reducer:
@@ -85,7 +90,7 @@ class Reducer:
         self.process_groups = list(groups.for_gradients)
         self.timings = timings
         self.step = step
-        self._next_step = source.next_step
+        self._next_step, self._check_tensors = source.next_step, source.check_tensors
 
         self._plan = source.plan
         self._syncs = syncs
@@ -97,16 +102,20 @@ class Reducer:
         # By the last synchronized backward in which some were, or were looked for
         self.unused: list[int] | None = None
         self._is_retired = False
+        self._successor: Reducer | None = None  # of the same ranks, while this one is retired
         # Why communication has failed for good, in words: the error holds the graph, whose hooks lead back here.
         self._failure: str | None = None
         self._trained_by = threading.get_ident()
 
         # Whether every rank's ended well
         self.verdict = Verdict(
-            group.rank(), self._num_ranks, list(managed.named().items()), members.number, apart_on
+            group.rank(),
+            list(managed.named().items()),
+            StatusVector(len(managed), self._num_ranks, group.rank(), members.number, apart_on),
+            source.open_forwards,
         )
         # Which forwards wait for a backward, and to which one a backward belongs.
-        self.open_forwards = self.verdict.open_forwards
+        self.open_forwards = source.open_forwards
         self.tracker = ReadyTracker(managed, setting, self._take, self._on_full)  # which bucket is full
         syncs.follow(managed, groups, peers, self.open_forwards, timings)
         # How gradients are cut into buckets, and when anew
@@ -121,7 +130,7 @@ class Reducer:
         self._plan = _refuse_backward
 
     def retire(self) -> None:
-        """Make room for another reducer. Backwards of this one's forwards do not begin here any more. Local.
+        """Make room for another reducer. Backwards of this one's forwards begin at its successor, if at all. Local.
 
         An old graph may still refer to this, so groups and the gradients' memory are let go.
         """
@@ -132,6 +141,17 @@ class Reducer:
         self.process_groups.clear()
         self.buckets.clear()
         del self.step, self.cuts, self.verdict, self._syncs, self._peers, self._group_for_numbers
+
+    def pass_on_to(self, successor: Reducer) -> None:
+        """Let backwards of this retired one's forwards begin there: it reduces the same module on the same ranks."""
+        self._successor = successor
+
+    def _in_use(self) -> Reducer | None:
+        """Return the reducer that took its place; None if that is of other ranks."""
+        reducer: Reducer | None = self
+        while reducer is not None and reducer._is_retired:
+            reducer = reducer._successor
+        return reducer
 
     @property
     def num_steps(self) -> int:
@@ -183,10 +203,11 @@ class Reducer:
 
         def on_output(counts_by_itself: bool, _: tuple[Tensor, ...]) -> None:
             open_forwards.close(forward)
-            if self._is_retired or self._has_begun:
+            reducer = self._in_use() if self._is_retired else self
+            if reducer is None or reducer._has_begun:
                 return
-            if self.tracker.pending.is_backward() or (counts_by_itself and accumulates_everywhere()):
-                self.begin(owner)
+            if reducer.tracker.pending.is_backward() or (counts_by_itself and accumulates_everywhere()):
+                reducer.begin(owner)
 
         # An input that is returned beside real outputs has a graph of its own, which is not this module's.
         made_here = [node._sequence_nr() >= forward.begin for node in output_nodes]
@@ -441,6 +462,7 @@ class Reducer:
                     self._on_reduced(parameter)
 
     def _note_unused(self, backward: BackwardPass) -> None:
+        self._check_tensors(backward.unused)
         self.unused = backward.unused
         looks = self.setting.find_unused_parameters
         if unused := backward.sync.unexplained(backward.unused):

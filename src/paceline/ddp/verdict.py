@@ -235,13 +235,11 @@ class Verdict:
     def __init__(
         self,
         rank: int,
-        num_ranks: int,
         named: Sequence[tuple[str, Tensor]],
-        module_number: int,
-        apart_on: torch.device | None = None,  # as of `StatusVector`
+        status: StatusVector,
+        open_forwards: OpenForwards,
     ) -> None:
-        self.status = StatusVector(len(named), num_ranks, rank, module_number, apart_on)
-        self.open_forwards = OpenForwards()
+        self.status, self.open_forwards = status, open_forwards
         self._rank = rank
         self._named = named
         self._suspicion: NonFiniteReport | None = None
