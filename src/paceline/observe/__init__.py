@@ -11,9 +11,9 @@ from paceline.late_imports import on_first_use
 
 if TYPE_CHECKING:
     from paceline.observe.run_records import BucketTiming
-    from paceline.observe.timings import StepTiming, StepTimings, draw_step
+    from paceline.observe.timings import StepTiming, StepTimings
 
-__all__ = ["BucketTiming", "StepTiming", "StepTimings", "draw_step"]
+__all__ = ["BucketTiming", "StepTiming", "StepTimings"]
 
 __getattr__ = on_first_use(
     __name__,
@@ -21,6 +21,5 @@ __getattr__ = on_first_use(
         "BucketTiming": "run_records",
         "StepTiming": "timings",
         "StepTimings": "timings",
-        "draw_step": "timings",
     },
 )
