@@ -1,11 +1,11 @@
-"""The connections of one membership: who is told to leave shuts them, so that every wait on them raises at once.
+"""The connections of one membership. A rank that is told to leave shuts them, so that every wait on them raises.
 
 Rules
 1. Gloo has no way to be interrupted: its `abort` does nothing, and a wait lasts to the group's timeout. What wakes it
    is the end of its sockets. So these are shut, and nothing else of the process: not those that were open before.
 2. Never a socket that listens: Gloo ends the process (`std::terminate`). Only those with a peer.
-3. Once is not enough. A rank that is still connecting opens further ones, so who shuts them does it again until the
-   rank's main thread has noticed.
+3. Once is not enough. A rank that is still connecting opens further ones. So they are shut again and again until
+   the rank's main thread has noticed.
 """
 
 from __future__ import annotations

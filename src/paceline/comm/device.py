@@ -61,16 +61,16 @@ class StreamEvent:
         self._events = [torch.accelerator.current_stream(device).record_event() for device in devices]
 
     def order(self) -> None:
-        """Let the current streams of these devices wait for it. The host does not."""
+        """Let the current streams of these devices wait for this place. The host does not wait."""
         for event in self._events:
             torch.accelerator.current_stream(event.device).wait_event(event)
 
     def is_past(self) -> bool:
-        """Return whether the devices have come there. Does not wait."""
+        """Return whether the devices have passed this place. Does not wait."""
         return all(event.query() for event in self._events)
 
     def block(self) -> None:
-        """Wait, on the host, until the devices have come there."""
+        """Wait, on the host, until the devices have passed this place."""
         for event in self._events:
             if not event.query():
                 event.synchronize()
@@ -87,7 +87,7 @@ class SideStreams:
 
     @contextmanager
     def current(self, devices: Devices, after: StreamEvent) -> Iterator[None]:
-        """Run what is within on these streams, behind `after`."""
+        """Run the code within on these streams, behind `after`."""
         streams = [self._of(device) for device in devices]
         index = torch.accelerator.current_device_index()
         before = [torch.accelerator.current_stream(device) for device in devices]
@@ -114,12 +114,12 @@ class ProducerStreams:
         self._streams: dict[torch.Stream, None] = {}
 
     def note(self, device: torch.device) -> None:
-        """The device's current stream is one of them."""
+        """Note the device's current stream as one of them."""
         if is_accelerator(device):
             self._streams[torch.accelerator.current_stream(device)] = None
 
     def order(self) -> None:
-        """Let the current stream wait for what the others were told until now; there are none, as a rule."""
+        """Let the current stream wait for the other producer streams, usually none."""
         for stream in self._streams:
             current = torch.accelerator.current_stream(stream.device)
             if stream != current:

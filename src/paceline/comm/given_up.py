@@ -24,7 +24,7 @@ Made = TypeVar("Made")
 
 @contextlib.contextmanager
 def given_up_when(is_over: Callable[[], bool]) -> Iterator[None]:
-    """Within it, what is done `aside` is given up once that `is_over`, as is c10d's opening of a Gloo group. Local."""
+    """Make a context in which calls of `aside`, and c10d's opening of a Gloo group, end once `is_over()`. Local."""
     c10d: Any = dist.distributed_c10d
     gloo = c10d.ProcessGroupGloo
 

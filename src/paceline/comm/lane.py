@@ -116,7 +116,7 @@ class LaneWork(dist.Work):
                 self._performed = StreamEvent(self._devices)
 
     def _end(self, ended: Future[Any]) -> None:
-        """Complete the future; those of accelerators take down where the current streams are."""
+        """Complete the future; one of accelerators records the place in the current streams."""
         if self._performed is None or self.lane is None:
             ended.set_result(None)
             return
@@ -257,7 +257,7 @@ class Lane:
                 raise error
 
     def _perform_next(self) -> LaneWork | None:
-        """Perform what has waited longest, if anything does, and return it. In one's turn."""
+        """Perform the work that has waited longest, and return it; None if none waits. The caller holds the turn."""
         with self._lock:
             work = self._waiting[0] if self._waiting else None
         if work is not None:

@@ -43,7 +43,7 @@ def group_like(
 ) -> dist.ProcessGroup:
     """Return a new group with the ranks and the timeout of `group`; without a `backend`, of the default group's.
 
-    `device`: that `group` can send from, if not from the host; `peers`: its ranks, to name who has died. Collective;
+    `device`: that `group` can send from, if not from the host; `peers`: its ranks, to name dead ones. Collective:
     blocks until every rank has come, or raises PeerLostError. It ends with the default group, or when it is closed.
     """
     c10d: Any = dist.distributed_c10d
@@ -77,7 +77,7 @@ def _agree(number: torch.Tensor, group: dist.ProcessGroup, peers: Peers | None) 
 
 
 def close(group: dist.ProcessGroup) -> None:
-    """Close a group opened here. Local; a second call does nothing. Who waits in it is told that this rank left."""
+    """Close a group opened here. Local; a second call does nothing. Waiting ranks are told that this one left."""
     if group in _closed:
         return
     _closed.add(group)
@@ -97,7 +97,7 @@ def end_aside(group: dist.ProcessGroup) -> None:
 
 
 def abort_ours() -> None:
-    """Break all groups of our backend: who waits in one raises, here and on neighbours. Local; from any thread."""
+    """Break all groups of our backend: every wait in them raises, here and on neighbours. Local; from any thread."""
     for group in list(dist.distributed_c10d._world.pg_map):
         _break(group)
 
@@ -107,7 +107,7 @@ def _is_ours(group: Any) -> bool:
 
 
 def _break(group: Any) -> None:
-    """A group of another backend stays as it is."""
+    """Break a group of our backend; one of another backend stays as it is."""
     if _is_ours(group):
         group.abort()
 

@@ -50,7 +50,7 @@ _witnesses: list[Callable[[], str | None]] = []
 
 
 def ask_first(witness: Callable[[], str | None]) -> None:
-    """Add a witness that failure detection asks before the ranks who is gone; None: it does not know. Local."""
+    """Add a witness that failure detection asks first which ranks are gone; None: it does not know. Local."""
     _witnesses.append(witness)
 
 
@@ -106,7 +106,7 @@ class Peers:
         self._failure_detection = _FailureDetection(process_group, name, first_act)
 
     def note_step(self, number: int) -> None:
-        """Remember how far this rank has got, to tell those who wait when it leaves. Local."""
+        """Remember how far this rank has got, to tell waiting ranks when it leaves. Local."""
         self._failure_detection.progress.num_steps = number
 
     def rows_of_all(self, row: Tensor, process_group: ProcessGroup, doing: str) -> list[Tensor]:
@@ -270,7 +270,7 @@ class _FailureDetection:
                 )
 
     def leave(self, why: str) -> None:
-        """Tell the other ranks so, as `Peers.leave`."""
+        """Tell the other ranks that this one has left, as `Peers.leave` does."""
         self.progress.has_left = True
         if self._has_store and not _StoreQuery.some_hangs():
             with contextlib.suppress(RuntimeError):
@@ -319,7 +319,7 @@ class _FailureDetection:
         return f"{who} (the job's store does not answer either){first}"
 
     def _call(self, doing: str, reason: str | None) -> list[int] | None:
-        """Ranks that do not answer; None when the store does not."""
+        """Ask all ranks to answer. Return those that do not; None when the store does not answer."""
         deadline_s = time.monotonic() + GRACE_S
         try:
             self._store.set(f"here/{self._rank}", doing)
@@ -331,7 +331,7 @@ class _FailureDetection:
             return None
 
     def _answers(self, rank: int, deadline_s: float) -> bool:
-        """Return whether a rank answers in time; who never will is not waited for."""
+        """Return whether a rank answers in time. Ranks that never will are not waited for."""
         key, look_s = f"here/{rank}", _FIRST_LOOK_S
         while self._store.get(key) is None and not self._has_ended(rank):
             left_s = deadline_s - time.monotonic()
@@ -387,7 +387,7 @@ def _forget_oldest(leaves: weakref.finalize[[SealedStore, int, _Progress], Proce
 
 
 def _say_left(store: SealedStore, rank: int, progress: _Progress) -> None:
-    """Tell who may still wait that this rank has left, and how."""
+    """Tell ranks that may still wait that this one has left, and how."""
     if progress.has_left or progress.is_store_busy or _StoreQuery.some_hangs():
         return
     error: BaseException | None = getattr(sys, "last_value", None)

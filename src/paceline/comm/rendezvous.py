@@ -1,4 +1,4 @@
-"""A rendezvous: ranks wait for each other in a store, before they have a group; errors name who died or did not come.
+"""A rendezvous: ranks wait for each other in a store, before they have a group; errors name those that are missing.
 
 Rules
 1. A rank writes its identity before anything else, so that ranks that wait for it can look whether it still exists.
@@ -25,7 +25,7 @@ _NEXT = "`paceline explain when it lost others` says more."
 
 
 def announce(store: dist.Store, rank: int) -> None:
-    """Write who this rank is; before anything that takes long."""
+    """Write the identity of this rank, before anything that takes long."""
     SealedStore(store, _SCOPE).set(f"{_PROCESS}/{rank}", ProcessIdentity.of_this_process().words)
 
 
@@ -55,7 +55,7 @@ class Rendezvous:
         announce(store, rank)
 
     def publish(self, topic: str, words: str) -> None:
-        """Let all others read this. Local."""
+        """Write this value where all other ranks read it. Local."""
         self._store.set(f"{topic}/{self.rank}", words)
 
     def decline(self, why: str) -> None:
@@ -89,7 +89,7 @@ class Rendezvous:
                 if found is None:
                     is_late = (
                         time.monotonic() >= until_s
-                    )  # before looking: who comes meanwhile is not missing
+                    )  # before looking: a rank that comes meanwhile is not missing
                     rest = range(rank, self._num_ranks)
                     missing = [other for other in rest if self._store.get(f"{topic}/{other}") is None]
                     self._raise_if_lost(topic, missing, is_late)

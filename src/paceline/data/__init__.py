@@ -1,4 +1,4 @@
-"""Global batches, how they are divided among ranks, whether a shuffled data set or a stream, and who gets how much."""
+"""Global batches of a shuffled data set or a stream, how they are divided among ranks, and how much each rank gets."""
 
 from paceline.data.balance import Balance, StepWork
 from paceline.data.epoch_plan import StepCut

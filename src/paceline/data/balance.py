@@ -232,7 +232,7 @@ class Balance:
         Args:
             batch: The present shares.
             step: What they were to train.
-            ranks: Who could not.
+            ranks: Those that could not.
 
         Raises:
             ConfigurationError: The ranks together cannot hold the global batch, or the size of micro-batches is fixed.

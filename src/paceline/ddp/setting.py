@@ -56,7 +56,7 @@ class Setting:
         """Check the constructor's arguments, in torch's order, say what they come to; make sharded parameters local.
 
         Raises RuntimeError or ValueError in torch's words where torch does, else ConfigurationError. Local where all is
-        good. If not, and with `init_sync`, the other ranks are told, who are wrapping theirs.
+        good. If not, and with `init_sync`, the other ranks, which are wrapping theirs, are told.
         """
         process_groups = arguments.choose_process_groups(given.process_group, given.device_mesh)
         try:

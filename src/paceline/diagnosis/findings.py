@@ -29,7 +29,7 @@ def health_of(run: Run) -> tuple[str, ...]:
 
 
 def _apart(run: Run, what: str, of: Callable[[Health], str]) -> Sequence[str]:
-    """The first step after which ranks' fingerprints differ, and who differs from most."""
+    """The first step after which ranks' fingerprints differ, and the ranks that differ from most."""
     by_step: dict[int, dict[int, str]] = {}
     for rank in run.ranks:
         for found in rank.health:

@@ -63,7 +63,7 @@ class StepTable:
         return found
 
     def without_queueing(self) -> StepTable:
-        """The same with no wait for a core but throttling: who waits longest on a crowded machine is chance."""
+        """The same with no wait for a core but throttling: which rank waits longest on a crowded machine is chance."""
 
         def alone(rank: RankStep) -> RankStep:
             waited_s = max(0.0, rank.host.queued_s - rank.host.throttled_s)

@@ -91,7 +91,7 @@ class ProcessIdentity:
 
     pid: int  # its id
     start_time: str  # as of `start_time_of`
-    where: str  # Kernel and process namespace; "" if unknown. Who has the same can look it up.
+    where: str  # Kernel and process namespace; "" if unknown. A process with the same can look it up.
     host: str  # its host's name, for people
 
     @classmethod

@@ -59,7 +59,7 @@ class Counter:
         self._what = ""
 
     def enter(self, what: str, step: int = -1, *, waits: bool = True) -> None:
-        """This rank enters a collective, the same `what` on every rank; it `waits` there until `leave`."""
+        """Note that this rank enters a collective, the same `what` on every rank; it `waits` there until `leave`."""
         self._count += 1
         self._step = step
         if what != self._what:
@@ -68,7 +68,7 @@ class Counter:
         _NOW.pack_into(self._memory, self._at, self._count, time.monotonic(), step, waits)
 
     def leave(self) -> None:
-        """The collective that was entered last is over."""
+        """Note that the collective entered last is over."""
         _NOW.pack_into(self._memory, self._at, self._count, time.monotonic(), self._step, False)
 
 

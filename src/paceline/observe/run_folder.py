@@ -1,4 +1,4 @@
-"""A run folder: what every rank of a job writes down as it goes. `run_reading` reads it. No torch.
+"""A run folder: the records that every rank of a job writes. `run_reading` reads it. No torch.
 
     RUN/run.json           who runs what: one `RunHeader`
     RUN/rank3.jsonl        rank 3's lines: a `RankHeader`, then a `StepRecord` a step, and now and then others

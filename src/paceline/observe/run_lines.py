@@ -53,7 +53,7 @@ def to_line(record: Record) -> bytes:
 
 
 def _step_line(step: StepRecord) -> bytes:
-    """The same as the general way, in a third of its time: there is one a step."""
+    """Return the line of a step as `to_line` does, in a third of the time: there is one per step."""
     intervals = ",".join([f'["{x.phase}",{x.start_s:.6f},{x.end_s:.6f}]' for x in step.intervals])
     buckets = ",".join(
         [

@@ -1,4 +1,4 @@
-"""Reads a run folder, as far as it goes, and brings the ranks' clocks together. No torch.
+"""Reads a run folder, also an unfinished one, and aligns the ranks' clocks. No torch.
 
 A file may be cut off, ranks may have left nothing, and lines may be of another job or kind. They are left out, and
 `Run.notes` says so. A folder without a run, or with one of another version, is an error.
@@ -49,7 +49,7 @@ class RankRun:
 
 @dataclass(frozen=True)
 class Run:
-    """A run as far as it can be read."""
+    """A run, as much of it as can be read."""
 
     header: RunHeader  # who ran what
     ranks: tuple[RankRun, ...]  # those that left something, in order of rank
@@ -186,7 +186,7 @@ class ClockOffset:
 
 
 def clock_offsets(run: Run) -> dict[int, ClockOffset]:
-    """Return for each rank of a run what brings its times to the clock of the first one there."""
+    """Return the offset of each rank's clock from that of the first rank in the run."""
     if not run.ranks:
         return {}
     first = run.ranks[0]

@@ -17,7 +17,7 @@ _noted: deque[tuple[str, float, float]] = deque(maxlen=_MOST)
 
 
 def note(phase: str, start_s: float, end_s: float) -> None:
-    """A phase has ended; see `run_records.PHASES`."""
+    """Note a phase that has ended; see `run_records.PHASES`."""
     _noted.append((phase, start_s, end_s))
 
 

@@ -63,7 +63,7 @@ class StepTiming:
 
     @property
     def parts_s(self) -> dict[str, float]:
-        """Return where its time went; the parts add up to it."""
+        """Return the time of each part of the step; they add up to it."""
         return {
             "forward": self.forward_s,
             "backward": self.earlier_backward_s + self.backward_s,
@@ -97,7 +97,7 @@ class _Optimizers:
         self._is_watched = False
 
     def watch(self) -> None:
-        """Count from now on. May be called often."""
+        """Count optimizer steps from now on. May be called often."""
         if not self._is_watched:
             self._is_watched = True
             register_optimizer_step_pre_hook(self._begin)
@@ -107,7 +107,7 @@ class _Optimizers:
         self._began_s = time.perf_counter()
 
     def leave_out(self, seconds: float) -> None:
-        """So much of an optimizer's step, if one is under way, was something else."""
+        """Subtract this time from the optimizer's step under way, if there is one."""
         if self._began_s is not None:
             self.spent_s -= seconds
 
@@ -153,7 +153,7 @@ class StepTimes:
         self._waits_s: list[tuple[float, float]] = []  # for gradients of the step before
 
     def note_forward(self, forward_s: float) -> None:
-        """A forward that will be differentiated has ended, and took so long."""
+        """Note the duration of a forward that will be differentiated."""
         began_s = time.perf_counter() - forward_s
         spans.note("forward", began_s, began_s + forward_s)
         self._num_forwards += 1
@@ -163,13 +163,13 @@ class StepTimes:
         self.last_forward_s = forward_s
 
     def note_earlier_backward(self, backward_s: float) -> None:
-        """A backward of a micro-step that does not synchronize took so long."""
+        """Note the duration of a micro-step's backward that does not synchronize."""
         self._earlier_backward_s += backward_s
         ended_s = time.perf_counter()
         spans.note("backward", ended_s - backward_s, ended_s)
 
     def note_wait(self, since_s: float, until_s: float) -> None:
-        """Gradients of the step before were waited for, which counts as its time."""
+        """Note a wait for gradients of the step before, which counts as its time."""
         self._waits_s.append((since_s, until_s))
         spans.note("waiting", since_s, until_s)
         _optimizers.leave_out(until_s - since_s)
@@ -224,7 +224,7 @@ class StepTimings:
         return self._under_way
 
     def decide(self, option: str, words: str, is_told: bool) -> None:
-        """An option has decided by itself: on or off, and why. Said to the user, if he is to be told, once."""
+        """Record that an option has decided by itself: on or off, and why. Tell the user once, if asked to."""
         if self.decisions.get(option) != words:
             self.decisions[option] = words
             if is_told:
@@ -265,7 +265,7 @@ class StepTimings:
         return self.table()
 
     def add(self, timing: StepTiming, marks: DeviceTimes | None = None) -> None:
-        """A step has ended; with `marks`, if a device does it later."""
+        """Add a step that has ended; with `marks`, if a device performs it later."""
         self._steps.append(timing)
         if marks is not None:
             self._unsettled.append((timing.step, marks))

@@ -63,7 +63,7 @@ class RankAddress:
 
 
 def measure(store: Any, rank: int, num_ranks: int, address: str) -> tuple[list[Link], list[RankAddress]]:
-    """Measure the links from this rank to all others, who come on `address`; returns them and every rank's card.
+    """Measure the links from this rank to all others, which connect to `address`. Return them and all addresses.
 
     Collective over the ranks of the job's `store`. Blocks: about a second a rank.
     """

@@ -364,7 +364,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._launch(self._collectives.barrier, [], opts, "barrier")
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; the error names who did not come. Collective; blocks.
+        """Wait for all ranks; the error names those that did not come. Collective; blocks.
 
         `torch.distributed.monitored_barrier` refuses every backend but Gloo, so it is called here. `timeout` must not
         exceed the group's; every barrier of this backend names the first rank that is missing.
@@ -459,7 +459,7 @@ class ProcessGroup(dist.ProcessGroup):
         ) from self._error
 
     def abort(self) -> None:
-        """Give up what is under way in this host's memory, on this rank and so on its neighbours; the group is broken.
+        """Break the group: give up the collectives under way in this host's memory, here and so on neighbours.
 
         An exchange with other hosts that is under way ends at the group's timeout.
         """
@@ -475,7 +475,7 @@ class ProcessGroup(dist.ProcessGroup):
         return hasattr(self, "host")
 
     def _let_go(self) -> None:
-        """Close what connects it with its members; nothing is under way."""
+        """Close the connections to its members. Nothing is under way."""
         if self._has_members:
             self.host.me.status.leave()
 
@@ -484,7 +484,7 @@ class ProcessGroup(dist.ProcessGroup):
             self._let_go()
 
     def shutdown(self) -> None:
-        """Let go of threads and mapped memory, after what is under way; tensors of `allocate_tensor` stay valid."""
+        """End threads and unmap memory, after the collectives under way; tensors of `allocate_tensor` stay valid."""
         self._leave(self._timeout.total_seconds())
         forget_frames(self._error)  # they refer to this group, which would never end
 

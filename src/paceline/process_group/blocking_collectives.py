@@ -100,7 +100,7 @@ class Rows:
             )
 
     def check_own(self, kind: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """Make sure that what this rank has for itself is as long as its place for it."""
+        """Make sure that the input for this rank itself is as long as the output for it."""
         sent, expected = reads[self._rank].numel(), writes[self._rank].numel()
         if sent != expected:
             raise ConfigurationError(
@@ -293,7 +293,7 @@ class BlockingCollectives:
             write_back(place, output)
 
     def _all_to_all_over_gloo(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Through flat buffers: Gloo has it for one tensor only."""
+        """Exchange through flat buffers, because Gloo has all-to-all for one tensor only."""
         flat = torch.cat([bytes_of(row) for row in inputs])
         sizes = [[row.nbytes for row in rows] for rows in (outputs, inputs)]
         received = flat.new_empty(sum(sizes[0]))

@@ -60,7 +60,7 @@ class RankRound:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Everything one rank does."""
+    """All rounds of one rank."""
 
     rounds: tuple[RankRound, ...]
     finalize: tuple[Range, ...]
@@ -306,7 +306,7 @@ class _Scratch:
         self._used = 0
 
     def restart(self, used: int = 0) -> None:
-        """Give back all that was taken after `used`."""
+        """Release the memory that was taken after `used`."""
         self._used = used
 
     def mark(self) -> int:

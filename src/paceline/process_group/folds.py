@@ -51,7 +51,7 @@ class Fold:
     """Whether `accumulate_in` is wider than `view_as`."""
 
     def into(self, accumulated: Tensor, received: Tensor, received_is_left: bool) -> None:
-        """Fold `received` into `accumulated`, shape (n,) both; who is the left operand decides the bits of a NaN."""
+        """Fold `received` into `accumulated`, shape (n,) both; the left operand decides the bits of a NaN."""
         left, right = (received, accumulated) if received_is_left else (accumulated, received)
         self.function(left, right, out=accumulated)
 

@@ -78,7 +78,7 @@ class HostCollectives:
 
     @property
     def copied_bytes(self) -> int:
-        """Into and out of staging so far."""
+        """Bytes copied into and out of staging so far."""
         return self._staging.copied_bytes
 
     def all_reduce(self, what: Descriptor, flat: Tensor, fold: Fold, across: Across | None = None) -> None:
@@ -132,7 +132,7 @@ class HostCollectives:
         self._staging.stream(what, flat, work, enter, leave)
 
     def _share(self, num_elements: int) -> Span:
-        """Return which of so many elements this rank folds; none, at the end, if it does not."""
+        """Return the range of elements that this rank folds; an empty one at the end if it folds none."""
         first, last = (min(self._me + more, self._num_shares) for more in (0, 1))
         return num_elements * first // self._num_shares, num_elements * last // self._num_shares
 

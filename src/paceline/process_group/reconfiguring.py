@@ -22,7 +22,7 @@ _NAME = "paceline"
 
 @dataclass(frozen=True)
 class Handle:
-    """One rank's, for one change; the change makes another."""
+    """The handle of one rank, for one change of the group; the change makes another."""
 
     rank: int  # in the group as it is; of a set of handles it decides the order
     who: str  # no other group object has it
@@ -32,7 +32,7 @@ class Handle:
 
     @classmethod
     def of(cls, store: dist.Store, rank: int) -> Handle:
-        """The first one of a group with this store."""
+        """Return the first handle of a rank in a group with this store."""
         server = innermost(store)
         where = f"{server.host}:{server.port}" if isinstance(server, dist.TCPStore) else ""
         return cls(rank, secrets.token_hex(8), 0, where)
@@ -52,7 +52,7 @@ class Handle:
         return f"{_NAME}/{self.rank:06}/{self.who}/{self.changes}/{self.where}"
 
     def after(self, rank: int) -> Handle:
-        """The next one, in a group where it has this rank."""
+        """Return the next handle, in a group where it has this rank."""
         return replace(self, rank=rank, changes=self.changes + 1)
 
 

@@ -1,4 +1,4 @@
-"""The memory through which a host's ranks hand each other tensors that lie elsewhere, piece by piece.
+"""The memory through which ranks of a host exchange tensors that lie outside the arena, piece by piece.
 
 Rules
 1. A tensor that lies in its owner's arena is worked on where it is. Any other goes through the owner's staging area,
@@ -38,7 +38,7 @@ Copy = Callable[[Tensor, Tensor], int]  # between a piece of a message and its s
 
 
 class Staging:
-    """This rank's part of what the ranks of a host do together, one collective after another."""
+    """This rank's side of the staging of one host's collectives, one after another."""
 
     def __init__(self, host: Host, barrier: HostBarrier) -> None:
         self._me = host.index
@@ -75,7 +75,7 @@ class Staging:
         return slots
 
     def is_resident(self, flat: Tensor) -> bool:
-        """Return whether others can work on it where it is."""
+        """Return whether other ranks can work on the tensor where it is."""
         return self._areas[self._me].place_of(flat) is not None
 
     @contextmanager

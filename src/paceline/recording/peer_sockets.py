@@ -35,7 +35,7 @@ _FEWEST = 8  # looks that say a rate
 
 
 class PeerSockets:
-    """Knows this process's connections by their descriptors, and holds none open: who closes one has closed it."""
+    """Knows this process's connections by their descriptors, and holds none of them open."""
 
     def __init__(self) -> None:
         self._ends: dict[int, tuple[str, str]] = {}

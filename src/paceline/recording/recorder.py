@@ -227,7 +227,7 @@ def _every(step_s: float) -> int:
 
 
 def clock_of_this_thread() -> ThreadClock:
-    """One a process: who steps is nearly always the same thread. Who reads it again keeps it."""
+    """Return the clock of this thread, one per process: nearly always the same thread steps. Readers keep it."""
     global _clock, _clock_of
     here = (os.getpid(), threading.get_ident())
     clock = None if _clock is None else _clock()

@@ -44,7 +44,7 @@ def num_shards(topology: Topology) -> int:
 
 
 def _between(topology: Topology, flat: Schedule) -> Rounds:
-    """All shards at once: the owners of shard s, one on each host, play the ranks of `flat`."""
+    """Return the rounds between hosts: the owners of shard s, one on each host, play the ranks of `flat`."""
     return side_by_side(
         place(flat.rounds, [host[shard] for host in topology.ranks_of_host], shard * flat.num_blocks)
         for shard in range(num_shards(topology))
@@ -53,7 +53,7 @@ def _between(topology: Topology, flat: Schedule) -> Rounds:
 
 @lru_cache(maxsize=32)
 def all_reduce(topology: Topology, name: str, across: Callable[[int], Schedule]) -> Schedule:
-    """Two rounds more than `across` takes for as many ranks as there are hosts."""
+    """Return the schedule: two rounds more than `across` takes for as many ranks as there are hosts."""
     flat = across(topology.num_hosts)
     shards = num_shards(topology)
     distribute: Rounds = side_by_side(

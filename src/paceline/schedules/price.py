@@ -88,7 +88,7 @@ def price(
 
 
 class _Counting:
-    """Adds up rounds."""
+    """Adds up bytes and times of rounds."""
 
     def __init__(
         self, topology: Topology, links: Links, cuts: tuple[int, ...], element_bytes: int, partial_bytes: int
@@ -103,7 +103,7 @@ class _Counting:
         self.over_link: Counter[int] = Counter()
 
     def round_s(self, transfers: Round, partials: Sequence[bool], introduces: Sequence[bool]) -> float:
-        """Count one round; how long it takes."""
+        """Count one round, and return how long it takes."""
         within: Counter[int] = Counter()  # bytes inside each host
         out: Counter[int] = Counter()  # from each host
         into: Counter[int] = Counter()  # to each host

@@ -62,7 +62,7 @@ class Level:
 
 @dataclass(frozen=True, eq=False)
 class VectorHalving:
-    """The whole, in its parts."""
+    """The schedule of the whole algorithm, level by level."""
 
     topology: Topology
     num_blocks: int

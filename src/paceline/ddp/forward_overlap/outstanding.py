@@ -178,8 +178,8 @@ def _is_container(part: Module) -> bool:
 class FirstUseTimes:
     """The moment at which each parameter was first needed in the last measured forward, without `waited_s`.
 
-    None are recorded if the step was completed before, say by saving the model. Who reads a weight between a step and
-    the forward is not counted.
+    None are recorded if the step was completed before, say by saving the model. Reads of a weight between a step
+    and the forward are not counted.
     """
 
     def __init__(self) -> None:

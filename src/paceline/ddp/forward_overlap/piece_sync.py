@@ -8,8 +8,8 @@ Rules
 3. Pieces have a process group of their own, or connections of the reduction's. So the main thread may launch on other
    groups meanwhile.
 4. On an accelerator the order of launches is that of the device's stream for communication. So all pieces that are
-   ready leave at once, and who needs a bucket lets the current stream wait. A bucket's pieces may leave from the hook
-   of a later bucket: before that one was collected, its stream waited for all streams that have gradients.
+   ready leave at once, and code that needs a bucket lets the current stream wait. A bucket's pieces may leave from the
+   hook of a later bucket: before that one was collected, its stream waited for all streams that have gradients.
 """
 
 from __future__ import annotations

@@ -218,11 +218,11 @@ class Status:
         self._address = arena.address + _ARRIVALS
 
     def arrive(self, barrier: int) -> None:
-        """Publish everything written before, arrive at barrier number `barrier` and wake who sleeps. Owner only.
+        """Publish everything written before, arrive at barrier number `barrier` and wake sleeping ranks. Owner only.
 
-        A wake-up takes as long as all the rest, so it is left out where no peer sleeps. Who is about to sleep says so
-        before it looks for the last time. The word is reset before the arrival; later it may be of one that waits for
-        the next.
+        A wake-up takes as long as all the rest, so it is left out where no peer sleeps. A rank says that it is about to
+        sleep before it looks for the last time. The word is reset before the arrival; later it may be
+        of one that waits for the next.
         """
         if has_sleepers := self._sleepers[0]:
             self._sleepers[0] = 0
@@ -253,7 +253,7 @@ class Status:
         futex.wake(self._address)
 
     def wake(self) -> None:
-        """Wake who waits for its owner, so that it looks around. Any rank."""
+        """Wake the ranks that wait for its owner, so that they look around. Any rank."""
         futex.wake(self._address)
 
     @property

@@ -22,7 +22,7 @@ from paceline.transports.shared_memory.neighbours import Host, Neighbour
 
 SLICE_S = 0.1
 _NUM_LOOKS = 10  # a microsecond or two
-# How long a rank looks before it sleeps; not at all where ranks outnumber cores. Who sleeps is late for the next
+# How long a rank looks before it sleeps; not at all where ranks outnumber cores. A sleeping rank is late for the next
 # barrier by what waking takes, 0.1 ms on a virtual machine. With less patience, ranks put each other to sleep for ever.
 PATIENCE_S = 250e-6
 PATIENCE_BESIDE_COMPUTING_S = 50e-6

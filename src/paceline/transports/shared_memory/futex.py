@@ -1,4 +1,4 @@
-"""Futexes: sleeping in the kernel until a 32-bit word in shared memory changes, and waking who sleeps (futex(2))."""
+"""Futexes: sleeping in the kernel until a 32-bit word in shared memory changes, and waking the sleepers (futex(2))."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def wait_while(address: int, value: int, timeout_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake everyone who waits for the word at `address`."""
+    """Wake all threads that wait for the word at `address`."""
     _syscall(_NUMBER, address, _WAKE, _ALL_WAITERS, None, None, 0)
 
 
