@@ -69,6 +69,13 @@ Endpoint = Annotated[
         "--rdzv-endpoint", help="HOST:PORT of the first machine, as for paceline run.", show_default=False
     ),
 ]
+Metrics = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write what is found of the command as OpenMetrics into this file, every few seconds.",
+        show_default=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, the command's output to stderr.")]
 
 
@@ -81,6 +88,7 @@ def doctor(
     paused: Paused = False,
     machines: Machines = None,
     endpoint: Endpoint = None,
+    metrics: Metrics = None,
     as_json: AsJson = False,
 ) -> int:
     """Say which rank or link delays a training, why, and how long a step takes without it.
@@ -103,12 +111,13 @@ def doctor(
             "--paused needs --record: recording begins when FOLDER/detached is removed.": (
                 is_run and paused and record is None
             ),
-            "--record, --steps and --paused are for a command. Pass one behind --, as in `paceline doctor -- torchrun "
-            "train.py`.": not is_run and (record is not None or steps is not None or paused),
+            "--record, --steps, --paused and --metrics are for a command. Pass one behind --, as in `paceline doctor "
+            "-- torchrun train.py`.": not is_run
+            and (any(x is not None for x in (record, steps, metrics)) or paused),
         }
     )
     if command is not None:
-        return _watch(command, record, steps, is_paused=paused, as_json=as_json)
+        return _watch(command, record, steps, metrics, is_paused=paused, as_json=as_json)
     if run is None:
         return _check(machines, endpoint, as_json=as_json)
     from paceline.diagnosis.findings import diagnose_folder
@@ -147,11 +156,19 @@ def _check(machines: str | None, endpoint: str | None, *, as_json: bool) -> int:
 
 
 def _watch(
-    command: list[str], record: Path | None, steps: int | None, *, is_paused: bool, as_json: bool
+    command: list[str],
+    record: Path | None,
+    steps: int | None,
+    metrics: Path | None,
+    *,
+    is_paused: bool,
+    as_json: bool,
 ) -> int:
     from paceline.launch.recorded_command import run_recorded
 
-    diagnosis, code = run_recorded(command, record, steps, _note, is_paused=is_paused, is_quiet=as_json)
+    diagnosis, code = run_recorded(
+        command, record, steps, _note, is_paused=is_paused, is_quiet=as_json, metrics=metrics
+    )
     if as_json:
         _show(diagnosis, as_json=True)
     else:

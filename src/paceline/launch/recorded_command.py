@@ -24,6 +24,7 @@ from paceline.diagnosis import Diagnosis, diagnose
 from paceline.errors import ConfigurationError
 from paceline.integrations import at_start
 from paceline.launch.watchdog import MARK, Watchdog
+from paceline.observe import open_metrics, write_metrics
 from paceline.observe.run_folder import DETACHED, begin_run
 from paceline.observe.run_reading import Run, read_run
 
@@ -40,19 +41,26 @@ def run_recorded(
     *,
     is_paused: bool = False,
     is_quiet: bool = False,
+    metrics: Path | None = None,
 ) -> tuple[Diagnosis, int]:
     """Run `record_command` and diagnose. Recording ends after `num_steps`; None: never.
 
     Returns the diagnosis at its end and the exit code. `note` is called when the cause of delays changes, or when
-    something is wrong with the ranks' numbers.
+    something is wrong with the ranks' numbers. Each diagnosis is also written into the file `metrics`.
+    Raises ConfigurationError, before anything starts: as `record_command`, or that file cannot be written.
     """
     said: object = None
     health: set[str] = set()
+
+    def export(found: Diagnosis | None) -> None:
+        if metrics is not None:
+            write_metrics(metrics, open_metrics(diagnosis=found))
 
     def look(place: Path) -> None:
         nonlocal said
         run = read_run(place)
         diagnosis = diagnose(run)
+        export(diagnosis)
         for words in diagnosis.health:
             if words not in health:
                 health.add(words)
@@ -66,8 +74,11 @@ def run_recorded(
             (place / DETACHED).touch()
             note(f"{num_steps} steps are recorded; the command runs on unrecorded")
 
+    export(None)
     run, code = record_command(command, folder, look, is_paused=is_paused, is_quiet=is_quiet)
-    return diagnose(run), code
+    diagnosis = diagnose(run)
+    export(diagnosis)
+    return diagnosis, code
 
 
 def record_command(
