@@ -16,20 +16,23 @@ from paceline.reductions.reduction import real_numel
 
 
 class Bucket(Protocol):
-    """Gradients of some parameters. A backward calls `arm`, touches it, then `collect`, `launch` and `attach`."""
+    """Gradients of some parameters.
+
+    A backward calls `arm`. Autograd finishes gradients. Then `make_message`, `launch` and `set_gradients` follow.
+    """
 
     index: int  # place in the launch order
     members: list[int]  # parameter indices, by slot
     parameters: list[Parameter]  # the members' parameters
     num_large: int  # the first so many slots hold gradients that are worth a copy of their own
-    touched: list[Tensor]  # parameters as autograd finished them; the hooks hold this very list
-    expected: int  # touches that make it full; 1 while idle: the first touch wakes the reducer
+    finished: list[Tensor]  # parameters as autograd finished them; the hooks hold this very list
+    num_expected: int  # finished gradients that make it full; 1 while idle: the first one wakes the reducer
     # Whether the message of this backward has been made; whether it was launched the sync knows.
-    is_collected: bool
-    # No rank needs it in this backward, so that it is not collected. Until the next one is armed.
+    has_message: bool
+    # No rank needs it in this backward, so no message is made. Until the next one is armed.
     is_skipped: bool
     ready_s: float  # when it was full, or backward had ended; 0.0 before
-    # From `collect` on: NaN if gradients of this rank are not finite, as far as seen, else zero; or None.
+    # From `make_message` on: NaN if gradients of this rank are not finite, as far as seen, else zero; or None.
     not_finite: Tensor | None
 
     @property
@@ -42,11 +45,11 @@ class Bucket(Protocol):
 
     # ---- before and during a backward
 
-    def arm(self, expected: int) -> None:
-        """Start a backward that will touch it so often: nothing touched yet."""
+    def arm(self, num_expected: int) -> None:
+        """Start a backward that will finish so many gradients; none is finished yet."""
 
-    def expect(self, touches: int) -> None:
-        """Set how many touches make it full."""
+    def expect(self, count: int) -> None:
+        """Set how many finished gradients make it full."""
 
     def mark_ready(self, ready_s: float) -> None:
         """Note that it is full, or that backward has ended."""
@@ -57,7 +60,7 @@ class Bucket(Protocol):
     def disarm(self) -> None:
         """Wait for the next backward: its first touch wakes the reducer."""
 
-    def touched_slots(self) -> list[int]:
+    def finished_slots(self) -> list[int]:
         """Slots as autograd finished them; one may occur more than once."""
 
     def slots_with_gradients(self) -> set[int]:
@@ -66,7 +69,7 @@ class Bucket(Protocol):
     def is_complete(self) -> bool:
         """Return whether each touch came from another parameter: none came twice while another is missing."""
 
-    def enter(self, slot: int, scale: float) -> None:
+    def copy_in(self, slot: int, scale: float) -> None:
         """Take in a large gradient that autograd has just finished."""
 
     def accumulate(self, slot: int) -> None:
@@ -74,27 +77,27 @@ class Bucket(Protocol):
 
     # ---- reduction
 
-    def collect(self, scale: float, mean_scale: float, used_before: set[int], has_ended: bool) -> None:
+    def make_message(self, scale: float, mean_scale: float, used_before: set[int], has_ended: bool) -> None:
         """Make the message: bring every gradient in, scaled, and take `.grad` away from every parameter.
 
         `scale` is for dense gradients on their way into the bucket; `mean_scale` for sparse and late ones, which are
-        always averaged. `used_before`: ids of parameters that earlier backwards of this step touched; `has_ended`:
+        always averaged. `used_before`: ids of parameters that earlier backwards of this step used; `has_ended`:
         autograd writes no more.
         """
 
     def launch(self, reduction: Reduction, group: ProcessGroup, is_last: bool) -> Work:
         """Start reducing the message. Collective; does not wait."""
 
-    def attach(self, is_used: Callable[[int], bool]) -> None:
+    def set_gradients(self, is_used: Callable[[int], bool]) -> None:
         """Give every parameter its reduced gradient; those left out, or not `is_used` on any rank, keep theirs."""
 
     # ---- unused parameters and late gradients
 
-    def untouched_members(self) -> list[int]:
-        """Parameters that this rank's step has not used so far: of a bucket that was collected, or is left out."""
+    def unused_members(self) -> list[int]:
+        """Parameters that this rank's step has not used so far: of a bucket that has its message, or is left out."""
 
     def has_late_gradients(self) -> bool:
-        """Return whether autograd has touched it after `collect`, or though it is left out."""
+        """Return whether autograd has finished a gradient after `make_message`, or though it is left out."""
 
     def launch_late(self, scale: float, group: ProcessGroup) -> Work:
         """Start summing what arrived late over the ranks, to be added when done. Collective; does not wait."""
@@ -102,7 +105,7 @@ class Bucket(Protocol):
     # ---- between backwards
 
     def drop_unwritten(self) -> None:
-        """Set untouched gradients to None again, after a backward without synchronization."""
+        """Set unused gradients to None again, after a backward without synchronization."""
 
     def take_over(self, gradients: Mapping[int, Tensor]) -> None:
         """Copy these gradients, given by their parameters' `id`, into the buffer. Ignore those of other buckets."""
@@ -127,19 +130,19 @@ def _added(body: Tensor, late: Tensor, group: ProcessGroup) -> Iterator[Work]:
     body.add_(late)
 
 
-def collect_skipped(bucket: Bucket) -> None:
+def make_skipped_message(bucket: Bucket) -> None:
     """Make the message of a bucket that was left out, of zeros; what has come all the same is late (`skipping` 5).
 
     So does what was there before: autograd has added to it, here or on another rank.
     """
     bucket.drop_unwritten()
-    touched = list(bucket.touched)
+    finished = list(bucket.finished)
     late = [(p, p.grad.detach().clone()) for p in bucket.parameters if p.grad is not None]
     for slot in bucket.slots_with_gradients():
         bucket.parameters[slot].grad = None
-    bucket.touched.clear()
-    bucket.collect(0.0, 0.0, set(), has_ended=False)
-    bucket.touched.extend(touched or [parameter for parameter, _ in late])
+    bucket.finished.clear()
+    bucket.make_message(0.0, 0.0, set(), has_ended=False)
+    bucket.finished.extend(finished or [parameter for parameter, _ in late])
     for parameter, gradient in late:
         parameter.grad = gradient
 

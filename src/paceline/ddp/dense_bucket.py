@@ -3,8 +3,9 @@
 Rules
 1. A gradient enters the buffer once. A large one enters, scaled, as soon as autograd has it. Autograd adds small ones
    into the buffer directly where it can. They are scaled together when the bucket leaves.
-2. From `collect` until `attach` no parameter of the bucket has a `.grad`: autograd cannot write into a buffer that
-   is on the wire. What it produces meanwhile (reentrant checkpointing) is fresh, hence *late*, and is added afterwards.
+2. From `make_message` until `set_gradients` no parameter of the bucket has a `.grad`. So autograd cannot write into a
+   buffer that is on the wire. What it produces meanwhile (reentrant checkpointing) is fresh, hence *late*, and is added
+   afterwards.
 3. A view aliases the buffer without being an autograd view of it, so `.grad.detach_()` works. The version counters of
    the small ones count what autograd has written there.
 4. A parameter that no rank used gets back exactly what `.grad` it had. One for which autograd finds no gradient (a
@@ -127,44 +128,44 @@ class DenseBucket:
         self._slots = {id(parameter): slot for slot, parameter in enumerate(self.parameters)}
 
         # State of one backward.
-        self.touched: list[Tensor] = []
-        self.expected = 1
-        self.is_collected = self.is_skipped = False
+        self.finished: list[Tensor] = []
+        self.num_expected = 1
+        self.has_message = self.is_skipped = False
         self.ready_s = 0.0
-        self._is_whole = False  # known to have been touched once each, with a gradient
+        self._is_whole = False  # known to have been finished once each, with a gradient
         self._seen: Tensor | None = None  # of each gradient an element, not scaled yet
-        self._num_touched_at_collect = 0
+        self._num_finished_before = 0
         self._entered: set[int] = set()  # large slots already in the buffer, scaled
-        self._is_detached = False  # small parameters have no `.grad` until `attach`
+        self._is_detached = False  # small parameters have no `.grad` until `set_gradients`
         self._are_aliased = False  # small gradients were None and now alias the filled buffer
-        self._may_alias = True  # autograd has found a gradient for all that it has touched so far
+        self._may_alias = True  # autograd has found a gradient for all that it has finished so far
         self._num_writes_before = 0  # when they were installed
-        self._untouched: list[int] = []
+        self._unused: list[int] = []
         self._kept: dict[int, _Kept] = {}  # untouched slots that had a gradient
         self._with_graph: dict[int, Tensor] = {}  # made under create_graph: the graph outlives the step
         self.not_finite: Tensor | None = None
 
-    def arm(self, expected: int) -> None:
+    def arm(self, num_expected: int) -> None:
         """Start a backward. Autograd may add small gradients straight into the buffer."""
-        self.touched.clear()
-        self.expected = expected
-        self.is_collected = self.is_skipped = False
+        self.finished.clear()
+        self.num_expected = num_expected
+        self.has_message = self.is_skipped = False
         self.ready_s = 0.0
         self._is_whole, self._seen, self.not_finite = False, None, None
         self._entered.clear()
-        self._untouched, self._kept, self._with_graph = [], {}, {}
+        self._unused, self._kept, self._with_graph = [], {}, {}
         self._leave_kept_gradients()
         self._are_aliased = self._alias_grads()
 
-    def expect(self, touches: int) -> None:
-        self.expected = touches
+    def expect(self, count: int) -> None:
+        self.num_expected = count
 
     def mark_ready(self, ready_s: float) -> None:
         self.ready_s = ready_s
 
     def skip(self) -> None:
-        self.is_skipped, self._num_touched_at_collect = True, 0
-        self._untouched = list(range(len(self.members)))
+        self.is_skipped, self._num_finished_before = True, 0
+        self._unused = list(range(len(self.members)))
 
     def _leave_kept_gradients(self) -> None:
         """Give gradients that the script keeps memory of their own (rule 5)."""
@@ -197,22 +198,22 @@ class DenseBucket:
         return num_writes
 
     def disarm(self) -> None:
-        self.expected = 1
-        self.touched.clear()
-        self.is_collected = False
+        self.num_expected = 1
+        self.finished.clear()
+        self.has_message = False
 
-    def touched_slots(self) -> list[int]:
-        return [self._slots[id(parameter)] for parameter in self.touched]
+    def finished_slots(self) -> list[int]:
+        return [self._slots[id(parameter)] for parameter in self.finished]
 
     def slots_with_gradients(self) -> set[int]:
         if self._has_all_gradients():
             return set(range(len(self.members)))
-        slots = self.touched_slots()
+        slots = self.finished_slots()
         num_small = sum(slot >= self.num_large for slot in slots)
         may_be_filling = self._are_aliased and self._num_writes() != num_small
-        touched = set(slots)
-        found = {slot for slot in touched if self._has_gradient(slot, may_be_filling)}
-        self._may_alias = self._may_alias and found == touched
+        finished = set(slots)
+        found = {slot for slot in finished if self._has_gradient(slot, may_be_filling)}
+        self._may_alias = self._may_alias and found == finished
         return found
 
     def _has_gradient(self, slot: int, may_be_filling: bool) -> bool:
@@ -222,8 +223,8 @@ class DenseBucket:
         return gradient is not None or slot in self._entered
 
     def _has_all_gradients(self) -> bool:
-        """Return whether each member was touched once and has a gradient; without the interpreter for each of them."""
-        if len(self.touched) != len(self.members):
+        """Return whether each member was finished once and has a gradient; without the interpreter for each of them."""
+        if len(self.finished) != len(self.members):
             return False
         if not self._is_whole:
             self._is_whole = (len(self.members) > _FEW_MEMBERS and self._is_written()) or self._is_counted()
@@ -249,11 +250,11 @@ class DenseBucket:
         return self._has_all_gradients() or self._is_touched_once()
 
     def _is_touched_once(self) -> bool:
-        return len(set(map(id, self.touched))) == len(self.touched)
+        return len(set(map(id, self.finished))) == len(self.finished)
 
-    def enter(self, slot: int, scale: float) -> None:
+    def copy_in(self, slot: int, scale: float) -> None:
         """Move a large gradient that autograd has just finished into the buffer, scaled (rule 1)."""
-        if self.is_collected:
+        if self.has_message:
             return
         parameter, view = self.parameters[slot], self.views[slot]
         gradient = parameter.grad
@@ -278,11 +279,11 @@ class DenseBucket:
         view.copy_(gradient)
         parameter.grad = view
 
-    def collect(self, scale: float, mean_scale: float, used_before: set[int], has_ended: bool) -> None:
+    def make_message(self, scale: float, mean_scale: float, used_before: set[int], has_ended: bool) -> None:
         """Make the message (rule 2). Once backward has ended, small parameters may keep their `.grad`."""
-        self._num_touched_at_collect = len(self.touched)
+        self._num_finished_before = len(self.finished)
         if not self._has_all_gradients():
-            self._keep_untouched(used_before)
+            self._keep_unused(used_before)
         for slot in range(self.num_large):
             if slot not in self._entered:
                 self._gather(slot)
@@ -298,14 +299,14 @@ class DenseBucket:
             _multiply(self._small, scale)
         seen = self._seen if self._is_whole and scale != 0.0 else None
         self.not_finite = self._sample.times_zero(self._sample.take() if seen is None else seen)
-        self.is_collected, self.is_skipped = True, False
+        self.has_message, self.is_skipped = True, False
 
-    def _keep_untouched(self, used_before: set[int]) -> None:
+    def _keep_unused(self, used_before: set[int]) -> None:
         """Find the members that this rank's step has not used, and keep what they have as `.grad` (rule 4)."""
         used = self.slots_with_gradients()
         used.update(slot for slot, parameter in enumerate(self.parameters) if id(parameter) in used_before)
-        self._untouched = [slot for slot in range(len(self.members)) if slot not in used]
-        for slot in self._untouched:
+        self._unused = [slot for slot in range(len(self.members)) if slot not in used]
+        for slot in self._unused:
             gradient, view = self.parameters[slot].grad, self.views[slot]
             is_filling = self._are_aliased and slot >= self.num_large and gradient is view
             if gradient is not None and not is_filling:
@@ -359,13 +360,13 @@ class DenseBucket:
             Message(self.index, False, flat, stop - start, self.views, self.parameters, group, start)
         )
 
-    def attach(self, is_used: Callable[[int], bool]) -> None:
+    def set_gradients(self, is_used: Callable[[int], bool]) -> None:
         if self.is_skipped:
             self.drop_unwritten()
             return
         attached = len(self.members) if self._is_detached else self.num_large
         _set_gradients(self.parameters[:attached], self.views)
-        for slot in self._untouched:
+        for slot in self._unused:
             if not is_used(self.members[slot]):
                 self._restore(slot)
         for slot, gradient in self._with_graph.items():
@@ -378,15 +379,15 @@ class DenseBucket:
         if kept is not None and kept.values is not None:
             self.views[slot].copy_(kept.values)
 
-    def untouched_members(self) -> list[int]:
-        if not self._untouched:
+    def unused_members(self) -> list[int]:
+        if not self._unused:
             return []
-        late = set(self.touched_slots()[self._num_touched_at_collect :])
-        self._untouched = [slot for slot in self._untouched if slot not in late]
-        return [self.members[slot] for slot in self._untouched]
+        late = set(self.finished_slots()[self._num_finished_before :])
+        self._unused = [slot for slot in self._unused if slot not in late]
+        return [self.members[slot] for slot in self._unused]
 
     def has_late_gradients(self) -> bool:
-        return (self.is_collected or self.is_skipped) and len(self.touched) > self._num_touched_at_collect
+        return (self.has_message or self.is_skipped) and len(self.finished) > self._num_finished_before
 
     def launch_late(self, scale: float, group: ProcessGroup) -> Work:
         late = self.parameters if self.has_late_gradients() else []
@@ -395,10 +396,10 @@ class DenseBucket:
     def drop_unwritten(self) -> None:
         if not self._are_aliased:
             return
-        touched = self.slots_with_gradients()
+        finished = self.slots_with_gradients()
         small = zip(self._small_parameters, self._small_views, strict=True)
         for slot, (parameter, view) in enumerate(small, start=self.num_large):
-            if slot not in touched and parameter.grad is view:
+            if slot not in finished and parameter.grad is view:
                 parameter.grad = None
 
     def take_over(self, gradients: Mapping[int, Tensor]) -> None:

@@ -12,7 +12,7 @@ Rules
 3. The order in which rank 0's gradients became ready in the first synchronized backward becomes the order of all
    ranks' buckets.
 4. A device accumulates each gradient on the stream on which its parameter was first used. That is noted with the order,
-   and holds as long as the tracker keeps the graph's nodes. Who collects a bucket lets its stream wait for the others.
+   and holds as long as the tracker keeps the graph's nodes. The stream that makes a message waits for the others.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ReadyTracker:
         setting: Setting,
         # Called with a large gradient's bucket, slot and parameter as soon as autograd has finished it.
         take: Callable[[Bucket, int, Any], None],
-        # Called with a bucket that has been touched as often as expected; of an idle bucket, at the first touch.
+        # Called with a bucket of which all expected gradients are finished; of an idle one, at the first gradient.
         on_full: Callable[[Bucket], None],
     ) -> None:
         looks = setting.find_unused_parameters or setting.skips_unused
@@ -110,16 +110,16 @@ class ReadyTracker:
         """Tell each bucket how many touches make it full, as a backward begins."""
         for listener in self._listeners:
             bucket = listener.bucket
-            first_touches = list(bucket.touched)  # of the hook that woke us, when no output was watched
+            first_touches = list(bucket.finished)  # of the hook that woke us, when no output was watched
             bucket.arm(self.pending.touches(bucket.members, not_expected) if synchronizes else NEVER)
-            bucket.touched.extend(first_touches)
-            if bucket.expected == 0:
+            bucket.finished.extend(first_touches)
+            if bucket.num_expected == 0:
                 bucket.mark_ready(started_s)
-            if bucket.expected in (NEVER, len(bucket.members)) and not self._recorders:
+            if bucket.num_expected in (NEVER, len(bucket.members)) and not self._recorders:
                 listener.listen_quickly()
 
     def is_full(self, bucket: Bucket) -> bool:
-        """Return whether a bucket touched as often as expected has all its gradients."""
+        """Return whether a bucket with all expected gradients finished has one of each parameter."""
         return self.pending.counted or bucket.is_complete()
 
     def expect_nothing(self) -> None:
@@ -170,7 +170,7 @@ class _Listener:
         self.bucket = bucket
         self._take = take
         self._on_full = on_full
-        self._touch = bucket.touched.append
+        self._touch = bucket.finished.append
         # One object, whose function is exchanged, stands behind the hooks of all small parameters.
         self._careful = self._carefully()  # kept, because it may be running when it is exchanged
         self.on_small: Any = functools.partial(self._careful)  # the hook of every small gradient but the last
@@ -181,23 +181,23 @@ class _Listener:
         return self._on_last_small if slot == len(self.bucket.members) - 1 else self.on_small
 
     def _large(self, slot: int) -> Callable[[Tensor], None]:
-        bucket, touched, touch = self.bucket, self.bucket.touched, self._touch
+        bucket, finished, touch = self.bucket, self.bucket.finished, self._touch
         take, on_full = self._take, self._on_full
 
         def on_large_gradient(parameter: Any) -> None:
             touch(parameter)
             take(bucket, slot, parameter)
-            if len(touched) == bucket.expected:
+            if len(finished) == bucket.num_expected:
                 on_full(bucket)
 
         return on_large_gradient
 
     def _carefully(self) -> Callable[[Tensor], None]:
-        bucket, touched, touch, on_full = self.bucket, self.bucket.touched, self._touch, self._on_full
+        bucket, finished, touch, on_full = self.bucket, self.bucket.finished, self._touch, self._on_full
 
         def on_gradient(parameter: Tensor) -> None:
             touch(parameter)
-            if len(touched) == bucket.expected:
+            if len(finished) == bucket.num_expected:
                 on_full(bucket)
 
         return on_gradient
@@ -205,7 +205,7 @@ class _Listener:
     def _on_last_small(self, parameter: Tensor) -> None:
         """The hook of the small gradient that is expected last."""
         self._touch(parameter)
-        if len(self.bucket.touched) == self.bucket.expected:
+        if len(self.bucket.finished) == self.bucket.num_expected:
             self._on_full(self.bucket)
         else:
             self.listen_carefully()
@@ -291,7 +291,7 @@ class PendingCounts:
     def _count(self, buckets: Sequence[Bucket]) -> list[int]:
         counts = [0] * len(self._nodes)
         for bucket in buckets:
-            for slot in bucket.touched_slots():
+            for slot in bucket.finished_slots():
                 counts[bucket.members[slot]] += 1
         return counts
 

@@ -21,7 +21,7 @@ Rules
    user has set meanwhile stay. A window that raises launches them at once, if that is all, and only waits later.
 9. A failure of communication is for good: no step begins after it, until another reducer takes the place.
 
-The stations of a gradient: autograd -> `Bucket.enter` or `collect` -> `Reduction.launch` -> `attach` -> `.grad`.
+The stations of a gradient: autograd -> `Bucket.copy_in` or `make_message` -> `Reduction.launch` -> `set_gradients`.
 """
 
 from __future__ import annotations
@@ -270,21 +270,25 @@ class Reducer:
     def _take(self, bucket: Bucket, slot: int, parameter: Parameter) -> None:
         """Take in a large gradient that autograd has finished. Small ones are in the buffer already."""
         backward = self._running()
-        if not self.tracker.has_foreign_hooks(parameter) and bucket.expected:
+        if not self.tracker.has_foreign_hooks(parameter) and bucket.num_expected:
             if backward.plan.synchronizes:
-                bucket.enter(slot, backward.scale)
+                bucket.copy_in(slot, backward.scale)
             else:
                 bucket.accumulate(slot)
 
     def _on_full(self, bucket: Bucket) -> None:
         backward = self._running()
-        if bucket.is_collected or not backward.plan.synchronizes or len(bucket.touched) != bucket.expected:
+        if (
+            bucket.has_message
+            or not backward.plan.synchronizes
+            or len(bucket.finished) != bucket.num_expected
+        ):
             return
         if not self.tracker.is_full(bucket):
             return  # one parameter twice, another not yet: this bucket leaves when backward has ended
         with profiler_range("ready"):
             bucket.mark_ready(time.perf_counter())
-        if not self.tracker.has_foreign_hooks(bucket.touched[-1]):
+        if not self.tracker.has_foreign_hooks(bucket.finished[-1]):
             self._launch_ready(backward)  # else with the next full bucket: those hooks want `.grad`
 
     def _launch_ready(self, backward: BackwardPass) -> None:
@@ -300,11 +304,11 @@ class Reducer:
 
     def _launch(self, backward: BackwardPass, bucket: Bucket) -> None:
         with profiler_range("launched"):
-            if not bucket.is_collected and backward.sync.is_needed(bucket):
+            if not bucket.has_message and backward.sync.is_needed(bucket):
                 if (origins := self.tracker.origins) is not None:
                     origins.order()
                 used_before = backward.step.used_before
-                bucket.collect(backward.scale, backward.mean_scale, used_before, has_ended=False)
+                bucket.make_message(backward.scale, backward.mean_scale, used_before, has_ended=False)
             try:
                 backward.sync.launch(bucket)
             except Exception as error:
@@ -386,7 +390,7 @@ class Reducer:
         sync.wait()
         if has_late:
             self._reduce_late(backward)
-        self._attach(backward)
+        self._set_gradients(backward)
         self.verdict.suspect_first_not_finite(statuses, step.number, self.cuts.order)
         backward.conclude(waited_s)
 
@@ -424,10 +428,10 @@ class Reducer:
                 with profiler_range("ready"):
                     bucket.mark_ready(time.perf_counter())
             if sync.is_needed(bucket):
-                bucket.collect(backward.scale, backward.mean_scale, step.used_before, has_ended=True)
+                bucket.make_message(backward.scale, backward.mean_scale, step.used_before, has_ended=True)
         for bucket in self.buckets:
             has_late = has_late or bucket.has_late_gradients()
-            unused += bucket.untouched_members()
+            unused += bucket.unused_members()
             if bucket.not_finite is not None:
                 not_finite.append(bucket.not_finite)
         if has_late and status is Status.GOOD:
@@ -452,11 +456,11 @@ class Reducer:
             pending = backward.sync.launch_late(bucket, backward.mean_scale)
             self._peers.wait(pending, "reducing late gradients")
 
-    def _attach(self, backward: BackwardPass) -> None:
+    def _set_gradients(self, backward: BackwardPass) -> None:
         """Give every parameter its reduced gradient; those that no rank used get what they had."""
         with profiler_range("attached"):
             for bucket in self.buckets:
-                backward.attach(bucket)
+                backward.set_gradients(bucket)
             if self._on_reduced is not None:
                 for parameter in self.managed.parameters:
                     self._on_reduced(parameter)

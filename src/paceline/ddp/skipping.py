@@ -32,7 +32,7 @@ from torch.nn import Module
 from paceline.comm.collectives import Done, Work, all_reduce, device_for_metadata
 from paceline.comm.gradient_group import is_beside
 from paceline.comm.peers import Peers
-from paceline.ddp.bucket import Bucket, collect_skipped
+from paceline.ddp.bucket import Bucket, make_skipped_message
 from paceline.ddp.droppable import Parts, Unit, flat
 from paceline.ddp.gradient_sync import BucketSync, SyncFactory
 from paceline.ddp.layout import ManagedParameters
@@ -253,13 +253,13 @@ class SkippingSync(BucketSync):
 
     def _error_of_used(self) -> SkipError | None:
         buckets, units, members = self._buckets, self._ranks.units, self._ranks.members
-        touched = (
-            {b.members[slot] for b in buckets for slot in b.touched_slots()} if self._declared else set()
+        finished = (
+            {b.members[slot] for b in buckets for slot in b.finished_slots()} if self._declared else set()
         )
-        used = [units[number].name for number in sorted(self._declared) if members[number] & touched]
+        used = [units[number].name for number in sorted(self._declared) if members[number] & finished]
         if not used:
             return None
-        names = [self._ranks.managed.names[index] for index in sorted(self.not_expected & touched)]
+        names = [self._ranks.managed.names[index] for index in sorted(self.not_expected & finished)]
         return SkipError(
             f"rank {self._ranks.group.rank()}: {', '.join(used[:_MOST_NAMED])} was declared to be skipped, but this "
             f"backward has made gradients of {', '.join(names[:_MOST_NAMED])}. Let the forward leave out what "
@@ -280,7 +280,7 @@ class SkippingSync(BucketSync):
 
     def launch_late(self, bucket: Bucket, scale: float) -> Work:
         if bucket.is_skipped:
-            collect_skipped(bucket)
+            make_skipped_message(bucket)
         return super().launch_late(bucket, scale)
 
     def unexplained(self, unused: list[int]) -> list[int]:

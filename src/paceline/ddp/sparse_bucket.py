@@ -29,56 +29,56 @@ class SparseBucket:
         self.not_finite: Tensor | None = None  # not looked at: dense gradients show it as well
         self.size_bytes = 0
         self.num_large = 0
-        self.touched: list[Tensor] = []
-        self.expected = 1
-        self.is_collected = self.is_skipped = False
+        self.finished: list[Tensor] = []
+        self.num_expected = 1
+        self.has_message = self.is_skipped = False
         self.ready_s = 0.0
         self._used = False
         self._kept: Tensor | None = None
-        self._num_touched_at_collect = 0
+        self._num_finished_before = 0
 
-    def arm(self, expected: int) -> None:
-        self.touched.clear()
-        self.expected = expected
-        self.is_collected = self.is_skipped = False
+    def arm(self, num_expected: int) -> None:
+        self.finished.clear()
+        self.num_expected = num_expected
+        self.has_message = self.is_skipped = False
         self.ready_s = 0.0
 
-    def expect(self, touches: int) -> None:
-        self.expected = touches
+    def expect(self, count: int) -> None:
+        self.num_expected = count
 
     def mark_ready(self, ready_s: float) -> None:
         self.ready_s = ready_s
 
     def skip(self) -> None:
-        self.is_skipped, self._used, self._num_touched_at_collect = True, False, 0
+        self.is_skipped, self._used, self._num_finished_before = True, False, 0
 
     def disarm(self) -> None:
-        self.arm(expected=1)
+        self.arm(num_expected=1)
 
-    def touched_slots(self) -> list[int]:
-        return [0] * len(self.touched)
+    def finished_slots(self) -> list[int]:
+        return [0] * len(self.finished)
 
     def slots_with_gradients(self) -> set[int]:
-        return {0} if self.touched and self.parameters[0].grad is not None else set()
+        return {0} if self.finished and self.parameters[0].grad is not None else set()
 
     def is_complete(self) -> bool:
-        return len(self.touched) == 1
+        return len(self.finished) == 1
 
-    def enter(self, slot: int, scale: float) -> None:
-        """Sparse gradients wait for `collect`."""
+    def copy_in(self, slot: int, scale: float) -> None:
+        """Sparse gradients wait for `make_message`."""
 
     def accumulate(self, slot: int) -> None:
         """Ignore the gradient: there is no buffer."""
 
-    def collect(self, scale: float, mean_scale: float, used_before: set[int], has_ended: bool) -> None:
+    def make_message(self, scale: float, mean_scale: float, used_before: set[int], has_ended: bool) -> None:
         parameter = self.parameters[0]
-        self._num_touched_at_collect = len(self.touched)
+        self._num_finished_before = len(self.finished)
         self._used = bool(self.slots_with_gradients()) or id(self.parameters[0]) in used_before
         self._kept = None if self._used else parameter.grad
         self.message = _scaled(_as_sparse(parameter), mean_scale)
         self.size_bytes = self.message._values().numel() * self.message._values().element_size()
         parameter.grad = None
-        self.is_collected, self.is_skipped = True, False
+        self.has_message, self.is_skipped = True, False
 
     def launch(self, reduction: Reduction, group: ProcessGroup, is_last: bool) -> Work:
         return reduction.launch_sparse(self.message, group, self._keep_reduced)
@@ -86,7 +86,7 @@ class SparseBucket:
     def _keep_reduced(self, reduced: Tensor) -> None:
         self.message = reduced
 
-    def attach(self, is_used: Callable[[int], bool]) -> None:
+    def set_gradients(self, is_used: Callable[[int], bool]) -> None:
         if self.is_skipped:
             return
         if self._used or is_used(self.members[0]):
@@ -94,16 +94,16 @@ class SparseBucket:
         else:
             self.parameters[0].grad = self._kept
 
-    def untouched_members(self) -> list[int]:
+    def unused_members(self) -> list[int]:
         self._used = self._used or self.has_late_gradients()
         return [] if self._used else list(self.members)
 
     def has_late_gradients(self) -> bool:
-        return (self.is_collected or self.is_skipped) and len(self.touched) > self._num_touched_at_collect
+        return (self.has_message or self.is_skipped) and len(self.finished) > self._num_finished_before
 
     def launch_late(self, scale: float, group: ProcessGroup) -> Work:
         late = _scaled(_as_sparse(self.parameters[0]), scale)
-        self.parameters[0].grad = None  # as after `collect`
+        self.parameters[0].grad = None  # as after `make_message`
         return launch_sparse_sum(late, group, self._add_late)
 
     def _add_late(self, late: Tensor) -> None:

@@ -90,7 +90,7 @@ class GradientSync(ABC):
     def defer(self, backward: BackwardPass) -> bool:
         """Return whether the caller's buckets are completed elsewhere. Called when every backward has ended well.
 
-        Then it calls `BackwardPass.attach` with each, and after the last one `conclude`.
+        Then it calls `BackwardPass.set_gradients` with each, and after the last one `conclude`.
         """
         return False
 
@@ -166,9 +166,9 @@ class BackwardPass:
         """Note what this rank has not used, and what all ranks have said. Local."""
         self.unused, self.statuses = unused, statuses
 
-    def attach(self, bucket: Bucket) -> None:
+    def set_gradients(self, bucket: Bucket) -> None:
         """Give the parameters of a bucket that has arrived their gradients. Local."""
-        bucket.attach(self.statuses.is_used)
+        bucket.set_gradients(self.statuses.is_used)
 
     def conclude(self, waited_s: float) -> None:
         """Record the step: all gradients have arrived, at once or in the next forward. Local."""

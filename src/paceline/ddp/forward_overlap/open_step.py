@@ -112,7 +112,7 @@ class DeferredStep:
         with outside_transforms():
             with Moment.plain().again():
                 self._restore(bucket)
-                self.backward.attach(bucket)
+                self.backward.set_gradients(bucket)
             for moment, action in self.actions:
                 with moment.again():
                     action(bucket.parameters)

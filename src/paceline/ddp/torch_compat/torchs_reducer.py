@@ -178,9 +178,7 @@ def _construction(wrapped: Any) -> dict[str, Any]:
 def _buckets(wrapped: Any) -> dict[str, Any]:
     reducer = wrapped.reducer
     buckets, managed = reducer.buckets, reducer.managed
-    untouched = [
-        managed.parameters[i] for b in buckets for i in b.untouched_members() if not managed.sparse[i]
-    ]
+    unused = [managed.parameters[i] for b in buckets for i in b.unused_members() if not managed.sparse[i]]
     rebuilt = {
         "rebuilt_bucket_sizes": _join(bucket.size_bytes for bucket in buckets),
         "rebuilt_per_bucket_param_indices": _join(" ".join(map(str, bucket.members)) for bucket in buckets),
@@ -189,7 +187,7 @@ def _buckets(wrapped: Any) -> dict[str, Any]:
         "has_rebuilt_buckets": int(reducer.cuts.has_followed),
         "prev_iteration_grad_ready_order_indices": _join(dict.fromkeys(reducer.tracker.order)),
         "num_buckets_reduced": len(buckets) if reducer.num_steps else 0,
-        "unused_parameter_size": sum(p.numel() * p.element_size() for p in untouched),
+        "unused_parameter_size": sum(p.numel() * p.element_size() for p in unused),
         **(rebuilt if reducer.cuts.has_followed else {}),
     }
 
