@@ -119,8 +119,9 @@ class ReadyTracker:
                 listener.listen_quickly()
 
     def is_full(self, bucket: Bucket) -> bool:
-        """Return whether a bucket with all expected gradients finished has one of each parameter."""
-        return self.pending.counted or bucket.is_complete()
+        """Return whether all expected gradients are finished; False if one parameter came twice, another not yet."""
+        is_full = len(bucket.finished) == bucket.num_expected
+        return is_full and (self.pending.counted or bucket.is_complete())
 
     def expect_nothing(self) -> None:
         """Let no bucket become full, whatever autograd may still finish."""

@@ -278,14 +278,8 @@ class Reducer:
 
     def _on_full(self, bucket: Bucket) -> None:
         backward = self._running()
-        if (
-            bucket.has_message
-            or not backward.plan.synchronizes
-            or len(bucket.finished) != bucket.num_expected
-        ):
+        if bucket.has_message or not backward.plan.synchronizes or not self.tracker.is_full(bucket):
             return
-        if not self.tracker.is_full(bucket):
-            return  # one parameter twice, another not yet: this bucket leaves when backward has ended
         with profiler_range("ready"):
             bucket.mark_ready(time.perf_counter())
         if not self.tracker.has_foreign_hooks(bucket.finished[-1]):
