@@ -16,6 +16,8 @@ from paceline.elastic.handover import Carried, Place, Standings, hand_over
 from paceline.elastic.replay import Giver, receive
 from paceline.elastic.state_tree import PackedState, unpack
 
+AT = Place(0, 0, 0), GlobalBatch((8,))  # which only a shadow is told
+
 
 def training(kind):
     """A model with its optimizer and schedule."""
@@ -57,10 +59,10 @@ def given(kind, monkeypatch, meddle=lambda _: None):
     receiver.start()
     giver = Giver(here, old.carried)
     for _ in range(12):
-        giver.go_on()
+        giver.go_on(*AT)
         train(old)
     meddle(old)
-    digest = giver.end(15)
+    digest = giver.end(Place(15, 0, 0), AT[1])
     receiver.join()
     assert told == [1]
     return old, new, digest, result[0]
@@ -115,9 +117,9 @@ def test_nobody_waits_for_a_receiver_that_does_not_read(monkeypatch):
         here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         giver = Giver(here, it.carried)
         while not giver.is_over:
-            giver.go_on()
+            giver.go_on(*AT)
             train(it)
-        assert giver.end(1) == 0
+        assert giver.end(*AT) == 0
 
 
 def test_who_lacks_what():
@@ -158,7 +160,7 @@ def test_each_rank_receives_what_it_lacks_and_no_more(monkeypatch):
     torch.manual_seed(5)
     ranks = [training(torch.optim.AdamW) for _ in range(7)]
     for it in ranks:
-        it.carried._sampler = types.SimpleNamespace(state_dict=dict, load_state_dict=lambda *_, **__: None)
+        it.carried.sampler = types.SimpleNamespace(state_dict=dict, load_state_dict=lambda *_, **__: None)
     for it in ranks[:4]:  # the same steps, but the followers' buffers and schedules are of the beginning
         torch.manual_seed(6)
         for _ in range(3):

@@ -16,6 +16,7 @@ from paceline import __version__
 from paceline.cli import demo, doctor, explain
 from paceline.errors import ConfigurationError, PacelineError
 from paceline.extras import COMMANDS, added, raise_if_missing
+from paceline.quantities import seconds
 
 
 class _Commands(typer.core.TyperGroup):
@@ -80,6 +81,37 @@ def _run(context: typer.Context) -> None:
 
 
 app.add_typer(demo.app, name="demo")
+
+
+@app.command("shadow", cls=doctor.TakesACommand)
+def _shadow(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(help="Folder of the checkpoints; made if it is not there.")],
+    keep: Annotated[int, typer.Option(min=1, help="Number of checkpoints to keep: the newest.")] = 3,
+    write_every: Annotated[
+        str, typer.Option(help="Time between two checkpoints, such as 30s or 500ms.")
+    ] = "30s",
+) -> None:
+    """Follow every step of a job on this host, and write checkpoints without stopping it.
+
+    `paceline shadow checkpoints -- train.py ARGS` follows `paceline run --min-ranks 2 train.py ARGS`. It runs the same
+    script up to `paceline.Elastic`. If all ranks are lost, it writes the last completed step.
+    """
+    from paceline.launch.shadow_command import follow
+
+    words = context.meta[doctor.COMMAND]
+    write_every_s = seconds(write_every, "--write-every", is_bare_possible=True)
+    if write_every_s < 0:
+        raise ConfigurationError(f"--write-every {write_every} is negative. Pass a time such as 30s.")
+    follow(
+        folder,
+        keep,
+        write_every_s,
+        words or [],
+        lambda line: print(f"paceline shadow: {line}", file=sys.stderr),
+    )
+
+
 app.command("doctor", cls=doctor.TakesACommand)(doctor.doctor)
 
 

@@ -13,17 +13,22 @@ import contextlib
 import json
 import os
 import socket
+import struct
 from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from paceline.elastic import guest
-from paceline.errors import ProtocolError
+from paceline.errors import ConfigurationError, ProtocolError
 
 FD = "PACELINE_LINE"
 """Environment variable: the descriptor of a rank's end."""
 LOST_AFTER = "PACELINE_LOST_AFTER"
 """Environment variable: after how many seconds a rank that stands still counts as lost."""
+SHADOW = "PACELINE_SHADOW"
+"""Environment variable: the task of a process that follows the ranks of a job, as JSON."""
+RESUME = "PACELINE_RESUME"
+"""Environment variable: the folder of checkpoints from which training resumes, if the script names none."""
 _MOST_BYTES = 64 * 1024
 
 
@@ -98,14 +103,22 @@ class Notice:
 
 @dataclass(frozen=True)
 class Give:
-    """A rank waits to come in: send it your state while you train. An end of a socket comes with this."""
+    """A rank waits to come in: send it your state while you train. An end of a socket comes with this.
+
+    With `num_shares` the receiver is a shadow, and this rank sends one share of so many.
+    """
 
     epoch: int
+    share: int = 0
+    num_shares: int = 0
 
 
 @dataclass(frozen=True)
 class Receive:
-    """Receive a rank's state over the end of a socket that comes with this."""
+    """Receive a rank's state over the end of a socket that comes with this; with `num_shares` a share of it."""
+
+    share: int = 0
+    num_shares: int = 0
 
 
 @dataclass(frozen=True)
@@ -223,6 +236,23 @@ class AgentConnection:
         except (ValueError, OSError):  # inherited the variable without the descriptor
             return None
 
+    @classmethod
+    def to_job(cls, name: str) -> AgentConnection:
+        """Connect to the agent that listens at this abstract name. Raises ConfigurationError if no agent of ours does.
+
+        A name may be taken by any process of the host, so both ends ask the kernel for the other's user.
+        """
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            end.connect(f"\0{name}")
+            is_ours = user_of(end) == os.getuid()
+        except OSError:
+            is_ours = False
+        if not is_ours:
+            end.close()
+            raise ConfigurationError("the job has ended, or is another user's: nothing is left to follow.")
+        return cls(end)
+
     def fileno(self) -> int:
         return self._end.fileno()
 
@@ -252,6 +282,13 @@ class AgentConnection:
             os.set_inheritable(each, False)
             self.handed.append(socket.socket(fileno=each))
         return decode(words) if words else None
+
+
+def user_of(end: socket.socket) -> int:
+    """Return the user who runs the process at the other end of a Unix socket."""
+    size = struct.calcsize("3i")
+    number: int = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1]
+    return number
 
 
 def decode(words: bytes) -> Message:

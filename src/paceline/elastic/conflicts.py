@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -139,6 +140,24 @@ def _of_determinism(model: DistributedDataParallel) -> Iterator[str]:
             yield f"{words}{name} has sparse gradients, which are summed as they come. Leave out sparse=True."
     if any(each.is_complex() for each in model.module.parameters()):
         yield f"{words}gradients of complex parameters are not folded. Hold their real and imaginary parts."
+
+
+def check_given(checkpoint: object, notice: object) -> None:
+    """Refuse a `checkpoint` or `notice` that is neither a path nor a function. Local.
+
+    Raises:
+        ConfigurationError: With what to give instead.
+    """
+    if not (checkpoint is None or callable(checkpoint) or isinstance(checkpoint, (str, os.PathLike))):
+        raise ConfigurationError(
+            f"Elastic(checkpoint={checkpoint!r:.60}): give a folder, or a function without arguments that saves a "
+            'checkpoint, such as lambda: torch.save(net.state_dict(), "last.pt").'
+        )
+    if not (notice is None or callable(notice) or isinstance(notice, (str, os.PathLike))):
+        raise ConfigurationError(
+            f"Elastic(notice={notice!r:.60}): give the path of a file that appears when this machine is told to "
+            "go, or a function that returns something true then."
+        )
 
 
 def card(

@@ -40,11 +40,14 @@ from paceline.elastic.agent_connection import (
     Stopped,
     Trouble,
 )
+from paceline.elastic.checkpoints import RankCheckpoints
 from paceline.elastic.handover import Carried, Place, Standings, hand_over
 from paceline.elastic.history import ChangeRecorder
 from paceline.elastic.late_start import LateStart
-from paceline.elastic.replay import Giver, Replayed, receive
+from paceline.elastic.replay import Giver, Replayed, Share, receive
 from paceline.elastic.rollback import Rollback
+from paceline.elastic.shadow import ShadowOrders
+from paceline.elastic.shadow import run as run_shadow
 from paceline.elastic.watcher import NO_EPOCH, EndedError, LeavingError, OverError, Watcher
 from paceline.elastic.world import WorldKind, forget_world
 from paceline.errors import (
@@ -83,8 +86,9 @@ class Elastic:
             is a logical one: its samples stay together, and gradients are summed in logical order. With fewer ranks,
             some compute several of them. What is drawn from torch's generator within a window depends on the
             step and the logical rank.
-        checkpoint: Called without arguments on one rank of a host before the launch ends because too few ranks are
-            left, or because all were told to end: to save what you save otherwise, without communication. Parameters,
+        checkpoint: A folder. Training resumes from the newest checkpoint there, and `save` writes into it. Or a
+            function without arguments that saves what you save otherwise, without communication. Either is used on one
+            rank of a host before the launch ends: too few ranks are left, or all were told to end. Parameters,
             schedules and sampler are as the last completed step left them.
         notice: What tells this rank that its machine goes soon, besides SIGTERM and SIGUSR1. The path of a file that
             appears then; or a function that returns something true then, such as one that asks a cloud's metadata. It
@@ -112,61 +116,83 @@ class Elastic:
         scheduler: Any = None,
         sampler: GlobalShuffle | None = None,
         deterministic: bool = False,
-        checkpoint: Callable[[], object] | None = None,
+        checkpoint: Callable[[], object] | str | os.PathLike[str] | None = None,
         notice: Callable[[], object] | str | os.PathLike[str] | None = None,
     ) -> None:
         optimizers: list[Any] = _listed(optimizer)
         others = _listed(scheduler)
         conflicts.check(model, optimizers, others, sampler, deterministic)
         assert sampler is not None
-        line = AgentConnection.of_this_process()
+        orders = ShadowOrders.of_this_process()
+        line = AgentConnection.of_this_process() if orders is None else None
         if deterministic:
-            _check_logical(sampler, is_guest=line is not None and line.is_guest, is_plain=line is None)
+            _check_logical(
+                sampler, is_guest=line is not None and line.is_guest, is_plain=line is None and orders is None
+            )
             model.membership.model.reduce_by(LogicalMean(sampler.given.num_ranks))
-        if checkpoint is not None and not callable(checkpoint):
-            raise ConfigurationError(
-                f"Elastic(checkpoint={checkpoint!r:.60}): give a function without arguments that saves a checkpoint, "
-                'such as lambda: torch.save(net.state_dict(), "last.pt").'
-            )
-        if not (notice is None or callable(notice) or isinstance(notice, (str, os.PathLike))):
-            raise ConfigurationError(
-                f"Elastic(notice={notice!r:.60}): give the path of a file that appears when this machine is told to "
-                "go, or a function that returns something true then."
-            )
-        self._model, self._sampler, self._checkpoint = model, sampler, checkpoint
+        conflicts.check_given(checkpoint, notice)
+        self._model, self._sampler = model, sampler
         self._place = Place(0, *sampler.next_loop)
+        self._crew: ElasticClient | None = None
+        self._late: LateStart | None = None  # until the first step, if training has begun already
+        carried = Carried(model.module, optimizers, others, sampler)
+        card = conflicts.card(model, optimizers, others, sampler)
+        if orders is not None:
+            run_shadow(orders, carried, card)
+        self._checkpoints = RankCheckpoints.of(checkpoint, carried, card)
+        self._wants_save = False
+        self._checkpoint = checkpoint if callable(checkpoint) else self._save_now
+        self._rollback = Rollback(model.module, optimizers, others)
+        own_epoch = sampler.epoch
         if line is None:
-            self._crew: ElasticClient | None = None
+            if self._resume(dist.get_rank(), dist.get_world_size()):
+                self._late = LateStart(carried, sampler, own_epoch, self._place, self._rollback)
             return
         if _in_use:
             raise ConfigurationError(
                 "Elastic: this process has one already. Make one, with the model that takes the loader's batches."
             )
         _in_use.append(self)
-        carried = Carried(model.module, optimizers, others, sampler)
         carried.rest(self._place, sampler.given)  # refuses what cannot be sent
         carried.whole()
-        self._rollback = Rollback(model.module, optimizers, others)
         self._is_given_up = False  # the step under way, or the last one
         self._is_in_step = False
         self._agreed_at = _NOT_YET  # the step at which all ranks were seen to be
         self._crew = ElasticClient(line, model, carried, sampler)
         if notice is not None:
             self._crew.watcher.ask(notice)
-        self._late: LateStart | None = None  # until the first step, if the others train already
-        own_epoch = sampler.epoch
+        self._has_resumed = False
         model.membership.model.handle_faults(self)
         peers.ask_first(self._crew.witness)
-        card = conflicts.card(model, optimizers, others, sampler)
         line.tell(Ready(card, saves=checkpoint is not None))
         self._meet()
-        if self._crew.came_late:
-            self._late = LateStart(carried, sampler, own_epoch, self._place, self._rollback)
+        if self._crew.came_late or self._has_resumed:
+            is_apart = self._crew.came_late
+            self._late = LateStart(carried, sampler, own_epoch, self._place, self._rollback, is_apart)
 
     @property
     def step(self) -> int:
         """Steps that have been completed since training began, on any ranks."""
         return self._place.step
+
+    def save(self) -> None:
+        """Write a checkpoint into the folder `checkpoint`, of the step that is under way when that is completed.
+
+        Rank 0 copies its state when the loop asks for the next step, and a thread writes the copy in the format of
+        `torch.distributed.checkpoint`. The newest three are kept. A checkpoint that cannot be written is reported, and
+        training goes on. If the last one is still being written, nothing is done.
+
+        Contract:
+            Local; on any ranks.  Blocks: no.
+
+        Raises:
+            ConfigurationError: There is no folder.
+        """
+        if self._checkpoints is None:
+            raise ConfigurationError(
+                'Elastic.save: there is no folder. Pass Elastic(..., checkpoint="checkpoints").'
+            )
+        self._wants_save = True
 
     # ---- the loop
 
@@ -186,17 +212,18 @@ class Elastic:
         Raises:
             As `sampler.steps`, and as the constructor. ProtocolError: The other ranks have ended their training.
         """
+        if self._late is not None:
+            if self._late.passes_over():
+                return
+            self._late = None
         handed_out = self._sampler.steps(loader)
         if self._crew is None:
             for batches in handed_out:
                 under_way = self._place_behind_step()
                 yield batches
                 self._place = under_way
+                self._save_if_asked()
             return
-        if self._late is not None:
-            if self._late.passes_over():
-                return
-            self._late = None
         line = self._crew.line
         self._place = Place(self.step, *self._sampler.next_loop)
         line.tell(InLoop(inside=True))
@@ -205,7 +232,8 @@ class Elastic:
             while True:
                 self._meet()
                 self._rollback.note()
-                self._crew.give()
+                self._crew.give(self._place)
+                self._save_if_asked()
                 with self._crew.watcher.shielding():
                     found = next(handed_out, None)
                 if found is None:
@@ -244,6 +272,7 @@ class Elastic:
     def _end_together(self) -> None:
         """Wait until no rank has a step of this loop to do (rule 4). Collective; blocks."""
         assert self._crew is not None
+        self._crew.drain()
         if self._agreed_at != self.step:
             try:
                 self._crew.meet_at_end()
@@ -274,7 +303,7 @@ class Elastic:
         assert crew is not None
         while crew.is_leaving:
             try:
-                seat = crew.next_seat(self.step)
+                seat = crew.next_seat(self._place)
             except EndedError:
                 self._save()
                 raise
@@ -308,10 +337,37 @@ class Elastic:
         finally:
             self._crew.line.tell(Saved(why[:500]))
 
+    def _save_if_asked(self) -> None:
+        """Save on rank 0 what `save` was called for. Local."""
+        asked, self._wants_save = self._wants_save, False
+        if asked and self._checkpoints is not None and dist.get_rank() == 0:
+            self._checkpoints.save(self._place, self._first_batch, waits=False)
+
+    def _save_now(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.save(self._place, self._first_batch, waits=True)
+
+    @property
+    def _first_batch(self) -> GlobalBatch:
+        return self._sampler.given if self._crew is None else self._crew.first_batch
+
+    def _resume(self, rank: int, size: int) -> bool:
+        """Take the newest checkpoint of the folder. Return whether there is one. Local."""
+        tree = None if self._checkpoints is None else self._checkpoints.resume(rank, size)
+        if tree is None:
+            return False
+        place = self._place = Place(*tree["place"])
+        self._sampler.move(self._sampler.batch, self._sampler.rank, place.epoch, place.position)
+        if self._crew is not None and self._model.membership.model.logical is not None:
+            self._crew.first_batch = GlobalBatch.from_dict(tree["batch"])  # its ranks are the logical ones
+        return True
+
     def _follow(self, seat: RankAssignment) -> None:
         """Take this seat (rules 1 and 3)."""
         crew = self._crew
         assert crew is not None
+        if crew.is_new and seat.num_new == seat.size:
+            self._has_resumed = self._resume(seat.rank, seat.size)
         if crew.is_new and seat.num_new < seat.size:
             crew.came_late = True
             self._place = Place(_NOT_YET, 0, 0)
@@ -367,7 +423,7 @@ class ElasticClient:
         self._kind = WorldKind(backend_of(world), timeout_of(world))
         self.watcher = Watcher(line)
         self._limit_s = float(os.environ.get(LOST_AFTER, "30"))
-        self._first_batch: GlobalBatch = sampler.given  # of the job; a rank that comes is told
+        self.first_batch: GlobalBatch = sampler.given  # of the job; a rank that comes is told
         self._recorder = ChangeRecorder(sampler.batch.samples)
         self._shares = model.membership.model.shares
         self._troubled_in = NO_EPOCH  # the last epoch whose failure was reported
@@ -417,13 +473,13 @@ class ElasticClient:
             self._troubled_in = epoch
             self.line.tell(Trouble(epoch, words[:500]))
 
-    def next_seat(self, step: int) -> RankAssignment:
-        """Leave this membership, after so many completed steps; returns the place in the next one. Blocks."""
+    def next_seat(self, place: Place) -> RankAssignment:
+        """Leave this membership behind the last completed step; returns the place in the next one. Blocks."""
         self.watcher.acknowledge()
         progress.begin_again()
         if not self.is_new:
-            self.line.tell(Stopped(self.watcher.epoch, step))
-        self._digest = max((each.end(step) for each in self._givers), default=0)
+            self.line.tell(Stopped(self.watcher.epoch, place.step))
+        self._digest = max((each.end(place, self.first_batch) for each in self._givers), default=0)
         self._givers.clear()
         told, say = self.watcher.next_seat(), self.line.tell
         while not isinstance(told, RankAssignment):
@@ -433,12 +489,19 @@ class ElasticClient:
             told = self.watcher.next_seat()
         return told
 
-    def give(self) -> None:
-        """A step begins: let those that wait to come in have some of this rank's state. Local."""
-        while (end := self.watcher.to_give()) is not None:
-            self._givers.append(Giver(end, self.carried))
+    def give(self, place: Place) -> None:
+        """A step begins at this place: let those that follow have some of this rank's state. Local."""
+        while (given := self.watcher.to_give()) is not None:
+            order, end = given
+            share = Share(order.share, order.num_shares) if order.num_shares else None
+            self._givers.append(Giver(end, self.carried, share))
         for each in self._givers:
-            each.go_on()
+            each.go_on(place, self.first_batch)
+
+    def drain(self) -> None:
+        """Let shadows read the last step, before this process may end. Local; blocks for some seconds at most."""
+        for each in self._givers:
+            each.drain()
 
     # ---- the next one
 
@@ -464,19 +527,19 @@ class ElasticClient:
         """Let the model go on over the group; returns what this rank lacks of the furthest one's state. Collective."""
         group = dist.group.WORLD
         assert group is not None
-        first = self._first_batch
+        first = self.first_batch
         given = aside(lambda: hand_over(self.carried, standings, place, first, group))
         if given:
-            self._first_batch = GlobalBatch.from_dict(given["batch"])
+            self.first_batch = GlobalBatch.from_dict(given["batch"])
         if (mean := self._model.membership.model.logical) is not None:
-            mean.num_averaged = self._first_batch.num_ranks
-        batch = self._first_batch.among(seat.size)
+            mean.num_averaged = self.first_batch.num_ranks
+        batch = self.first_batch.among(seat.size)
         self._model.membership.rebuild(group, batch=batch, same_step=False)
         return given
 
     def go_on(self, seat: RankAssignment, place: Place) -> None:
         """The seat is taken: train from there. Local."""
-        first, mean = self._first_batch, self._model.membership.model.logical
+        first, mean = self.first_batch, self._model.membership.model.logical
         if mean is None:
             batch = self._sampler.batch  # as `rebuild` was told, or in other shares by `balance`
             self._sampler.move(batch, seat.rank, place.epoch, place.position)

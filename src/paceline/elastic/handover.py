@@ -85,7 +85,7 @@ class Carried:
         self, module: Module, optimizers: Sequence[Optimizer], others: Sequence[Any], sampler: GlobalShuffle
     ) -> None:
         self._module, self.optimizers, self._others = module, optimizers, others
-        self._sampler, self._buffers = sampler, Buffers(module)
+        self.sampler, self._buffers = sampler, Buffers(module)
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -108,34 +108,67 @@ class Carried:
 
     def digest(self) -> int:
         """A number by which other bits of parameters and optimizers' states show; not 0. Local: reads all of them."""
-        packed = self.whole()
-        found = zlib.crc32(packed.words)
-        for tensor in packed.tensors:
-            found = (found * _FACTOR + _sum_of(bytes_of(tensor))) % _MODULUS
-        return found + 1
+        return _digest(self.whole())
+
+    def digest_of(self, parameter: Parameter) -> int:
+        """Return such a number of one parameter and its states in optimizers. Local."""
+        return _digest(pack(self.of(parameter)))
 
     def whole(self) -> PackedState:
         """Parameters and optimizers' states, for a rank that does not hold them, between two steps. Local."""
-        return pack(
-            {
-                "parameters": [self.of(each) for each in self.parameters],
-                "optimizers": [_own_state(each) for each in self.optimizers],
-            }
-        )
+        return pack(self.whole_tree())
+
+    def whole_tree(self) -> dict[str, Any]:
+        """Return what `whole` packs; nothing is copied."""
+        return {
+            "parameters": [self.of(each) for each in self.parameters],
+            "optimizers": [_own_state(each) for each in self.optimizers],
+        }
 
     def rest(self, place: Place, batch: GlobalBatch) -> PackedState:
         """Return what else another rank needs, between two steps. Local. `batch` is that of the job's beginning."""
-        tree = {
+        return pack(self.rest_tree(place, batch))
+
+    def rest_tree(self, place: Place, batch: GlobalBatch) -> dict[str, Any]:
+        """Return what `rest` packs; buffers, and what others return, are not copied."""
+        return {
             "place": [place.step, place.epoch, place.position],
             "batch": batch.as_dict(),
-            "sampler": dict(self._sampler.state_dict()),
+            "sampler": dict(self.sampler.state_dict()),
             "randomness": Randomness().as_tree(),
             "buffers": self._buffers.named(),
             "extra_state": extra_state(self._module),
             "settings": [[settings_of(group) for group in each.param_groups] for each in self.optimizers],
             "others": [each.state_dict() for each in self._others],
         }
-        return pack(tree)
+
+    # ---- as torch names it
+
+    def names(self) -> list[str]:
+        """Return the name of each parameter, in their order; one that is not the module's has its place for a name."""
+        own = {id(each): name for name, each in self._module.named_parameters()}
+        return [own.get(id(each), f"parameter {place}") for place, each in enumerate(self.parameters)]
+
+    def module_state(self) -> dict[str, Any]:
+        """Return the module's `state_dict()`; nothing is copied."""
+        return self._module.state_dict()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return all optimizers' states by parameters' names, as torch's checkpoints do; nothing is copied."""
+        names = {id(each): name for each, name in zip(self.parameters, self.names(), strict=True)}
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        return {
+            "state": {
+                names[id(parameter)]: dict(state)
+                for each in self.optimizers
+                for parameter, state in each.state.items()
+                if isinstance(parameter, Tensor)
+            },
+            "param_groups": [
+                {**settings_of(group), "params": [names[id(each)] for each in group["params"]]}
+                for group in groups
+            ],
+        }
 
     def take(self, tree: Any, *, is_new: bool) -> None:
         """Take over the giver's state; with `is_new` also its random numbers. Local.
@@ -156,7 +189,7 @@ class Carried:
             each.load_state_dict(state)
         if is_new:
             state = tree["sampler"]
-            self._sampler.load_state_dict(state, batch_may_change="tokens" not in state)
+            self.sampler.load_state_dict(state, batch_may_change="tokens" not in state)
             Randomness.from_tree(tree["randomness"]).restore()
 
 
@@ -189,6 +222,13 @@ def bytes_of(tensor: Tensor) -> npt.NDArray[np.uint8]:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _digest(packed: PackedState) -> int:
+    found = zlib.crc32(packed.words)
+    for tensor in packed.tensors:
+        found = (found * _FACTOR + _sum_of(bytes_of(tensor))) % _MODULUS
+    return found + 1
 
 
 def _sum_of(found: npt.NDArray[np.uint8]) -> int:

@@ -1,4 +1,6 @@
-"""A rank that has come in while others train runs its script from the top: which of its epochs are over already.
+"""A rank whose state is of a later epoch runs its script from the top: which of its epochs are over already.
+
+It has come in while others train, or all ranks have resumed from a checkpoint.
 
 Rules
 1. A script that counts its epochs, by `for epoch in range(3)`, begins at the first one here as well. So its loops have
@@ -19,13 +21,19 @@ from paceline.errors import ConfigurationError
 
 
 class LateStart:
-    """The time from `Elastic(...)` to the first step of a rank that has come in at `place`.
+    """The time from `Elastic(...)` to the first step of a rank whose state is of `place`.
 
-    `own_epoch` is where the script was before it came in.
+    `own_epoch` is where the script was before. `is_apart`: the other ranks train, so this one may not communicate.
     """
 
     def __init__(
-        self, carried: Carried, sampler: GlobalShuffle, own_epoch: int, place: Place, rollback: Rollback
+        self,
+        carried: Carried,
+        sampler: GlobalShuffle,
+        own_epoch: int,
+        place: Place,
+        rollback: Rollback,
+        is_apart: bool = True,
     ) -> None:
         self._carried, self._sampler, self._place, self._rollback = carried, sampler, place, rollback
         self._digest = carried.digest()
@@ -34,7 +42,7 @@ class LateStart:
         self._counts: bool | None = None
         sampler.known_epoch = None
         rollback.note()
-        self._world = ApartWorld()
+        self._world = ApartWorld() if is_apart else None
 
     def passes_over(self) -> bool:
         """Return whether the script begins an epoch that is over. Otherwise be where the others are. Local.
@@ -49,12 +57,14 @@ class LateStart:
         self._next = epoch + 1
         if epoch < self._place.epoch:
             return True
-        self._world.end()
+        if self._world is not None:
+            self._world.end()
         if self._carried.digest() != self._digest:
             raise ConfigurationError(
                 "between paceline.Elastic(...) and its first step, this rank's script has changed parameters or an "
-                "optimizer's state, which came from the other ranks. Load checkpoints before paceline.Elastic(...), "
-                "and let epochs begin where the others are: for epoch in range(sampler.epoch, epochs)."
+                "optimizer's state. These came from the other ranks, or from a checkpoint. Load checkpoints before "
+                "paceline.Elastic(...), and let epochs begin where the others are: for epoch in range(sampler.epoch, "
+                "epochs)."
             )
         self._rollback.undo()
         sampler, place = self._sampler, self._place

@@ -1,4 +1,4 @@
-"""The transfer of a training rank's state to a new rank: a snapshot in parts, and the gradients of later steps.
+"""The transfer of a training rank's state to a new rank, or to a shadow: a snapshot in parts, then later gradients.
 
 Rules
 1. The giver copies some parameters at the beginning of each step, with their states in the optimizers. Of those that
@@ -9,6 +9,12 @@ Rules
 3. The giver never waits for the receiver. What has not been read is bounded; beyond that the giver gives up.
 4. Frames are JSON and tensors as they are. Nothing is unpickled. Between hosts the agents connect the two, and have
    made sure that both are of the job (`launch/elastic/state_call.py`).
+5. A shadow (`shadow.py`) has one giver for each rank of its host, and each gives its `Share`. Between two steps a frame
+   "turn" follows the gradients. It has the step, random numbers and digests of some parameters. The first giver adds
+   the rest of the state. A shadow applies a step only when this frame is there.
+6. A shadow says which step it holds. A giver that begins behind the same step sends no snapshot. A frame "snapshot"
+   says that one begins: what this giver has sent before, and was not applied, is void. A giver with too many unread
+   frames drops the later ones, and begins a snapshot when the others are read.
 """
 
 from __future__ import annotations
@@ -18,7 +24,8 @@ import queue
 import select
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,61 +33,169 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.elastic.handover import Carried, bytes_of
-from paceline.elastic.rollback import copied, settings_of
+from paceline.data import GlobalBatch
+from paceline.elastic.handover import Carried, Place, bytes_of
+from paceline.elastic.rollback import Randomness, copied, settings_of
 from paceline.elastic.state_tree import PackedState, empty_tensors, pack, unpack
 from paceline.errors import ConfigurationError, PacelineError
 
 _LEAST_BYTES = 16 << 20  # of the snapshot, that are copied in a step
 _NUM_STEPS = 8  # in which all of it is copied, if it is large
 _MOST_STATES = 2.0  # that may wait to be read
+_DIGEST_STEPS = 64  # in which a shadow confirms every parameter once
+_DRAIN_S, _LOOK_S = 5.0, 0.001
 _LENGTH_BYTES = 8
 _BEAT_S = 0.2  # a receiver that waits for the next step says so again
 
 
-class Giver:
-    """Sends what `carried` holds to a receiver, a part of it at each `go_on`, from a thread of its own."""
+@dataclass(frozen=True)
+class Share:
+    """The part of a state that one of several givers sends."""
 
-    def __init__(self, end: socket.socket, carried: Carried) -> None:
-        self._end, self._carried = end, carried
+    index: int
+    count: int
+
+    def places(self, sizes: Sequence[int]) -> list[int]:
+        """Return the places of this part's parameters, so that the parts have about as many bytes each."""
+        room = [0] * self.count
+        found = []
+        for place in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
+            owner = room.index(min(room))
+            room[owner] += sizes[place]
+            if owner == self.index:
+                found.append(place)
+        return sorted(found)
+
+
+class Giver:
+    """Sends what `carried` holds to a receiver, a part of it at each `go_on`, from a thread of its own.
+
+    A replacement is sent everything by one giver. A shadow is sent a `share` by each of several.
+    """
+
+    def __init__(self, end: socket.socket, carried: Carried, share: Share | None = None) -> None:
+        self._end, self._carried, self._share = end, carried, share
         self._parameters, self._num_sent = carried.parameters, 0
-        states = (each for parameter in self._parameters for each in carried.of(parameter))
-        self._total = sum(_size(each) for state in states for each in _tensors_in(state))
+        parts = Share(0, 1) if share is None else share
+        self._places = parts.places([_size(each) for each in self._parameters])
+        self._measure()
         self._posted = self._sent = 0  # bytes; only the thread writes the second
         self._frames: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._hooks = [each.register_step_pre_hook(self._note_step) for each in carried.optimizers]
-        self.is_over = False
+        self.is_over = self._is_behind = False
+        self._begun_at: int | None = None  # the step of the first turn
+        self._turned_at = -1
+        self._next_digest = 0
+        if share is not None:
+            self._num_sent = len(self._places)  # until the shadow asks for a snapshot
+            self._post({"bytes": sum(map(self._size_of, range(len(self._parameters))))})
         threading.Thread(target=self._send, name="paceline-giver", daemon=True).start()
 
-    def go_on(self) -> None:
-        """A step begins: copy some more. Local."""
+    def _size_of(self, place: int) -> int:
+        """Return the bytes of a parameter and its states in optimizers."""
+        return sum(
+            _size(each) for state in self._carried.of(self._parameters[place]) for each in _tensors_in(state)
+        )
+
+    def _measure(self) -> None:
+        """See how large the own share is. An optimizer has states only after its first step."""
+        self._total = sum(map(self._size_of, self._places))
+
+    def go_on(self, place: Place, batch: GlobalBatch) -> None:
+        """A step begins at this place: copy some more. Local. `batch` is that of the job's beginning."""
+        if self._share is not None:
+            self._turn(place, batch)
         begun, stop = self._posted, max(_LEAST_BYTES, self._total // _NUM_STEPS)
-        while not self.is_over and self._num_sent < len(self._parameters) and self._posted - begun < stop:
-            parameter = self._parameters[self._num_sent]
-            self._post({"place": self._num_sent, "state": copied(self._carried.of(parameter))})
+        while not self.is_over and self._num_sent < len(self._places) and self._posted - begun < stop:
+            index = self._places[self._num_sent]
+            self._post({"place": index, "state": copied(self._carried.of(self._parameters[index]))})
             self._num_sent += 1
-            if self._num_sent == len(self._parameters):
+            if self._num_sent == len(self._places):
                 self._post({"is_whole": True})
 
-    def end(self, step: int) -> int:
-        """End the transfer behind `step`. Return the digest of all that was given, or 0. Local."""
-        self._post({"end": step})
-        is_whole = not self.is_over and self._num_sent == len(self._parameters)
+    def end(self, place: Place, batch: GlobalBatch) -> int:
+        """End the transfer at this place. Return the digest of all that was given, or 0. Local."""
+        if self._share is not None:
+            if place.step > self._turned_at:
+                self._turn(place, batch)
+            self._leave()
+            return 0
+        self._post({"end": place.step})
+        is_whole = not self.is_over and self._num_sent == len(self._places)
         self._leave()
         with contextlib.suppress(ConfigurationError):
             return self._carried.digest() if is_whole else 0
         return 0
 
+    # ---- to a shadow
+
+    def drain(self) -> None:
+        """Wait until the shadow has read all that was posted, for `_DRAIN_S` at most. Local; blocks."""
+        until_s = time.monotonic() + _DRAIN_S
+        while self._share is not None and not self.is_over and self._sent < self._posted:
+            if time.monotonic() > until_s:
+                return
+            time.sleep(_LOOK_S)
+
+    def _turn(self, place: Place, batch: GlobalBatch) -> None:
+        """Post what belongs to the end of a step, and hear what the shadow asks for."""
+        assert self._share is not None
+        if self.is_over or (self._is_behind and self._sent < self._posted):
+            return
+        is_first = self._begun_at is None
+        if self._begun_at is None:
+            self._begun_at = place.step
+        asked_for = self._asked_for()
+        is_anew = self._is_behind or asked_for not in (None, self._begun_at)
+        if is_anew or self._turned_at in (-1, self._begun_at):
+            self._measure()
+        self._is_behind, self._turned_at = False, place.step
+        if is_anew:
+            self._num_sent = 0
+            self._post({"snapshot": True})
+        tree: dict[str, Any] = {"turn": place.step}
+        if self._share.index == 0:
+            tree["rest"] = copied(self._carried.rest_tree(place, batch))
+        else:
+            tree["randomness"] = Randomness().as_tree()
+        if not is_first and self._num_sent == len(self._places):
+            tree["digests"] = self._some_digests()
+        self._post(tree)
+
+    def _asked_for(self) -> int | None:
+        """Return the step behind which the shadow wants to follow: that which it holds, or -1; None: it did not ask."""
+        asked_for, words = None, bytearray(_LENGTH_BYTES)
+        with contextlib.suppress(OSError):
+            while select.select([self._end], [], [], 0)[0] and _fill(self._end, memoryview(words)):
+                asked_for = int.from_bytes(words, "big", signed=True)
+        return asked_for
+
+    def _some_digests(self) -> list[tuple[int, int]]:
+        """Return the digests of a few parameters, so that all have their turn in `_DIGEST_STEPS`."""
+        found: list[tuple[int, int]] = []
+        num_bytes = 0
+        while self._places and (not found or num_bytes < self._total / _DIGEST_STEPS):
+            place = self._places[self._next_digest % len(self._places)]
+            found.append((place, self._carried.digest_of(self._parameters[place])))
+            num_bytes += self._size_of(place)
+            self._next_digest += 1
+            if len(found) == len(self._places):
+                break
+        return found
+
+    # ---- frames
+
     def _note_step(self, optimizer: Optimizer, *_: object) -> None:
         own = {id(each) for group in optimizer.param_groups for each in group["params"]}
         found = [
-            (place, parameter.grad)
-            for place, parameter in enumerate(self._parameters[: self._num_sent])
-            if parameter.grad is not None and id(parameter) in own
+            (place, gradient)
+            for place in self._places[: self._num_sent]
+            if (gradient := self._parameters[place].grad) is not None and id(self._parameters[place]) in own
         ]
         if any(gradient.layout is not torch.strided for _, gradient in found):
+            self._post({"refused": "sparse gradients are not sent to a shadow. Leave out sparse=True."})
             self._leave()
-        elif found and not self.is_over:
+        elif (found or self._share is not None) and not self.is_over:
             self._post(
                 {
                     "optimizer": self._carried.optimizers.index(optimizer),
@@ -90,16 +205,21 @@ class Giver:
             )
 
     def _post(self, tree: Any) -> None:
+        if self._is_behind:
+            return
         try:
             packed = pack(tree)
         except ConfigurationError:  # nothing that can be sent
             self._leave()
             return
-        self._posted += sum(map(_size, packed.tensors))
-        if self._posted - self._sent > _MOST_STATES * self._total + _LEAST_BYTES:
+        num_bytes = sum(map(_size, packed.tensors))
+        if self._posted + num_bytes - self._sent <= _MOST_STATES * self._total + _LEAST_BYTES:
+            self._posted += num_bytes
+            self._frames.put(packed)
+        elif self._share is None:
             self._leave()
         else:
-            self._frames.put(packed)
+            self._is_behind = True
 
     def _leave(self) -> None:
         """Give up, or end: what was posted is sent."""
@@ -140,7 +260,7 @@ def receive(
             while True:
                 while not (has_told or select.select([end], [], [], _BEAT_S)[0]):
                     waits()
-                if (tree := _read(end)) is None:
+                if (tree := read_frame(end)) is None:
                     return None
                 if "end" in tree:
                     return Replayed(tree["end"], carried.digest()) if is_whole else None
@@ -171,8 +291,8 @@ def take(tree: Any, carried: Carried) -> None:
             carried.parameters[place].grad = None
 
 
-def _read(end: socket.socket) -> Any:
-    """The next frame; None: there is none."""
+def read_frame(end: socket.socket) -> Any:
+    """Return the next frame, or None if the giver has ended. Blocks."""
     length = bytearray(_LENGTH_BYTES)
     if not _fill(end, memoryview(length)):
         return None

@@ -83,7 +83,7 @@ class Watcher:
         self._chosen: frozenset[int] | None = None
         self._to_store: frozenset[int] = frozenset()
         self._is_alone = False  # the agent is gone
-        self._to_give: deque[socket.socket] = deque()
+        self._to_give: deque[tuple[Give, socket.socket]] = deque()
         self._seats: queue.SimpleQueue[Told] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._noticed, self._wakes = os.pipe()  # signals, as Python's own handler writes them
@@ -113,8 +113,10 @@ class Watcher:
         """The membership of this epoch begins: what is connected from now on is its own. Raises OverError if late."""
         with self._changed:
             self.epoch = epoch
-            while self._to_give:
-                self._to_give.popleft().close()  # for who waited in the last one
+            for order, end in self._to_give:
+                if order.epoch != epoch:  # for a rank that waited in the last one
+                    end.close()
+            self._to_give = deque(each for each in self._to_give if each[0].epoch == epoch)
             if self._chosen is not None:  # all are out of the last one
                 connections.shut(self._chosen, frozenset())
             self._spared, self._chosen = connections.connected(), None
@@ -144,8 +146,8 @@ class Watcher:
         with self._changed:
             return self._changed.wait_for(lambda: self.is_over or self._is_alone, limit_s) and self.is_over
 
-    def to_give(self) -> socket.socket | None:
-        """Return the socket of a rank that waits to come in and shall have this rank's state meanwhile; once each."""
+    def to_give(self) -> tuple[Give, socket.socket] | None:
+        """Return an order to give this rank's state to another process, and the socket for that; once each."""
         with self._changed:
             return self._to_give.popleft() if self._to_give else None
 
@@ -272,8 +274,8 @@ class Watcher:
                 self._pause = message
             elif isinstance(message, Give):
                 end = self._line.handed.popleft()
-                if message.epoch == self.epoch:
-                    self._to_give.append(end)
+                if message.epoch >= self.epoch:  # the agent may be ahead of the main thread
+                    self._to_give.append((message, end))
                 else:
                     end.close()
             elif isinstance(message, Receive):

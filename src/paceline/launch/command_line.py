@@ -68,6 +68,7 @@ class LaunchArguments:
     hang_after_s: float = 0.0  # how long nothing may move before a rank is called hung; 0: no watch
     # with how many ranks training goes on when some are lost; None: a lost rank ends the launch
     min_ranks: int | None = None
+    shadow: str | None = None  # with `min_ranks`: the folder into which a shadow writes checkpoints
     lost_after_s: float = LOST_AFTER_S  # how long a rank may stand still before it counts as lost
     grace_s: float = GRACE_S  # with `min_ranks`: how long ranks may take to leave after a signal
     join_timeout_s: float = JOIN_S  # how long hosts wait for further ones before they begin
@@ -113,6 +114,7 @@ def parse(arguments: list[str]) -> LaunchArguments:
         shows_live=args.watch,
         hang_after_s=args.hang_after,
         min_ranks=args.min_ranks,
+        shadow=args.shadow,
         lost_after_s=LOST_AFTER_S if args.lost_after is None else args.lost_after,
         grace_s=getattr(args, "shutdown_timeout", None) or GRACE_S,
     )
@@ -155,6 +157,11 @@ def _parser(extra: Mapping[str, ExtraOption]) -> argparse.ArgumentParser:
     add("--lost-after", words, type=float, metavar="SECONDS")
     words = "Make torch's DistributedDataParallel be Paceline's in every rank; the script stays as it is."
     add("--replace-ddp", words, action="store_true")
+    words = (
+        "With --min-ranks: start a process that follows each step and writes checkpoints into FOLDER; training resumes "
+        "from the newest there."
+    )
+    add("--shadow", words, metavar="FOLDER")
     add("--reduction", "With --replace-ddp: how gradients are combined, for example adasum.")
     add("--compression", "With --replace-ddp: send fewer bytes, for example bf16, powersgd or auto.")
     for action in parser._actions:  # Paceline's name for it, which its other commands have, too

@@ -169,6 +169,11 @@ def check_elastic(
     """
     least = args.min_ranks
     if least is None:
+        if args.shadow is not None:
+            raise ConfigurationError(
+                f"--shadow {args.shadow} has no effect without --min-ranks: a shadow follows paceline.Elastic. Add "
+                "--min-ranks, or leave it out."
+            )
         if args.lost_after is not None:
             raise ConfigurationError(
                 f"--lost-after {args.lost_after:g} has no effect without --min-ranks. Add --min-ranks, or leave it out."

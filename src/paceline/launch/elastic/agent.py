@@ -53,6 +53,7 @@ from paceline.launch.elastic.rank_assignments import (
     Source,
 )
 from paceline.launch.elastic.several_hosts import connected
+from paceline.launch.elastic.shadows import Shadows
 from paceline.launch.elastic.starting import EpochStores, Starter
 from paceline.launch.hang_watch import HangWatch
 from paceline.launch.launch_errors import InterruptedLaunchError, LaunchError
@@ -82,6 +83,7 @@ def run(arguments: LaunchArguments, hangs: HangWatch, note: Callable[[str], None
             if received and (len(received) > 1 or not agent.leave(f"{received[0].name} received")):
                 check()
 
+        shadows = stack.enter_context(Shadows(arguments))
         starter = stack.enter_context(Starter(arguments))
         decider: Decider = OneHost()
         start: Start | None = Start(0, arguments.num_local_ranks, 0, 1, None)
@@ -100,6 +102,7 @@ def run(arguments: LaunchArguments, hangs: HangWatch, note: Callable[[str], None
             try:
                 while not agent.is_over:
                     agent.look()
+                    agent.serve(shadows)
                     check_whether_all_left()
             except InterruptedLaunchError:
                 raise
@@ -324,6 +327,11 @@ class Agent:
     def _let_go(self, rank: Rank, saves: bool = False) -> None:
         rank.phase, rank.left_s = Phase.LEAVING, time.monotonic()
         rank.process.tell(Leave(self._told or "it was told to end", LEFT, saves))
+
+    def serve(self, shadows: Shadows) -> None:
+        """Let shadows follow the ranks that train here."""
+        if not self._is_stopping:
+            shadows.look(self._seats.training, self._epoch, self._card)
 
     # ---- what ranks say
 

@@ -378,9 +378,9 @@ def _fail_in_recovery(faults: Faults, notes: Notes) -> None:
         notes.write(what="took", all="parameters" in tree)
         take_rest(carried, tree, **named)
 
-    def giving(giver: replay.Giver) -> None:
+    def giving(*given: Any) -> None:
         faults.at("giving")
-        give(giver)
+        give(*given)
 
     Membership.rebuild = failing  # type: ignore[method-assign]
     setattr(handover.Carried, "take", taking_rest)  # noqa: B010

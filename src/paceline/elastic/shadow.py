@@ -1,0 +1,358 @@
+"""A shadow: a process that follows the training of other ranks, computes nothing, and writes checkpoints.
+
+Rules
+1. The shadow runs the script up to `Elastic(...)`, as a replacement does. It is no member: no rank waits for it, and no
+   vote counts it. The agent of its host hands it one connection to each rank there (`launch/elastic/shadows.py`).
+2. A step is applied when all givers have sent their gradients and the turn behind them (`replay.py`, rule 5). So what
+   the shadow holds is always the state after a completed step, except while it takes a snapshot.
+3. If the shadow stands behind the step at which a new membership begins, it follows on. Otherwise it writes what it
+   holds, and takes a snapshot.
+4. It copies its state for a checkpoint, and a thread writes the copy. Givers wait for neither.
+5. When all ranks are gone, it writes what it holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from paceline.elastic.agent_connection import SHADOW, AgentConnection, Ready, Receive, Refused
+from paceline.elastic.checkpoints import CheckpointFolder, snapshot
+from paceline.elastic.handover import Carried
+from paceline.elastic.replay import read_frame, take
+from paceline.errors import ConfigurationError, PacelineError, ReplicaMismatchError
+from paceline.host.processes import available_bytes
+
+_NO_STEP = -1
+_POSITION_BYTES = 8
+_MOST_DIFFERENCES, _ROW_STEPS = 3, 1000  # in a row, each within so many steps: then the script is at fault
+
+
+@dataclass(frozen=True)
+class ShadowOrders:
+    """The task of a shadow, as `paceline shadow` writes it into the environment."""
+
+    folder: str  # where it writes checkpoints
+    keep: int  # how many it keeps
+    write_every_s: float
+    job: str  # name of the socket at which the agent listens
+
+    @classmethod
+    def of_this_process(cls) -> ShadowOrders | None:
+        """Return the orders of this process; None: it is no shadow."""
+        words = os.environ.get(SHADOW)
+        return None if words is None else cls(**json.loads(words))
+
+
+@dataclass
+class _Bundle:
+    """The frames of one giver up to a turn."""
+
+    turn: int | None = None  # the step that the turn completes; None: the giver ended before
+    is_snapshot: bool = False  # a snapshot begins in it
+    is_whole: bool = False  # and all parts were sent
+    parts: list[Any] = field(default_factory=list)
+    gradients: list[Any] = field(default_factory=list)
+    tree: dict[str, Any] = field(default_factory=dict)  # of the turn
+
+
+class _Stream:
+    """The connection to one giver: `ahead` is what it has sent and the shadow has not applied."""
+
+    def __init__(self, end: socket.socket, index: int) -> None:
+        self._end, self.index = end, index
+        self.ahead = _Bundle()
+        self.is_first = True  # nothing was applied yet
+        self.is_valid = False  # the shadow holds its parameters as they were behind the last turn
+        self.is_complete = False  # all of them
+        self.has_ended = False
+
+    def ask(self, step: int) -> None:
+        """Say which step the shadow holds. A giver that is gone hears nothing."""
+        with contextlib.suppress(OSError):
+            self._end.sendall(step.to_bytes(_POSITION_BYTES, "big", signed=True))
+
+    def fill(self) -> Iterator[dict[str, Any]]:
+        """Read up to the next turn, unless that is there. Blocks. Yields frames that are of neither kind."""
+        bundle = self.ahead
+        while bundle.turn is None and not self.has_ended:
+            tree = None
+            with contextlib.suppress(
+                OSError, PacelineError, ValueError
+            ):  # a giver that was killed, or is none
+                tree = read_frame(self._end)
+            if tree is None:
+                self.has_ended = True
+            elif "turn" in tree:
+                bundle.turn, bundle.tree = tree["turn"], tree
+            elif "snapshot" in tree:
+                bundle.is_snapshot, bundle.is_whole = True, False
+                bundle.parts, bundle.gradients = [], []
+            elif "is_whole" in tree:
+                bundle.is_whole = True
+            elif "state" in tree:
+                bundle.parts.append(tree)
+            elif "gradients" in tree:
+                bundle.gradients.append(tree)
+            else:
+                yield tree
+
+    def close(self) -> None:
+        self._end.close()
+
+
+class Shadow:
+    """Follows the ranks of a job with `carried`, and writes checkpoints into `folder` as `orders` say."""
+
+    def __init__(self, carried: Carried, folder: CheckpointFolder, orders: ShadowOrders) -> None:
+        self._carried, self._folder, self._orders = carried, folder, orders
+        self.step, self.is_whole = _NO_STEP, False
+        self._rest: dict[str, Any] = {}  # of the last step that was applied
+        self._streams: list[_Stream] = []
+        self._num_differences, self._differed_at = 0, 0
+        self._written, self._written_s = _NO_STEP, time.monotonic()
+        self._writer: threading.Thread | None = None
+
+    # ---- following
+
+    def begin(self, ends: Sequence[socket.socket]) -> None:
+        """Follow these givers, in the order of their shares."""
+        self._streams = [_Stream(end, index) for index, end in enumerate(ends)]
+        for each in self._streams:
+            each.ask(self.step if self.is_whole else _NO_STEP)
+
+    def follow(self) -> None:
+        """Apply step after step until the givers end. Blocks."""
+        try:
+            while self._advance():
+                if self.is_whole and time.monotonic() - self._written_s >= self._orders.write_every_s:
+                    self._write_aside()
+        finally:
+            for each in self._streams:
+                each.close()
+
+    def _advance(self) -> bool:
+        """Apply what comes next. Return False if nothing does: what a shadow holds then is a completed step."""
+        for stream in self._streams:
+            for tree in stream.fill():
+                self._check(tree)
+        ready = [each for each in self._streams if each.ahead.turn is not None]
+        if not ready:
+            return False
+        turn = min(each.ahead.turn or 0 for each in ready)
+        taken = [each for each in ready if each.ahead.turn == turn]
+        if self.is_whole:
+            lacking = self._lacking(turn, taken)
+            if any(each.has_ended for each in lacking):
+                return False
+            if lacking:
+                self._lose(f"step {self.step + 1} did not come from all ranks")
+        gradients = max(len(each.ahead.gradients) for each in taken)
+        salvaged = [
+            each
+            for each in self._streams
+            if self.is_whole
+            and each.has_ended
+            and each not in ready
+            and len(each.ahead.gradients) == gradients
+        ]
+        self._apply(turn, [*taken, *salvaged])
+        return True
+
+    def _lacking(self, turn: int, taken: Sequence[_Stream]) -> list[_Stream]:
+        """Return the streams without which this turn cannot be applied to a whole state."""
+        gradients = max(len(each.ahead.gradients) for each in taken)
+        if turn not in (self.step, self.step + 1):
+            return [*self._streams]
+        is_next = turn > self.step or gradients > 0
+        lacking = [each for each in taken if each.ahead.is_snapshot or (each.is_first and turn != self.step)]
+        for each in self._streams:
+            # Of a rank that was killed behind its gradients only the turn is missing, and the others' says the same.
+            is_killed = each.has_ended and each.index != 0 and len(each.ahead.gradients) == gradients
+            if (is_next or each.is_first) and each not in taken and not is_killed:
+                lacking.append(each)
+        return lacking
+
+    def _apply(self, turn: int, streams: Sequence[_Stream]) -> None:
+        bundles = [each.ahead for each in streams]
+        for each in streams:
+            if each.is_first:
+                each.is_first = False
+                each.is_valid = each.is_complete = self.is_whole
+            if each.ahead.is_snapshot:
+                each.is_valid, each.is_complete = True, False
+            each.is_complete = each.is_complete or each.ahead.is_whole
+        for part in itertools.chain.from_iterable(each.parts for each in bundles):
+            take(part, self._carried)
+        valid = [each.ahead.gradients for each in streams if each.is_valid]
+        for frames in itertools.zip_longest(*valid):
+            found = [each for each in frames if each is not None]
+            gradients = [each for frame in found for each in frame["gradients"]]
+            take({**found[0], "gradients": gradients}, self._carried)
+        rest = self._streams[0].ahead.tree.get("rest") if self._streams[0] in streams else None
+        if rest is not None:
+            states = [each.ahead.tree.get("randomness") for each in self._streams[1:]]
+            self._rest = {**rest, "randomnesses": [rest["randomness"], *states]}
+        for each in streams:
+            each.ahead = _Bundle()
+        was_whole, self.step = self.is_whole, turn
+        self.is_whole = all(each.is_complete and each.is_valid for each in self._streams) and bool(self._rest)
+        if self.is_whole and not was_whole:
+            self._note(f"follows the training from step {turn} on")
+        if self.is_whole:
+            self._compare(bundles)
+
+    def _compare(self, bundles: Sequence[_Bundle]) -> None:
+        """Compare digests of bits with those of the givers."""
+        digests = [each for bundle in bundles for each in bundle.tree.get("digests", ())]
+        for place, theirs in digests:
+            if self._carried.digest_of(self._carried.parameters[place]) == theirs:
+                continue
+            name = self._carried.names()[place]
+            words = f"{name}, or its state in the optimizer, has other bits than on the ranks after step {self.step}"
+            is_in_a_row = self.step - self._differed_at < _ROW_STEPS
+            self._num_differences = self._num_differences + 1 if is_in_a_row else 1
+            self._differed_at = self.step
+            if self._num_differences >= _MOST_DIFFERENCES:
+                raise ReplicaMismatchError(
+                    f"the shadow cannot follow: {words}, {_MOST_DIFFERENCES} times in a row. What changes parameters "
+                    "other than by optimizer.step() is not followed. Leave it out, or save checkpoints by "
+                    "Elastic(checkpoint=...)."
+                )
+            self.is_whole = False
+            self._note(f"error: {words}; takes a new snapshot")
+            self._ask_for_snapshot()
+            return
+
+    def _lose(self, why: str) -> None:
+        self._note(f"fell behind after step {self.step}: {why}; takes a new snapshot")
+        if self.step > self._written:
+            self._finish_writing()
+            self._write_aside()
+        self.is_whole = False
+
+    def _ask_for_snapshot(self) -> None:
+        for each in self._streams:
+            each.is_valid = each.is_complete = False
+            each.ask(_NO_STEP)
+
+    def _check(self, tree: dict[str, Any]) -> None:
+        """Refuse what cannot be followed, by what a giver says at first."""
+        if "refused" in tree:
+            raise ConfigurationError(f"the shadow cannot follow: {tree['refused']}")
+        if self._rest or "bytes" not in tree:
+            return
+        if why := _lacks_memory(2 * tree["bytes"]):
+            raise ConfigurationError(f"the shadow holds the state, and a copy that is written: it {why}")
+
+    # ---- writing
+
+    def _write_aside(self) -> None:
+        """Copy what the shadow holds, and let a thread write it, unless one still writes."""
+        if self.step <= self._written or (self._writer is not None and self._writer.is_alive()):
+            return
+        self._carried.take(self._rest, is_new=False)
+        if why := _lacks_memory(sum(each.nbytes for each in self._carried.whole().tensors)):
+            self._note(f"step {self.step} was not written: the copy {why}")
+            self._written_s = time.monotonic()
+            return
+        copy = snapshot(self._carried, self._rest)
+        self._written_s = time.monotonic()
+
+        def write() -> None:
+            why = self._folder.write(copy)
+            if why:
+                self._note(f"step {copy.step} was not written: {why}")
+            else:
+                self._written = copy.step
+
+        self._writer = threading.Thread(target=write, name="paceline-checkpoint")
+        self._writer.start()
+
+    def _finish_writing(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+
+    def finish(self) -> None:
+        """Write what the shadow holds, if that is not written. Blocks."""
+        self._finish_writing()
+        if self.is_whole:
+            self._write_aside()
+            self._finish_writing()
+        newest = self._folder.newest()
+        self._note("no checkpoint was written" if newest is None else f"the newest checkpoint is {newest}")
+
+    def _note(self, words: str) -> None:
+        sys.stderr.write(f"paceline shadow: {words}\n")
+
+
+def _lacks_memory(num_bytes: int) -> str:
+    """Return in words that so many bytes are not free, or an empty text."""
+    free = available_bytes()
+    if not 0 < free < num_bytes:
+        return ""
+    return (
+        f"needs {num_bytes:,} bytes, and {free:,.0f} are free. Start the shadow on a host with more memory."
+    )
+
+
+class _TerminatedError(PacelineError):
+    """A signal asks this process to end."""
+
+
+def run(orders: ShadowOrders, carried: Carried, card: str) -> None:
+    """Follow the job until it ends; then this process ends. Blocks.
+
+    Raises:
+        SystemExit: The job has ended, or this process was asked to end. What the shadow held is written.
+        ConfigurationError: The shadow cannot follow; with the reason.
+        ReplicaMismatchError: This process has another model, version or data set than the ranks.
+    """
+    folder = CheckpointFolder(orders.folder, card, orders.keep)
+    folder.open()
+    shadow = Shadow(carried, folder, orders)
+    line = AgentConnection.to_job(orders.job)
+    line.tell(Ready(card))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _raise_terminated)
+    with contextlib.suppress(_TerminatedError):
+        _obey(line, shadow)
+    shadow.finish()
+    raise SystemExit(0)
+
+
+def _raise_terminated(number: int, _: FrameType | None) -> None:
+    for each in (signal.SIGTERM, signal.SIGINT):  # one is enough
+        signal.signal(each, signal.SIG_IGN)
+    raise _TerminatedError(signal.Signals(number).name)
+
+
+def _obey(line: AgentConnection, shadow: Shadow) -> None:
+    """Follow one membership after the other, as the agent says, until it is gone."""
+    ends: list[socket.socket] = []
+    while (message := line.hear()) is not None:
+        if isinstance(message, Refused):
+            raise ReplicaMismatchError(message.why)
+        if not isinstance(message, Receive):
+            continue
+        end = line.handed.popleft()
+        if message.share == 0:
+            for each in ends:
+                each.close()
+            ends = []
+        ends.append(end)
+        if len(ends) == message.num_shares:
+            shadow.begin(ends)
+            shadow.follow()
+            ends = []

@@ -1,0 +1,251 @@
+"""A shadow holds the bits of the last completed step, whoever dies; otherwise it knows that it does not."""
+
+import socket
+import threading
+import types
+
+import pytest
+import torch
+
+from paceline.data import GlobalBatch, GlobalShuffle
+from paceline.elastic.checkpoints import CheckpointFolder
+from paceline.elastic.handover import Carried, Place
+from paceline.elastic.replay import Giver, Share
+from paceline.elastic.shadow import Shadow, ShadowOrders
+from paceline.errors import ConfigurationError, ReplicaMismatchError
+
+BATCH = GlobalBatch((4, 4))
+
+
+def training():
+    """A model with batch normalisation, two optimizers and a schedule; the same at each call."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
+    optimizers = [
+        torch.optim.AdamW(model[0].parameters(), lr=0.1),
+        torch.optim.SGD([*model[1].parameters(), *model[2].parameters()], lr=0.1, momentum=0.9),
+    ]
+    schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 2, gamma=0.7)
+    sampler = GlobalShuffle(800, BATCH, 0)
+    carried = Carried(model, optimizers, [schedule], sampler)
+    return types.SimpleNamespace(
+        model=model, optimizers=optimizers, schedule=schedule, carried=carried, step=0, givers=[]
+    )
+
+
+def train(it):
+    """A step with the same samples on each rank, as reduced gradients are the same."""
+    torch.manual_seed(it.step)
+    it.model(torch.randn(8, 5)).square().sum().backward()
+    torch.nn.utils.clip_grad_norm_(it.model.parameters(), 0.5)
+    for optimizer in it.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    it.schedule.step()
+    it.step += 1
+
+
+class Job:
+    """Ranks, and a shadow that follows them in a thread."""
+
+    def __init__(self, folder, num_ranks=3, write_every_s=1000.0):
+        self.ranks = [training() for _ in range(num_ranks)]
+        self.followed = training()
+        orders = ShadowOrders(str(folder), 3, write_every_s, "none")
+        self.folder = CheckpointFolder(folder, "a card")
+        self.folder.open()
+        self.shadow = Shadow(self.followed.carried, self.folder, orders)
+        self.failed = []
+
+    def begin(self, ranks=None):
+        """Let the shadow follow these ranks: a membership."""
+        self.members = self.ranks if ranks is None else ranks
+        pairs = [socket.socketpair() for _ in self.members]
+        for index, (rank, pair) in enumerate(zip(self.members, pairs, strict=True)):
+            rank.givers = [Giver(pair[0], rank.carried, Share(index, len(pairs)))]
+
+        def follow():
+            try:
+                self.shadow.follow()
+            except Exception as error:
+                self.failed.append(error)
+
+        self.shadow.begin([theirs for _, theirs in pairs])
+        self.thread = threading.Thread(target=follow, daemon=True)
+        self.thread.start()
+
+    def turn(self, rank):
+        place = Place(rank.step, 0, rank.step * 8)
+        for giver in rank.givers:
+            giver.go_on(place, BATCH)
+
+    def train(self, num_steps):
+        for _ in range(num_steps):
+            for rank in self.members:
+                self.turn(rank)
+            for rank in self.members:
+                rank.givers[0].drain()
+                train(rank)
+
+    def end(self):
+        for rank in self.members:
+            for giver in rank.givers:
+                giver.end(Place(rank.step, 0, rank.step * 8), BATCH)
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+    def kill(self, rank):
+        """As the kernel does: what it has not sent, it never sends."""
+        for giver in rank.givers:
+            giver.drain()
+            giver._end.shutdown(socket.SHUT_RDWR)
+            giver._leave()
+
+    def is_equal(self, step):
+        """Whether the shadow holds the bits of this step, all of them."""
+        own, rank = self.shadow, self.ranks[0]
+        assert own.is_whole
+        assert own.step == step == rank.step
+        own.finish()
+        tree = self.folder.load(self.folder.newest())
+        resumed = training()
+        torch.manual_seed(99)
+        resumed.carried.take(tree, is_new=True)
+        assert torch.equal(tree["randomnesses"][-1]["torch"], torch.get_rng_state())
+        assert tree["place"] == [step, 0, step * 8]
+        assert resumed.schedule.state_dict() == rank.schedule.state_dict()
+        assert all(map(torch.equal, resumed.model.buffers(), rank.model.buffers()))
+        return resumed.carried.digest() == self.followed.carried.digest() == rank.carried.digest()
+
+
+def test_it_follows_while_others_train_and_writes_the_last_step(tmp_path, capfd):
+    """Two optimizers, clipped gradients, a schedule, buffers and random numbers."""
+    job = Job(tmp_path)
+    for rank in job.ranks:
+        train(rank)
+    job.begin()
+    job.train(9)
+    job.end()
+    assert not job.failed
+    assert job.is_equal(10)
+    assert [each.name for each in tmp_path.glob("step-*")] == ["step-000000010"]
+    assert "follows the training from step" in capfd.readouterr().err
+
+
+def test_it_goes_on_with_fewer_ranks_without_a_snapshot(tmp_path, capfd):
+    """A rank is lost between two steps. The others' shares are cut anew."""
+    job = Job(tmp_path)
+    job.begin()
+    job.train(4)
+    job.kill(job.ranks[2])
+    job.end()
+    assert job.shadow.step == 4
+    job.begin(job.ranks[:2])
+    job.train(3)
+    job.end()
+    assert job.is_equal(7)
+    assert "snapshot" not in capfd.readouterr().err
+
+
+def test_a_rank_that_dies_behind_its_gradients_costs_nothing(tmp_path):
+    """Of its last step only the turn is missing, which the others have sent."""
+    job = Job(tmp_path)
+    job.begin()
+    job.train(4)
+    for rank in job.ranks:
+        job.turn(rank)
+    for rank in job.ranks:
+        train(rank)
+    job.kill(job.ranks[1])
+    job.end()
+    assert job.is_equal(5)
+
+
+def test_a_share_that_is_missing_leaves_the_step_before(tmp_path, capfd):
+    """All others have completed the step; the shadow writes what it has, and takes a new snapshot."""
+    job = Job(tmp_path)
+    job.begin()
+    job.train(4)
+    for rank in job.ranks:
+        job.turn(rank)
+    job.kill(job.ranks[1])
+    for rank in job.ranks:
+        train(rank)
+    job.end()
+    assert (job.shadow.step, job.shadow.is_whole) == (4, True)
+    job.begin(job.ranks[:1])
+    job.train(4)
+    job.end()
+    assert job.is_equal(9)
+    assert [each.name for each in sorted(tmp_path.glob("step-*"))] == ["step-000000004", "step-000000009"]
+    assert "fell behind after step 4" in capfd.readouterr().err
+
+
+def test_a_shadow_that_does_not_read_takes_a_new_snapshot(tmp_path, monkeypatch, capfd):
+    """No giver waits for it, and what waits to be read is bounded."""
+    monkeypatch.setattr("paceline.elastic.replay._LEAST_BYTES", 20_000)
+    monkeypatch.setattr("paceline.elastic.replay._DRAIN_S", 0.0)
+    job, goes_on = Job(tmp_path), threading.Event()
+    apply = job.shadow._apply
+
+    def applying(*given):
+        apply(*given)
+        goes_on.wait(30)
+
+    monkeypatch.setattr(job.shadow, "_apply", applying)
+    job.begin()
+    for rank in job.ranks:
+        rank.givers[0]._end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    while not all(rank.givers[0]._is_behind for rank in job.ranks):
+        job.train(1)
+    most = max(rank.givers[0]._posted - rank.givers[0]._sent for rank in job.ranks)
+    assert most <= 2 * job.ranks[0].givers[0]._total + 20_000
+    goes_on.set()
+    monkeypatch.setattr("paceline.elastic.replay._DRAIN_S", 0.5)
+    job.train(20)
+    job.end()
+    assert not job.failed
+    assert job.is_equal(job.ranks[0].step)
+    assert "fell behind" in capfd.readouterr().err
+
+
+def test_one_bit_that_differs_is_named(tmp_path, capfd):
+    """Then it takes a new snapshot. A script that goes on so is refused."""
+    job = Job(tmp_path, num_ranks=2)
+    job.begin()
+    job.train(3)
+    for rank in job.ranks:
+        with torch.no_grad():
+            rank.model[2].bias[1].nextafter_(torch.tensor(9.0))
+    job.train(8)
+    job.end()
+    assert job.is_equal(11)
+    assert "error: 2.bias, or its state in the optimizer, has other bits" in capfd.readouterr().err
+    job.begin()
+    while not job.failed:
+        for rank in job.ranks:
+            with torch.no_grad():
+                rank.model[2].bias[1].nextafter_(torch.tensor(9.0))
+        job.train(1)
+    job.end()
+    assert isinstance(job.failed[0], ReplicaMismatchError)
+    assert "cannot follow: 2.bias" in str(job.failed[0])
+
+
+def test_it_says_how_much_memory_it_needs(tmp_path, monkeypatch):
+    """Before it takes the snapshot."""
+    monkeypatch.setattr("paceline.elastic.shadow.available_bytes", lambda: 100.0)
+    job = Job(tmp_path)
+    job.begin()
+    job.train(1)
+    job.end()
+    with pytest.raises(ConfigurationError, match=r"needs [\d,]+ bytes, and 100 are free"):
+        raise job.failed[0]
+
+
+def test_shares_are_about_equal_and_leave_nothing_out():
+    """One large parameter is one share."""
+    sizes = [100, 5, 5, 5, 90, 30]
+    shares = [Share(index, 3).places(sizes) for index in range(3)]
+    assert sorted(place for each in shares for place in each) == list(range(6))
+    assert sorted(sum(sizes[place] for place in each) for each in shares) == [45, 90, 100]
