@@ -53,6 +53,24 @@ def test_unfreezing_a_layer_within_a_step_keeps_what_no_sync_has_used(unfreezes)
     assert pool(2).run(unfrozen_in_a_step, unfreezes) == [[1.5] * 4] * 2
 
 
+def frozen_while_another_is_unfrozen(rank, _num_ranks):
+    """The gradient of a layer that is frozen behind its unsynchronized backward, while another one is unfrozen."""
+    model = DistributedDataParallel(Branches())
+    x = torch.full((1, 2), float(rank + 1))
+    with model.no_sync():
+        model(x, True).sum().backward()
+    model.module.sometimes.requires_grad_(False)
+    model.module.later.requires_grad_(True)
+    model(x, False).sum().backward()
+    return model.module.sometimes.weight.grad.flatten().tolist()
+
+
+@pytest.mark.filterwarnings("ignore")  # it is not used by then
+def test_a_layer_that_is_frozen_within_a_step_keeps_its_gradients_of_that_step():
+    """Another reducer takes over, and reduces what the frozen layer has gathered."""
+    assert pool(2).run(frozen_while_another_is_unfrozen) == [[1.5] * 4] * 2
+
+
 def unfrozen_between(rank, _num_ranks):
     """Gradients of a forward that was open when another forward met an unfrozen layer, and of the other one."""
     model = DistributedDataParallel(Branches())

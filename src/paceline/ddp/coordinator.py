@@ -194,7 +194,8 @@ class StepCoordinator:
             StepSource(open_forwards or OpenForwards(), self._plan, self._next_step, contents.check_tensors),
         )
         self.contents = contents
-        self._frozen = [p for p in setting.parameters if not p.requires_grad]
+        kept = set(map(id, managed.parameters))
+        self._frozen = [p for p in setting.parameters if not p.requires_grad and id(p) not in kept]
 
     def overlap_forward(self, wanted: bool | str) -> None:
         """Set up forward overlap where it may pay. Collective if `wanted`."""
@@ -369,7 +370,8 @@ class StepCoordinator:
         """Take in unfrozen parameters and make a copy's groups (collective); raises as `ModuleContents.check`."""
         self.contents.check()
         if any(parameter.requires_grad for parameter in self._frozen):
-            managed = self.setting.managed(self._module)
+            # A layer that was frozen meanwhile may have gradients of this step, which only some ranks have.
+            managed = self.setting.managed(self._module, self.managed.parameters)
             self._check_may_unfreeze(managed)
             self.verify(managed)
             conflicts.check_linear(managed, self.setting.reduction)

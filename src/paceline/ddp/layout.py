@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,9 +34,14 @@ class ManagedParameters:
 
     @classmethod
     def of(
-        cls, module: Module, ignored: set[str], delayed: Sequence[Parameter], droppable: Sequence[Unit] = ()
+        cls,
+        module: Module,
+        ignored: set[str],
+        delayed: Sequence[Parameter],
+        droppable: Sequence[Unit] = (),
+        kept: Container[int] = (),
     ) -> ManagedParameters:
-        """Return a module's parameters that are trainable and not ignored (by name), each once."""
+        """Return a module's parameters that are trainable, or `kept` by `id`, and not ignored by name; each once."""
         delayed_ids = {id(parameter) for parameter in delayed}
         unit_of = {id(p): number for number, unit in enumerate(droppable) for p in unit.parameters}
         found: dict[int, tuple[Parameter, str, bool]] = {}
@@ -44,7 +49,8 @@ class ManagedParameters:
             sparse = isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and child.sparse
             for local_name, parameter in child.named_parameters(recurse=False):
                 name = f"{prefix}.{local_name}" if prefix else local_name
-                if parameter.requires_grad and name not in ignored and id(parameter) not in found:
+                is_wanted = parameter.requires_grad or id(parameter) in kept
+                if is_wanted and name not in ignored and id(parameter) not in found:
                     found[id(parameter)] = (parameter, name, sparse)
         return cls(
             parameters=tuple(parameter for parameter, _, _ in found.values()),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,11 +127,16 @@ class Setting:
         """The device of the first parameter."""
         return self.parameters[0].device
 
-    def managed(self, module: Module) -> ManagedParameters:
-        """The parameters of the module that are to be synchronized now; none that were added since it was wrapped."""
+    def managed(self, module: Module, kept: Iterable[Parameter] = ()) -> ManagedParameters:
+        """Return the parameters that are to be synchronized now, none that were added since the module was wrapped.
+
+        Those that are `kept` may be frozen.
+        """
         known = set(map(id, self.parameters))
         added = {name for name, parameter in module.named_parameters() if id(parameter) not in known}
-        return ManagedParameters.of(module, self.ignored | added, self.delayed, self.droppable)
+        return ManagedParameters.of(
+            module, self.ignored | added, self.delayed, self.droppable, set(map(id, kept))
+        )
 
     def choose_caps(self) -> None:
         """Take the caps that were given; else the default for these groups, hosts and devices. Local."""
