@@ -56,9 +56,12 @@ ELEMENTWISE = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "sgd fused nesterov": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, fused=True
+    ),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, fused=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
@@ -94,14 +97,16 @@ def on_hosts(run):
     return wrapped
 
 
-def pair(make, group, seed=0, dtype=torch.float32, **how):
+def pair(make, group, seed=0, dtype=torch.float32, overlaps=False, **how):
     """Return two wrapped models with the same values: one with a plain optimizer, one with a sharded one."""
     # Over Gloo an all-reduce of more than two ranks adds in another order.
     num_ranks = (group or dist.group.WORLD).size()
     ordered = LogicalMean(num_ranks) if os.environ.get("LOCAL_WORLD_SIZE") == "1" and num_ranks > 2 else None
     models = [
-        DistributedDataParallel(net(seed, dtype), process_group=group, reduction=reduction)
-        for reduction in (ordered, None)
+        DistributedDataParallel(
+            net(seed, dtype), process_group=group, reduction=reduction, overlap_forward=overlap
+        )
+        for reduction, overlap in ((ordered, False), (None, overlaps))
     ]
     plain, sharded = (make(list(model.parameters())) for model in models)
     return models, (plain, shard(sharded, models[1], **how))
@@ -120,13 +125,13 @@ def size_of(state):
 
 
 @on_hosts
-def same_bits(rank, num_ranks, backend, large):
+def same_bits(rank, num_ranks, backend, large, overlaps=False):
     """Train with each optimizer. Return what differs, and this rank's fraction of the state."""
     group, wrong = group_of(backend), {}
     before, shares.LARGE_ELEMENTS = shares.LARGE_ELEMENTS, large
     try:
         for name, make in {**ELEMENTWISE, **WHOLE}.items():
-            models, optimizers = pair(make, group)
+            models, optimizers = pair(make, group, overlaps=overlaps)
             schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.7) for each in optimizers]
             for step in range(4):
                 train(models, optimizers, [step], rank)
@@ -144,11 +149,17 @@ def same_bits(rank, num_ranks, backend, large):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "backend", "large"), [(2, "paceline", 1000), (3, "gloo", 1000), (4, "paceline", 1 << 30)]
+    ("num_ranks", "backend", "large", "overlaps"),
+    [
+        (2, "paceline", 1000, False),
+        (3, "gloo", 1000, False),
+        (4, "paceline", 1 << 30, False),
+        (3, "gloo", 1000, "always"),
+    ],
 )
-def test_parameters_are_those_of_the_plain_optimizer(num_ranks, backend, large):
+def test_parameters_are_those_of_the_plain_optimizer(num_ranks, backend, large, overlaps):
     """Bitwise, also with fused kernels and whole parameters, and with a schedule made after sharding."""
-    assert pool(num_ranks).run(same_bits, backend, large) == [{}] * num_ranks
+    assert pool(num_ranks).run(same_bits, backend, large, overlaps) == [{}] * num_ranks
 
 
 class Matrices(nn.Module):
@@ -332,7 +343,14 @@ def other_ways(rank, num_ranks, backend):
         optimizer.zero_grad(set_to_none=False)
         (loss_of(model, 1, rank) + (model.module.frozen * rank).sum() * 0).backward()
         model.clip_grad_norm_(0.05)
+        if backend == "paceline":  # strides that are not the parameter's
+            gradient = model.module.conv.weight.grad
+            model.module.conv.weight.grad = gradient.clone(memory_format=torch.contiguous_format)
+        before = [p._version for p in model.parameters()]
         optimizer.step()
+        stale = [p.shape for p, old in zip(model.parameters(), before, strict=True) if p._version <= old]
+        if stale and model is models[1]:
+            wrong.append(("versions", stale))
     rounding = 1e-6 if backend == "gloo" else 0.0  # the norm is a sum over ranks there
     check("groups and frozen parameters", models, rounding)
     for model, optimizer in zip(models, optimizers, strict=True):
@@ -547,6 +565,8 @@ def parts(rank, num_ranks, backend):
         loss_of(model, 5, rank).backward()
         with torch.no_grad():
             model.module.last.weight.grad = torch.full_like(model.module.last.weight, 0.01)  # as by hand
+    if ours.module.last.weight.grad[0, 0] != torch.tensor(0.01):
+        wrong.append("a gradient that the script has set")
     for optimizer in (plain, sharded):
         optimizer.step()
     if digest(list(models[0].parameters())) != digest(list(ours.parameters())):
@@ -574,7 +594,7 @@ def sent(rank, num_ranks):
     counts, fraction = [], (num_ranks - 1) / num_ranks
     sizes = {
         "paceline.reductions.reduction.all_reduce": lambda tensor, *_: 2 * tensor.nbytes * fraction,
-        "paceline.optim.owned_mean.all_to_all": lambda _, sent, *_sizes: sent.nbytes * fraction,
+        "paceline.reductions.owned_mean.all_to_all": lambda _, sent, *_sizes: sent.nbytes * fraction,
         "paceline.optim.sharded_step.all_gather": lambda _, row, *_group: row.nbytes * (num_ranks - 1),
     }
     with contextlib.ExitStack() as stack:

@@ -223,7 +223,7 @@ class _Overlapped(Optimizer):
             steps.flush()
 
     def _defer(self, under_way: Sequence[Defers]) -> None:
-        settings = [_settings(group) for group in self.param_groups]
+        settings = [settings_of(group) for group in self.param_groups]
         members = [list(group["params"]) for group in self.param_groups]
         there = [[p for p in own if not self._steps.is_outstanding(p)] for own in members]
         if any(there):
@@ -298,7 +298,7 @@ def ordinary(kind: type[Optimizer], state: dict[str, Any]) -> Optimizer:
     return optimizer
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
     """A group's settings as they are now: a rate that is a tensor may be changed in place."""
     return {
         name: value.clone() if isinstance(value, Tensor) else copy.copy(value)

@@ -2,7 +2,7 @@
 
 Rules
 1. On one host gradients are whole on every rank. So code that reads them between backward and the step (clipping, a
-   GradScaler, logging) needs no change. Between hosts a rank has those that it steps (`owned_mean`), and
+   GradScaler, logging) needs no change. Between hosts a rank has those that it steps (`reductions.owned_mean`), and
    reading `.grad` raises.
 2. Every rank steps its parts of the parameters (`shares`) and receives the others (`sharded_step`). An element is
    computed once, by the arithmetic of the plain optimizer, so all ranks have the bits that it would have made.
@@ -28,12 +28,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.comm.collectives import can_all_to_all, shares_memory
 from paceline.errors import ConfigurationError
-from paceline.optim.overlap import PER_ELEMENT, PER_PARAMETER, counted_step, ordinary, stand_in_of
-from paceline.optim.owned_mean import OwnedMean
+from paceline.optim.behind_forward import BehindForward
+from paceline.optim.overlap import (
+    PER_ELEMENT,
+    PER_PARAMETER,
+    counted_step,
+    ordinary,
+    settings_of,
+    stand_in_of,
+)
 from paceline.optim.shard_state import cut_state, full_state, move
 from paceline.optim.sharded_step import Cut, Members, ShardedStep
 from paceline.optim.shares import is_dense
 from paceline.reductions import Mean
+from paceline.reductions.owned_mean import OwnedMean
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -60,6 +68,10 @@ def shard(
     For SGD, Adam and other optimizers that work element by element, parameters are bitwise those of the optimizer
     without this. `zero_grad`, `param_groups`, schedulers and a GradScaler go on working.
 
+    With a model that was wrapped with `overlap_forward`, `step()` returns at once; `overlap` is included. The step and
+    the exchange run behind the next forward, whose modules wait for their own parameters. The step takes the gradients
+    then: `.grad` is None afterwards.
+
     Args:
         optimizer: One of torch's, LARS or LAMB, over parameters of `model`, which has not stepped. It is changed in
             place, so schedulers may have been given it before.
@@ -78,7 +90,7 @@ def shard(
 
     Contract:
         Local; on every rank, before the first step. From then on `optimizer.step()` is collective: every rank, as often
-        as any other. Blocks: yes. Afterwards parameters are bitwise equal on all ranks.
+        as any other. Blocks: yes, without `overlap_forward`. Afterwards parameters are bitwise equal on all ranks.
 
     Raises:
         ConfigurationError: The model or the optimizer is of a kind that cannot be divided; nothing was changed.
@@ -94,7 +106,11 @@ def shard(
         is_whole, is_muon = type(optimizer) not in PER_ELEMENT, type(optimizer).__name__ == "Muon"
         cut = Cut(is_whole=is_whole, is_muon=is_muon, has_masters=master_weights)
         owned = (lambda: None) if whole_gradients else functools.partial(_owned_mean, optimizer, members)
-        _adopt(optimizer, ShardedStep(members, cut, owned, functools.partial(_buckets_of, members)))
+        overlap = getattr(model, "forward_overlap", None)
+        behind = None
+        if overlap is not None:
+            behind = BehindForward.of(overlap, f"paceline sharded steps of rank {members.rank}")
+        _adopt(optimizer, ShardedStep(members, cut, owned, functools.partial(_buckets_of, members), behind))
     return optimizer
 
 
@@ -157,11 +173,6 @@ def _check(optimizer: Any, model: Any, per_parameter: bool) -> None:
         raise _refuse(
             f"this {kind.__name__} has stepped, or loaded its state, already. Call shard() first, then "
             "optimizer.load_state_dict(state)."
-        )
-    if getattr(model, "forward_overlap", None) is not None:
-        raise _refuse(
-            "the model was wrapped with overlap_forward, which steps parameters while the next forward runs. Leave out "
-            "one of them."
         )
     _check_parameters(optimizer, model)
 
@@ -273,10 +284,44 @@ class _Sharded(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._flush()
         self._follow_members()
+        behind = self._shares.behind
         with torch.no_grad():
-            self._shares.step(self._run)
+            if behind is None or not self._may_defer():
+                self._shares.step(functools.partial(self._run, self.param_groups))
+            else:
+                groups = [
+                    {**settings_of(group), "params": list(group["params"])} for group in self.param_groups
+                ]
+                self._shares.step_behind(functools.partial(self._run, groups), behind)
         return loss
+
+    def _may_defer(self) -> bool:
+        """Return whether nothing needs the whole step here: no hooks, and no scaler within the optimizer."""
+        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        return (
+            not hooks
+            and getattr(self, "grad_scale", None) is None
+            and getattr(self, "found_inf", None) is None
+        )
+
+    def _flush(self) -> None:
+        """Complete the steps behind the forward."""
+        if self._shares.behind is not None:
+            self._shares.behind.flush()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        behind = self._shares.behind
+        if behind is None or not behind.has_outstanding:
+            super().zero_grad(set_to_none)
+            return
+        for parameter in _parameters_of(self):  # the step has taken the gradients of those that are under way
+            if not behind.overlap.is_outstanding(parameter) and parameter.grad is not None:
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    parameter.grad.detach_().zero_()
 
     step: Any = Optimizer.profile_hook_step(_step)
     step.hooked = True
@@ -288,21 +333,16 @@ class _Sharded(Optimizer):
             move(self._shares, self.__dict__["state"])
             self._followed = members.name
 
-    def _run(self, parts: Sequence[tuple[int, Parameter]]) -> None:
-        """Run the optimizer's own step over these parts."""
-        own: list[list[Tensor]] = [[] for _ in self.param_groups]
-        places = iter(
-            number for number, group in enumerate(self.param_groups) for _ in range(len(group["params"]))
-        )
-        group_of = list(places)
+    def _run(self, groups: Sequence[Mapping[str, Any]], parts: Sequence[tuple[int, Parameter]]) -> None:
+        """Run the optimizer's own step over these parts, with the settings of these groups. On any thread."""
+        own: list[list[Tensor]] = [[] for _ in groups]
+        group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
         for index, part in parts:
             own[group_of[index]].append(part)
         stand_in = object.__new__(self._stand_in)
         stand_in.__dict__ = self.__dict__  # the same state, and whatever else it has
         stand_in._stepped_groups = [
-            {**group, "params": members}
-            for group, members in zip(self.param_groups, own, strict=True)
-            if members
+            {**group, "params": members} for group, members in zip(groups, own, strict=True) if members
         ]
         plain = self._kind.step
         if getattr(plain, "hooked", False):  # rule 4
@@ -311,6 +351,7 @@ class _Sharded(Optimizer):
 
     @property
     def state(self) -> Any:
+        self._flush()
         if any(map(len, self.__dict__["state"].values())):
             raise _no_whole_state(self)
         return self.__dict__["state"]
@@ -320,16 +361,19 @@ class _Sharded(Optimizer):
         self.__dict__["state"] = value
 
     def state_dict(self) -> dict[str, Any]:
+        self._flush()
         if any(map(len, self.__dict__["state"].values())):
             raise _no_whole_state(self)
         return super().state_dict()
 
     def _full_state(self) -> dict[str, Any] | None:
+        self._flush()
         self._follow_members()
         return full_state(self._shares, self.__dict__["state"], self.param_groups)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's parts of a whole state, as `full_state_dict` or a plain optimizer has it. Local."""
+        self._flush()
         self._shares.follow(_parameters_of(self))
         if self._shares.members.name != self._followed:
             self._shares.divide_again()
@@ -342,11 +386,13 @@ class _Sharded(Optimizer):
         self.__dict__["state"] = plain.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._flush()
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             _owners[parameter] = weakref.ref(self)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._flush()
         if any(map(len, self.__dict__["state"].values())):
             raise _no_whole_state(self)
         return super().__getstate__()

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from paceline.comm.collectives import Work, all_gather
 from paceline.comm.peers import Peers
 from paceline.errors import ConfigurationError
-from paceline.optim.owned_mean import OwnedMean
+from paceline.optim.behind_forward import HALF_STEPPED, BehindForward, Job
 from paceline.optim.shares import (
     Division,
     Exchange,
@@ -32,12 +32,10 @@ from paceline.optim.shares import (
     divide,
     divide_whole,
     memory_of,
+    real_dtype,
 )
+from paceline.reductions.owned_mean import OwnedMean
 
-HALF_STEPPED = (
-    "Some parameters may have taken this step and others not, and the lost rank's optimizer state is gone. Look at the "
-    "output of the rank named here first; restart from the last checkpoint."
-)
 Run = Callable[[Sequence[tuple[int, Parameter]]], None]
 """Steps parameters, each with the index of the optimizer's parameter that it is a part of."""
 
@@ -52,6 +50,7 @@ class Members(Protocol):
     epoch: int
     peers: Peers
     model: Any
+    groups: Any
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -116,8 +115,9 @@ class ShardedStep:
         # Returns what gives each owner its part of the gradients over this group; None: gradients are whole
         choose_owned: Callable[[], OwnedMean | None],
         buckets: Callable[[], Sequence[Sequence[Parameter]]],  # the parameters that are reduced together
+        behind: BehindForward | None,  # what lets the next forward begin meanwhile
     ) -> None:
-        self.members, self.cut = members, cut
+        self.members, self.cut, self.behind = members, cut, behind
         self._choose_owned, self._owned, self._buckets = choose_owned, choose_owned(), buckets
         self.parameters: list[Parameter] = []
         self.parts: dict[Part, Parameter] = {}
@@ -158,11 +158,14 @@ class ShardedStep:
         if self.cut.is_whole:
             costs = [self.cut.cost(self.parameters[index]) for index in new]
             return [divide_whole(self.parameters, new, self.num_ranks, costs)]
-        if self._owned is None:
+        if self._owned is None and self.behind is None:
             return [divide(self.parameters, new, self.num_ranks)]
-        # Every rank owns as much of each bucket: else one would receive most of some buckets, and others wait.
+        # Every rank owns as much of each bucket: else one would receive most of some buckets, and others wait. The
+        # last bucket has the parameters that the forward needs first.
         index_of = {id(self.parameters[index]): index for index in new}
-        units = [[index_of.pop(id(p)) for p in bucket if id(p) in index_of] for bucket in self._buckets()]
+        units = [
+            [index_of.pop(id(p)) for p in bucket if id(p) in index_of] for bucket in reversed(self._buckets())
+        ]
         return [
             divide(self.parameters, unit, self.num_ranks) for unit in (*units, [*index_of.values()]) if unit
         ]
@@ -191,11 +194,15 @@ class ShardedStep:
 
     def _part_of(self, part: Part) -> Parameter:
         parameter = self.parameters[part.index]
-        whole = self.is_whole(part.index)
-        if self.cut.needs_master(parameter):
-            values = parameter.detach() if whole else memory_of(parameter)[part.start : part.stop]
-            return Parameter(values.to(torch.float32, copy=True))
-        return parameter if whole else Parameter(memory_of(parameter)[part.start : part.stop])
+        memory = self._memory(part)
+        return Parameter(memory.to(torch.float32, copy=True) if self.cut.needs_master(parameter) else memory)
+
+    def _memory(self, part: Part) -> Tensor:
+        """Return an alias of a part's elements: in the parameter's shape if it is the whole, else shape (N,)."""
+        parameter = self.parameters[part.index]
+        if self.is_whole(part.index):
+            return parameter.detach()
+        return memory_of(parameter)[part.start : part.stop]
 
     # ---- a step
 
@@ -211,39 +218,69 @@ class ShardedStep:
         """
         taken = () if self._owned is None else self._owned.take(self.parameters)
         under_way: list[_UnderWay] = []
-        number = 0
-        for division in self._divisions:
-            for exchange, by_rank in zip(division.exchanges, division.stepped, strict=True):
-                self._step_parts(by_rank[self.rank], run)
-                if self.num_ranks == 1:
-                    continue
-                if len(under_way) == _MOST_UNDER_WAY:
-                    self._finish(under_way.pop(0))
-                under_way.append(self._launch(exchange, number % _MOST_UNDER_WAY))
-                number += 1
+        for number, (exchange, parts) in enumerate(self._turns()):
+            self._lend_all(parts)
+            self._run(parts, run)
+            if self.num_ranks == 1:
+                continue
+            if len(under_way) == _MOST_UNDER_WAY:
+                self._finish(under_way.pop(0))
+            under_way.append(self._launch(exchange, self._buffer(exchange, number % _MOST_UNDER_WAY)))
         for launched in under_way:
             self._finish(launched)
         for parameter in taken:  # which would seem to be whole
             parameter.grad = None
         torch.autograd.graph.increment_version([self.parameters[index] for index in sorted(self._divided)])
 
-    def _step_parts(self, parts: Sequence[Part], run: Run) -> None:
-        if not parts:
-            return
+    def step_behind(self, run: Run, behind: BehindForward) -> None:
+        """Make a step as `step` does, behind the next forward, which waits for its parameters. Collective.
+
+        Does not wait. The gradients are taken: `.grad` is None afterwards.
+        """
+        if self._owned is not None:
+            self._owned.take(self.parameters)
+        turns = self._turns()
+        for _, parts in turns:
+            self._lend_all(parts)
+        for index in self._divided:
+            self.parameters[index].grad = None
+        behind.defer([self._job(exchange, parts, run) for exchange, parts in turns], self.members.peers)
+
+    def _job(self, exchange: Exchange, parts: Sequence[Part], run: Run) -> Job:
+        launched: list[_UnderWay] = []
+        indices = dict.fromkeys(part.index for by_rank in exchange.parts for part in by_rank)
+
+        def begin() -> Work:
+            self._run(parts, run)
+            launched.append(self._launch(exchange, self._new_buffer(exchange)))
+            return launched[0].work
+
+        return Job([self.parameters[index] for index in indices], begin, lambda: self._unpack(launched.pop()))
+
+    def _turns(self) -> list[tuple[Exchange, tuple[Part, ...]]]:
+        """Return each exchange, with what this rank steps before."""
+        return [
+            (exchange, by_rank[self.rank])
+            for division in self._divisions
+            for exchange, by_rank in zip(division.exchanges, division.stepped, strict=True)
+        ]
+
+    def _lend_all(self, parts: Sequence[Part]) -> None:
         for part in parts:
             self._lend(part, self.parts[part])
-        run([(part.index, self.parts[part]) for part in parts])
+
+    def _run(self, parts: Sequence[Part], run: Run) -> None:
+        if parts:
+            run([(part.index, self.parts[part]) for part in parts])
         for part in parts:
             self._take_back(part, self.parts[part])
 
     def _lend(self, part: Part, own: Parameter) -> None:
         """Give what is stepped for a part the parameter's memory and gradient (rule 2)."""
         parameter = self.parameters[part.index]
-        if own is parameter:
-            return
         has_master = self.cut.needs_master(parameter)
-        if not has_master and own.data_ptr() != (there := memory_of(parameter)[part.start :]).data_ptr():
-            own.data = there[: len(part)]  # the module was moved, or its parameters were assigned
+        if not has_master and own.data_ptr() != (there := self._memory(part)).data_ptr():
+            own.data = there  # the module was moved, or its parameters were assigned
         gradient = parameter.grad
         if gradient is None:
             own.grad = None
@@ -261,37 +298,28 @@ class ShardedStep:
 
     def _take_back(self, part: Part, own: Parameter) -> None:
         parameter = self.parameters[part.index]
-        if own is parameter:
-            return
         own.grad = None
         if self.cut.needs_master(parameter):
-            self.write(part, own)
-
-    def write(self, part: Part, values: Tensor) -> None:
-        """Write the values of a part into the parameter, in its dtype. Local."""
-        parameter = self.parameters[part.index]
-        whole = self.is_whole(part.index)
-        target = parameter.detach() if whole else memory_of(parameter)[part.start : part.stop]
-        target.copy_(values.detach())
+            self._memory(part).copy_(own.detach())
 
     # ---- the exchange
 
-    def _launch(self, exchange: Exchange, slot: int) -> _UnderWay:
-        first = self.parameters[next(part for parts in exchange.parts for part in parts).index]
-        if exchange.in_place:
-            rows = memory_of(first)[: exchange.length * self.num_ranks].split(exchange.length)
-        else:
-            rows = self._buffer(first, exchange.length, slot).split(exchange.length)
-            own = self._memories(exchange.parts[self.rank])
-            if own:
-                torch._foreach_copy_(self._pieces(rows[self.rank], own), own)
-        work = all_gather(list(rows), rows[self.rank], self.members.gradient_groups[0])
-        return _UnderWay(exchange, work, rows)
+    def _launch(self, exchange: Exchange, buffer: Tensor) -> _UnderWay:
+        rows = buffer.split(exchange.length)
+        own = [] if exchange.in_place else self._memories(exchange.parts[self.rank])
+        if own:
+            torch._foreach_copy_(self._pieces(rows[self.rank], own), own)
+        groups = self.members.groups
+        group = self.members.gradient_groups[0] if self.behind is None else groups.for_pieces
+        return _UnderWay(exchange, all_gather(list(rows), rows[self.rank], group), rows)
 
     def _finish(self, launched: _UnderWay) -> None:
-        self.members.peers.wait(
-            launched.work, "receiving the parameters that other ranks have stepped", HALF_STEPPED
-        )
+        doing = "receiving the parameters that other ranks have stepped"
+        self.members.peers.wait(launched.work, doing, HALF_STEPPED)
+        self._unpack(launched)
+
+    def _unpack(self, launched: _UnderWay) -> None:
+        """Copy what has arrived into the parameters, if it is not there already."""
         if launched.exchange.in_place:
             return
         targets: list[Tensor] = []
@@ -312,10 +340,22 @@ class ShardedStep:
         lengths = [each.numel() for each in like]
         return list(row[: sum(lengths)].split(lengths))
 
-    def _buffer(self, like: Tensor, length: int, slot: int) -> Tensor:
-        """Return memory for an exchange; one more may be under way in the other slot."""
-        dtype = like.dtype.to_real() if like.is_complex() else like.dtype
-        key, wanted = (dtype, like.device, slot), length * self.num_ranks
+    def _buffer(self, exchange: Exchange, slot: int) -> Tensor:
+        """Return memory for an exchange, kept for the next step; one more may be under way in the other slot."""
+        like = self._first(exchange)
+        key, wanted = (real_dtype(like), like.device, slot), exchange.length * self.num_ranks
+        if exchange.in_place:
+            return self._new_buffer(exchange)
         if key not in self._buffers or self._buffers[key].numel() < wanted:
-            self._buffers[key] = torch.empty(wanted, dtype=dtype, device=like.device)
+            self._buffers[key] = self._new_buffer(exchange)
         return self._buffers[key][:wanted]
+
+    def _new_buffer(self, exchange: Exchange) -> Tensor:
+        """Return memory for an exchange: the parameter's where that needs no copy."""
+        like, wanted = self._first(exchange), exchange.length * self.num_ranks
+        if exchange.in_place:
+            return memory_of(like)[:wanted]
+        return torch.empty(wanted, dtype=real_dtype(like), device=like.device)
+
+    def _first(self, exchange: Exchange) -> Parameter:
+        return self.parameters[next(part for parts in exchange.parts for part in parts).index]

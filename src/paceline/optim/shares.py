@@ -79,6 +79,11 @@ def memory_of(tensor: Tensor) -> Tensor:
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
+def real_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of the tensor's memory."""
+    return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+
+
 def real_length(tensor: Tensor) -> int:
     """Return how many real elements the tensor's memory has."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
@@ -136,8 +141,7 @@ def _by_kind(parameters: Sequence[Tensor], parts: Iterable[Part]) -> list[list[P
     kinds: dict[tuple[torch.dtype, torch.device], list[Part]] = {}
     for part in parts:
         parameter = parameters[part.index]
-        dtype = parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
-        kinds.setdefault((dtype, parameter.device), []).append(part)
+        kinds.setdefault((real_dtype(parameter), parameter.device), []).append(part)
     return list(kinds.values())
 
 

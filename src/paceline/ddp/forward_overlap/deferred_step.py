@@ -26,6 +26,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -57,6 +58,23 @@ from paceline.observe import StepTimings
 from paceline.planning.forward_overlap import Gain
 
 GRACE_S = 1.0  # for sums under way when the program ends with an error
+
+
+class Holder(Protocol):
+    """A holder of parameters that arrive behind the forward, in place of gradients in pieces."""
+
+    @property
+    def has_outstanding(self) -> bool:
+        """Return whether some have not arrived. Local."""
+
+    def complete(self, index: int, reads_gradient: bool) -> None:
+        """Wait for the parameters that were marked with this index, and unmark them."""
+
+    def flush(self) -> None:
+        """Wait for all of them, and unmark them."""
+
+    def close(self) -> None:
+        """Hold nothing any more."""
 
 
 class ForwardOverlap(SyncFactory):
@@ -91,6 +109,7 @@ class ForwardOverlap(SyncFactory):
         self._timings = StepTimings()  # of the reducer that it follows
         self._hooks: tuple[RemovableHandle, ...] = ()
         self._sync: PieceSync | None = None  # the last one
+        self._holders: list[Holder] = []
         _alive.add(self)
 
     @property
@@ -146,7 +165,7 @@ class ForwardOverlap(SyncFactory):
         if self._agreement.verdict:
             self._timings.decide("overlap_forward", self._agreement.verdict, self._tells)
         if not defers:
-            if self._agreement.is_off:
+            if self._agreement.is_off and not self._holders:
                 self.stop()
             else:
                 self.is_idle = False  # hooks note what forward needs when
@@ -182,6 +201,28 @@ class ForwardOverlap(SyncFactory):
             self.is_idle = False
         return True
 
+    # ---- for what holds parameters in place of gradients
+
+    @property
+    def holders(self) -> Sequence[Holder]:
+        """Return what marks and completes parameters in place of gradients. Local."""
+        return self._holders
+
+    def take_over(self, holder: Holder) -> None:
+        """Let this holder mark and complete parameters. No gradients are sent in pieces any more. Local; flushes."""
+        self.flush()
+        self._agreement.stop()
+        self._holders.append(holder)
+        self.is_idle = False
+
+    def hold(self, parameters: Iterable[Parameter], holder: Holder, index: int) -> None:
+        """Make each read of these parameters call `holder.complete(index, ...)`. Local."""
+        outstanding.mark(parameters, holder, index)
+
+    def release(self, parameters: Iterable[Parameter]) -> None:
+        """Make these ordinary parameters again. Local."""
+        outstanding.unmark(parameters)
+
     # ---- for optimizers and zero_grad (rule 3)
 
     def take_optimizer(self) -> None:
@@ -199,7 +240,7 @@ class ForwardOverlap(SyncFactory):
 
     @property
     def has_outstanding(self) -> bool:
-        return self._step is not None
+        return self._step is not None or any(holder.has_outstanding for holder in self._holders)
 
     def later(self, action: Action) -> None:
         """Repeat this action with each bucket's parameters on arrival. Local; something is outstanding."""
@@ -221,6 +262,8 @@ class ForwardOverlap(SyncFactory):
     def will_drop_gradient(self, parameter: Tensor) -> bool:
         """Return whether the gradient is under way, and zero_grad was called since. Local; does not wait."""
         step = self._step
+        if outstanding.owner_of(parameter) in self._holders:
+            return True  # its step has taken it
         return self.is_outstanding(parameter) and step is not None and id(parameter) in step.dropped
 
     # ---- completing (rule 4)
@@ -235,7 +278,7 @@ class ForwardOverlap(SyncFactory):
             self.flush()
             return
         self._needs.note(parameters)
-        if self._step is not None:
+        if self._step is not None or self._holders:
             for parameter in parameters:
                 outstanding.complete(parameter)
 
@@ -247,6 +290,8 @@ class ForwardOverlap(SyncFactory):
         with lock:
             while self._step is not None:
                 self.complete(min(self._step.left), reads_gradient=False)
+            for holder in self._holders:
+                holder.flush()
 
     def drain(self) -> None:
         """Flush, and wait until a device has sent all pieces. A closed group may not send them any more."""
@@ -322,10 +367,11 @@ class ForwardOverlap(SyncFactory):
 
     def end_with_program(self) -> None:
         """Complete the last step, for the other ranks need this rank's part of it; not if this program has failed."""
-        if self._step is None or self._failure is not None:
+        if not self.has_outstanding or self._failure is not None:
             return
         if _has_failed():
-            self._step.sync.give_up(GRACE_S)
+            if self._step is not None:
+                self._step.sync.give_up(GRACE_S)
         else:
             self.flush()
 
@@ -345,6 +391,8 @@ class ForwardOverlap(SyncFactory):
         """Complete the last step, and close the group for pieces."""
         self.stop()
         self.drain()
+        for holder in self._holders:
+            holder.close()
         group, self._piece_group = self._piece_group, None
         if group is not None:
             close(group)

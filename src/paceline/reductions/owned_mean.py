@@ -24,13 +24,10 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from paceline.comm.collectives import C10dWork, Chain, Work, all_reduce, all_reduce_max, all_to_all
+from paceline.comm.collectives import Chain, Work, all_reduce, all_reduce_max, all_to_all
 from paceline.compression import accumulation_dtype
 from paceline.errors import ConfigurationError
 from paceline.reductions.reduction import Mean, Message, StepEnd, real_numel
-
-Run = tuple[int, int, int]
-"""Who owns which elements of a parameter's memory: rank, start, stop."""
 
 _ZERO_GRADS = (Module.zero_grad.__code__, inspect.unwrap(Optimizer.zero_grad).__code__)
 
@@ -99,7 +96,9 @@ class OwnedMean(Mean):
     has_parts = True
 
     def __init__(self) -> None:
-        self._owners: dict[int, Sequence[Run]] = {}  # by a parameter's id, complete ones alone
+        self._owners: dict[
+            int, Sequence[tuple[int, int, int]]
+        ] = {}  # by a parameter's id, complete ones alone
         self._scattered: dict[int, Parameter] = {}  # in the step under way or the last one
         self._group: ProcessGroup | None = None
         # By a bucket's index: its parameters, and where each rank's elements lie, as long as neither changes
@@ -108,8 +107,11 @@ class OwnedMean(Mean):
     def __repr__(self) -> str:
         return "Mean"  # as which it begins, also on a rank that comes later
 
-    def own(self, owners: Mapping[Parameter, Sequence[Run]]) -> None:
-        """Divide the elements of these parameters so from the next backward on. Local; the same on every rank."""
+    def own(self, owners: Mapping[Parameter, Sequence[tuple[int, int, int]]]) -> None:
+        """Divide the elements of these parameters so from the next backward on: rank, start and stop of each run.
+
+        Local; the same on every rank.
+        """
         self._owners.update(
             {id(parameter): sorted(runs, key=lambda run: run[1]) for parameter, runs in owners.items()}
         )
@@ -181,7 +183,7 @@ class OwnedMean(Mean):
 
     def take(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """Let the caller read these parameters' gradients. Return those of which this rank has a part. Local."""
-        taken = list(filter(is_scattered, parameters))
+        taken = [*filter(is_scattered, parameters)]
         for parameter in taken:
             parameter.__class__ = Parameter
         return taken
@@ -190,23 +192,15 @@ class OwnedMean(Mean):
 
     def norm(self, gradients: Mapping[Parameter, Tensor], norm_type: float) -> Tensor:
         """Return the norm of all ranks' elements as one vector. Collective; blocks."""
-        if not self._scattered or self._group is None:
+        group, is_max = self._group, norm_type == float("inf")
+        if group is None:
             return super().norm(gradients, norm_type)
-        whole = {each: grad for each, grad in gradients.items() if id(each) not in self._scattered}
-        parts = [
-            grad for each, grad in gradients.items() if id(each) in self._scattered
-        ]  # others' elements are 0
-        own = torch.nn.utils.get_total_norm(parts, norm_type)
-        power = own if norm_type == float("inf") else own.double() ** norm_type
-        power = power.reshape(1)
-        launch = all_reduce_max if norm_type == float("inf") else all_reduce
-        launch(power, self._group).wait()
-        total = power[0] if norm_type == float("inf") else power[0] ** (1.0 / norm_type)
-        if whole:
-            total = torch.linalg.vector_norm(
-                torch.stack([total, super().norm(whole, norm_type).to(total.dtype)]), norm_type
-            )
-        return total.to(own.dtype)
+        # Elements of other ranks are 0. Of a whole gradient rank 0 counts all.
+        mine = [each for p, each in gradients.items() if id(p) in self._scattered or group.rank() == 0]
+        own = torch.nn.utils.get_total_norm(mine, norm_type)
+        total = (own.double() ** (1.0 if is_max else norm_type)).reshape(1)
+        (all_reduce_max if is_max else all_reduce)(total, group).wait()
+        return (total[0] if is_max else total[0] ** (1.0 / norm_type)).to(own.dtype)
 
 
 def _exchange(message: Message, layout: _Layout) -> Iterator[Work]:
@@ -214,34 +208,17 @@ def _exchange(message: Message, layout: _Layout) -> Iterator[Work]:
     group, body, words = message.process_group, message.body, message.flat[message.num_gradient_elements :]
     num_ranks, rank = group.size(), group.rank()
     sent = torch.cat([piece for to in range(num_ranks) for piece in (*layout.of(to, body), words)])
-    own = layout.length(rank) + words.numel()
-    received = sent.new_empty(own * num_ranks)
-    sizes = [layout.length(to) + words.numel() for to in range(num_ranks)]
-    yield _all_to_all(received, sent, group, [own] * num_ranks, sizes)
+    theirs = [layout.length(to) + words.numel() for to in range(num_ranks)]
+    received = sent.new_empty((own := theirs[rank]) * num_ranks)
+    sizes = [[each * sent.itemsize for each in lengths] for lengths in ([own] * num_ranks, theirs)]
+    yield all_to_all(
+        received.view(torch.uint8), sent.view(torch.uint8), group, *sizes
+    )  # Gloo's knows few dtypes
     rows = received.view(num_ranks, own)
-    wide = accumulation_dtype(body.dtype)
-    total = rows[0].to(wide)
+    total = rows[0].to(wide := accumulation_dtype(body.dtype))
     for row in rows[1:]:
         total.add_(row.to(wide))
     total = total.to(body.dtype)
     body.zero_()
     pieces = [*layout.of(rank, body), words]
     torch._foreach_copy_(pieces, list(total.split([piece.numel() for piece in pieces])))
-
-
-def _all_to_all(
-    received: Tensor,
-    sent: Tensor,
-    group: ProcessGroup,
-    received_sizes: Sequence[int],
-    sent_sizes: Sequence[int],
-) -> C10dWork:
-    """Exchange bytes: Gloo's all-to-all knows few dtypes, and nothing is computed on the way."""
-    width = sent.itemsize
-    return all_to_all(
-        received.view(torch.uint8),
-        sent.view(torch.uint8),
-        group,
-        [size * width for size in received_sizes],
-        [size * width for size in sent_sizes],
-    )
