@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-lab test-svm test-quick test-device test-gpu test-newest release-check check budget format bench docs clean
+.PHONY: help demo test test-lab test-svm test-quick test-device test-gpu test-newest release-check release check budget format bench docs clean
 
 help:
 	@echo "make demo    train on real images over 2 processes, and compare with 1 (about a minute)"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-quick  run pure logic (about a minute): no process, no compiler"
 	@echo "make test-newest  run the tests of frameworks with their newest releases, in an environment of its own"
 	@echo "make release-check  install the wheel into empty environments and use it: PYTHONS='python3.10 python3.13'"
+	@echo "make release  build all distributions from the tag of this commit into dist, check them, write the notes"
 	@echo "make check   ruff, mypy --strict, import-linter, the rules of prose and of the house"
 	@echo "make format  let ruff format and fix what it can"
 	@echo "make bench   run the experiments (an hour or more; results land in lab/results)"
@@ -78,6 +79,15 @@ PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 release-check: $(STAMP)
 	$(BIN)/python tests/harness/installed_smoke.py $(PYTHONS)
 
+# Publishes nothing: CONTRIBUTING.md has the one command that does.
+release: $(STAMP)
+	cd tests && $(abspath $(BIN))/python -m harness.release $(CURDIR)/dist
+	$(PYTHON) -m venv $(VENV)-release
+	$(VENV)-release/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt twine
+	$(VENV)-release/bin/python -m twine check --strict dist/*.whl dist/*.tar.gz
+	$(BIN)/python tests/harness/installed_smoke.py $(PYTHONS)
+	@echo "dist/ is ready, with NOTES.md; CONTRIBUTING.md says how to publish it"
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -103,4 +113,4 @@ docs: $(STAMP)
 	@echo "build/site/index.html"
 
 clean:
-	rm -rf $(VENV) $(VENV)-newest build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-release build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
