@@ -211,7 +211,7 @@ def command_of(made: typer.Typer) -> Any:
 
 
 def _usage(error: Any) -> str:
-    """Our words for what the parser found wrong, and whose help says more."""
+    """Return the message for an error of the parser, and the command whose help says more."""
     words: str = getattr(error, "format_message", error.__str__)()
     for theirs, ours in _WORDS.items():
         words = words.replace(theirs, ours)

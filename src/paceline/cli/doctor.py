@@ -185,7 +185,7 @@ def _show(diagnosis: Diagnosis, *, as_json: bool) -> None:
 
 
 def _page(diagnosis: Diagnosis) -> str:
-    """The sentence, what it was not asked, and what is missing of the run."""
+    """Lay out the diagnosis: its sentence, the ranks' health, and the missing parts of the run."""
     lines = [diagnosis.words]
     if diagnosis.finding is not None:
         seen = f"Seen in {diagnosis.finding.sureness:.0%} of {diagnosis.num_steps} steps"

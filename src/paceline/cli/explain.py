@@ -74,7 +74,7 @@ def explain(
 
 
 def passages() -> list[Passage]:
-    """Every entry of the troubleshooting page, then every term of the glossary."""
+    """Return every entry of the troubleshooting page, then every term of the glossary."""
     page = (_PAGES / "troubleshooting.md").read_text(encoding="utf-8")
     entries = []
     for group, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL):
@@ -87,7 +87,7 @@ def passages() -> list[Passage]:
 
 
 def answers(asked: str, known: list[Passage]) -> list[Passage]:
-    """The passages of `known` that these words, a term or a whole message, are about; the best first."""
+    """Return the passages of `known` that these words, a term or a whole message, are about; the best first."""
     query = _words(asked)
     terms = [each for each in known if query in (_words(term) for term in each.heading.split(","))]
     within = [each for each in known if f" {query} " in f" {each.words} "]

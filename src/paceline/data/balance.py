@@ -140,7 +140,7 @@ class Balance:
         return self._limits[rank] if rank < len(self._limits) else None
 
     def begin_again(self, batch: GlobalBatch, limits: Sequence[int | None], tells: bool) -> GlobalBatch:
-        """Other ranks train from now on: measure again, and return the shares that they begin with.
+        """Begin with other ranks: measure again, and return the shares that they begin with.
 
         Args:
             batch: Shares that may be more than some of them can hold.
@@ -159,7 +159,7 @@ class Balance:
         return self._batch(batch, self._fitting(batch))
 
     def _check_limits(self, batch: GlobalBatch) -> None:
-        """The shares with which training begins have to fit; later ones are chosen so."""
+        """Refuse first shares that do not fit; later ones are chosen so."""
         too_large = [rank for rank in range(batch.num_ranks) if not self._holds(batch, rank)]
         if not too_large:
             return
@@ -180,7 +180,7 @@ class Balance:
     # ---- a step
 
     def observe(self, batch: GlobalBatch, work: Sequence[StepWork]) -> GlobalBatch | None:
-        """A step has been trained: decide whether the next ones have other shares.
+        """Take in a trained step, and decide whether the next ones have other shares.
 
         Args:
             batch: The present shares, which may not have been in use in that step yet.

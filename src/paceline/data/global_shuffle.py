@@ -133,7 +133,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, int], batch_may_change: bool = False) -> None:
-        """Go on from there: the rest of that epoch's order, whatever the number of ranks was and is.
+        """Restore a state, and go on with the rest of that epoch's order, whatever the number of ranks was and is.
 
         Args:
             state: What `state_dict` has returned.
@@ -159,7 +159,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         self._go_to(state["epoch"], state["position"])
 
     def _go_to(self, epoch: int, position: int) -> None:
-        """The next loop begins there; one under way is over."""
+        """Let the next loop begin there. A loop under way is over."""
         self._end_loop()
         self._stand_at(epoch, position)
         self._is_over = self._has_begun = self._plan.step_at(self._start) is None

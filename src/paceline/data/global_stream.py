@@ -105,7 +105,7 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
         return position, None if is_over else reader.place_before(position), is_over
 
     def load_state_dict(self, state: Mapping[str, Any], batch_may_change: bool = False) -> None:
-        """Go on from there: the rest of the source, whatever the number of ranks was and is.
+        """Restore a state, and go on with the rest of the source, whatever the number of ranks was and is.
 
         Args:
             state: What `state_dict` has returned.
@@ -271,7 +271,7 @@ class _Reader(Generic[Sample]):
             self._places.append((self._num_read, copy.deepcopy(self._source.state_dict())))
 
     def read(self, count: int) -> None:
-        """Have so many samples in memory, or all that are left."""
+        """Read until so many samples are in memory, or all that are left."""
         if self._num_read and len(self._samples) < count and self.end == _NO_END:
             self._note_place()
         while len(self._samples) < count and self.end == _NO_END and self._next():
@@ -282,7 +282,7 @@ class _Reader(Generic[Sample]):
         return [self._samples[begin - self.position + place] for place in range(count)]
 
     def drop(self, count: int) -> None:
-        """The first samples in memory have been trained."""
+        """Drop the first samples in memory, which have been trained."""
         for _ in range(count):
             self._samples.popleft()
         self.position += count
@@ -290,7 +290,7 @@ class _Reader(Generic[Sample]):
             self._places.popleft()
 
     def place_before(self, position: int) -> dict[str, Any] | None:
-        """The last place that is not after `position`; None if none is known."""
+        """Return the last place that is not after `position`; None if none is known."""
         for read, state in reversed(self._places):
             if read <= position:
                 return {"position": read, "state": copy.deepcopy(state)}

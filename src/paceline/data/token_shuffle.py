@@ -87,7 +87,7 @@ class TokenShuffle(GlobalShuffle):
         return super().state_dict(num_batches) | {"tokens": self._digest}
 
     def load_state_dict(self, state: Mapping[str, int], batch_may_change: bool = False) -> None:
-        """Go on from there, whatever the number of ranks was and is.
+        """Restore a state, whatever the number of ranks was and is.
 
         Args:
             state: What `state_dict` has returned.
@@ -122,7 +122,7 @@ class TokenShuffle(GlobalShuffle):
         return _TokenPlan(self.lengths[order].tolist(), ends, start, self.batch)
 
     def _make(self, epoch: int) -> tuple[torch.Tensor, list[int]]:
-        """The order of an epoch, and where in it batches end."""
+        """Return the order of an epoch, and where in it batches end."""
         if self._made is None or self._made[0] != (self.seed, epoch):
             shuffled = super().order(epoch)
             batches = list(self._batches(self._sort_parts(shuffled)))
@@ -137,7 +137,7 @@ class TokenShuffle(GlobalShuffle):
         return self._made[1:]
 
     def _sort_parts(self, shuffled: torch.Tensor) -> Iterator[int]:
-        """Parts sorted by length, up and down in turn, so that their ends fit together."""
+        """Sort parts by length, up and down in turn, so that their ends fit together."""
         typical = max(1, round(self._size / self.lengths.double().mean().item()))
         for place, part in enumerate(shuffled.split(_SORTED_BATCHES * typical)):
             by_length = self.lengths[part].argsort(stable=True, descending=place % 2 == 1)

@@ -128,7 +128,7 @@ class Window(Generic[Batch]):
         return self
 
     def _weigh(self) -> Exception | None:
-        """Find what counts; returns what is wrong, to be raised when the other ranks have been told."""
+        """Weigh the micro-batches. Return the error to raise once the other ranks have been told."""
         try:
             self._check_arguments()
             self._check_no_gradients()
@@ -347,7 +347,7 @@ class Window(Generic[Batch]):
                 gradient.mul_(factor)
 
     def note_forward(self) -> None:
-        """A forward in which gradients are enabled."""
+        """Note a forward in which gradients are enabled."""
         self._num_forwards += 1
 
     def note_backward(self) -> BackwardPlan:

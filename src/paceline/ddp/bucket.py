@@ -70,7 +70,7 @@ class Bucket(Protocol):
         """Return whether each touch came from another parameter: none came twice while another is missing."""
 
     def copy_in(self, slot: int, scale: float) -> None:
-        """Take in a large gradient that autograd has just finished."""
+        """Copy a large gradient that autograd has just finished into the buffer, scaled."""
 
     def accumulate(self, slot: int) -> None:
         """Keep a large gradient in the buffer, unscaled, in a backward that is not synchronized."""

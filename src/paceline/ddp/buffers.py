@@ -123,7 +123,7 @@ class Buffers:
         return found
 
     def set_hook(self, hook: BufferHook) -> None:
-        """Let it synchronize them from now on. Local."""
+        """Let this hook synchronize the buffers from now on. Local."""
         self.hook = hook
 
     # ---- their shapes, on all ranks
@@ -162,7 +162,7 @@ class Buffers:
     # ---- sending
 
     def launch(self, source: int) -> Broadcast | None:
-        """Start sending rank `source`'s; None: nothing to send. Collective; does not wait, but for a copy's `agree`."""
+        """Start sending rank `source`'s buffers; None: nothing to send. Collective; waits for a copy's `agree` only."""
         if self._agreed is None:
             self.agree()
         members = self._membership
@@ -184,7 +184,7 @@ class Buffers:
         }
 
     def finish(self, under_way: Broadcast | None) -> None:
-        """Wait for what `launch` started and take it over."""
+        """Wait for the broadcast that `launch` started, and copy the values."""
         if under_way is not None:
             under_way.finish(self._membership.peers, "waiting for the buffers of one rank")
 
@@ -226,7 +226,7 @@ class BufferSync:
             self._futures += self._buffers.hook.run(self._buffers.named())
 
     def set_source(self, source: int) -> None:
-        """Let the end of the step bring this rank's. Local; the same on every rank."""
+        """Set the rank whose buffers are broadcast at the end of the step. Local; the same on every rank."""
         self._source = source
 
     @property

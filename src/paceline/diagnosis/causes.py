@@ -39,7 +39,7 @@ def taken_from_cores(run: Run) -> dict[int, dict[str, float]]:
 
 
 def taken_on_hosts(run: Run) -> dict[str, dict[str, float]]:
-    """The same of each host: several ranks may have seen a process, each for a part of the time."""
+    """Return the same for each host: several ranks may have seen a process, each for a part of the time."""
     found: dict[str, dict[str, float]] = {}
     taken = taken_from_cores(run)
     for rank in run.ranks:
@@ -147,7 +147,7 @@ def cause_of(run: Run, table: StepTable, culprit: Culprit) -> Cause:
 
 
 class _Facts:
-    """Medians over the steps that the culprit delays, against the other ranks'."""
+    """Medians of the culprit and of the other ranks, over the steps that the culprit delays."""
 
     def __init__(self, run: Run, table: StepTable, culprit: Culprit) -> None:
         self._run, self._table, self._culprit = run, table, culprit
@@ -178,7 +178,7 @@ class _Facts:
         return Cause("disk", f"it waits for a disk ({faults:.0f} pages a step come from there)")
 
     def _sampled_s(self, count: Callable[[Sample], float]) -> float:
-        """Seconds a step of something that is counted in samples: of this rank, more than of the others' median."""
+        """Return the seconds per step of a sampled value, by which this rank exceeds the others' median."""
         own, others = 0.0, []
         for rank in self._run.ranks:
             looks = [x for x in rank.samples if x.neighbours is not None]
@@ -265,7 +265,7 @@ class CommonDelay:
 
 
 def common_delay(run: Run, table: StepTable) -> CommonDelay | None:
-    """The first of them that is there; None: neither."""
+    """Return the first cause that delays all ranks; None: there is none."""
     return _too_many_threads(run, table) or _shared_cores(run, table) or _small_buckets(run, table)
 
 
@@ -322,7 +322,7 @@ def _shared_cores(run: Run, table: StepTable) -> CommonDelay | None:
 
 
 def _queued_ratio(rank: RankRun) -> float:
-    """Seconds that all threads together waited for a core, a second; at most 1."""
+    """Return the fraction of time in which a thread waited for a core: all threads together; at most 1."""
     looks = [x for x in rank.samples if x.neighbours is not None]
     if len(looks) < 2:
         return 0.0
@@ -330,7 +330,7 @@ def _queued_ratio(rank: RankRun) -> float:
 
 
 def _small_buckets(run: Run, table: StepTable) -> CommonDelay | None:
-    """Paceline's buckets only: torch's reducer says nothing of its own."""
+    """Find steps that are delayed by small buckets. Only Paceline's reducer records its buckets, torch's does not."""
     buckets = run.ranks[0].steps[-1].buckets
     waited_s = exposed_s(table)
     if len(buckets) < _MANY or waited_s < EXPOSED_RATIO * table.step_s:

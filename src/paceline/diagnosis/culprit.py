@@ -59,7 +59,7 @@ def find_culprit(table: StepTable) -> Culprit | None:
 
 
 class _Seen:
-    """Leads of a table's steps."""
+    """The delays of each step of a table: by how much the last rank is behind the others."""
 
     def __init__(self, table: StepTable) -> None:
         self.table = table
@@ -68,7 +68,7 @@ class _Seen:
         self.late = [max(range(len(row)), key=row.__getitem__) for row in self.leads_s]
 
     def constant(self) -> Culprit | None:
-        """Rule 1."""
+        """Return the culprit that delays all steps (rule 1)."""
         likely = [Counter(x).most_common(1)[0][0] for x in (self.late[-FEWEST_STEPS:], self.late)]
         found = (self._of_rank(place) for place in dict.fromkeys(likely))
         return next((culprit for culprit in found if culprit is not None), None)
@@ -91,7 +91,7 @@ class _Seen:
         return self._describe(place, indices, "since", count / num_steps, since_step=since)
 
     def _onset(self, leads_s: Sequence[float]) -> int | None:
-        """The step from which on a lead is there that was not there before; None: none such."""
+        """Return the step at which a delay begins that was not there before; None: no step is such."""
         places = range(_BEFORE, len(leads_s) - _SINCE + 1)
         if not places:
             return None
@@ -100,7 +100,7 @@ class _Seen:
         return at if after_s > LEAST_RATIO * self.step_s and before_s < _EARLY_RATIO * after_s else None
 
     def now_and_then(self) -> Culprit | None:
-        """Rules 2 and 3."""
+        """Return the culprit that delays some steps (rules 2 and 3)."""
         table = self.table
         bar_s = max(2 * LEAST_RATIO * self.step_s, 1.5 * median(map(_spread_s, table.rows)))
         stand_out = [i for i, place in enumerate(self.late) if self.leads_s[i][place] > bar_s]
@@ -123,7 +123,7 @@ class _Seen:
         return len(indices) >= 2 and lost_s >= LEAST_RATIO * sum(self.table.steps_s)
 
     def _events(self, indices: Sequence[int], phases: dict[int, str], *, is_proven: bool) -> Culprit | None:
-        """One rank's among these steps; where their phase is no proof, too many for chance, and of one phase."""
+        """Return one rank's delays among these steps. Unless proven, they are of one phase, and too many for chance."""
         if not self._is_worth_a_word(indices):
             return None
         place, cost_s = self._costs_s(indices, self.late.__getitem__)[0]
@@ -137,7 +137,7 @@ class _Seen:
         return self._describe(place, mine, "periodic" if every else "at times", cost_s / total_s, every=every)
 
     def _moving(self, indices: Sequence[int], phases: dict[int, str]) -> Culprit | None:
-        """Rule 3."""
+        """Return the culprit of delays that move from rank to rank (rule 3)."""
         if not self._is_worth_a_word(indices):
             return None
         phase, same_s = self._costs_s(indices, phases.__getitem__)[0]
@@ -220,6 +220,6 @@ def _chance(num_own: int, num_all: int, num_ranks: int) -> float:
 
 
 def _period(indices: Sequence[int]) -> int | None:
-    """The distance of at least three events if it is always the same, and more than one step."""
+    """Return the distance of at least three events if it is constant and more than one step."""
     gaps = {b - a for a, b in pairwise(indices)}
     return gaps.pop() if len(indices) >= 3 and len(gaps) == 1 and 1 not in gaps else None

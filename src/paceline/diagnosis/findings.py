@@ -59,7 +59,7 @@ def _apart(run: Run, what: str, of: Callable[[Health], str]) -> Sequence[str]:
 
 
 def _not_finite(run: Run) -> list[str]:
-    """Name the rank whose gradients were the first. If every rank's were, the parameters may be the cause."""
+    """Name the rank whose gradients were not finite first. If every rank's were, the parameters may be the cause."""
     found = [(x.step, rank, x.not_finite) for rank in run.ranks for x in rank.health if x.not_finite]
     if not found:
         return []
@@ -84,7 +84,7 @@ def _not_finite(run: Run) -> list[str]:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that delays steps.
+    """A cause that delays steps.
 
     Attributes:
         kind: "rank", "link" or "all ranks".

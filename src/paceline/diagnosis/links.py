@@ -99,7 +99,7 @@ def edges_of(run: Run) -> tuple[Edge, ...]:
 
 
 def slow_link(edges: Iterable[Edge]) -> SlowLink | None:
-    """The host whose link is slow, else the connection that loses, else the host that is far; None: none stands out."""
+    """Return the host with a slow link, else the connection that loses packets, else the distant host; or None."""
     edges = tuple(edges)
     ranks = {x for edge in edges for x in (edge.source, edge.target)}
     if len(ranks) < 3:

@@ -59,7 +59,7 @@ class _Link:
 
 
 def hiding(run: Run, table: StepTable) -> tuple[tuple[str, Prediction], ...]:
-    """Words and predicted steps, shortest first, of what leaves less exposed; nothing where buckets are unknown."""
+    """Return ways to hide more communication, with predicted steps, shortest first; none if buckets are unknown."""
     link = _link_of(run)
     if link is None:
         return ()
@@ -156,7 +156,7 @@ _WORTH_LEFT = 0.97  # of a step: a remedy that is predicted to leave more is not
 
 @dataclass(frozen=True)
 class Remedy:
-    """Something to do."""
+    """An action that shortens steps, with the predicted step."""
 
     words: str  # in the imperative, without a full stop
     predicted: Prediction | None  # the step after it; None: not predicted

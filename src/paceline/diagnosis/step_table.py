@@ -51,7 +51,7 @@ class StepTable:
 
     @property
     def steps_s(self) -> list[float]:
-        """Each step: the median of the ranks, which differ by how soon they leave a collective."""
+        """Return the duration of each step: the median of the ranks, which leave collectives at different times."""
         return [median(rank.step_s for rank in row) for row in self.rows]
 
     def leads_s(self) -> list[list[float]]:
@@ -63,7 +63,7 @@ class StepTable:
         return found
 
     def without_queueing(self) -> StepTable:
-        """The same with no wait for a core but throttling: which rank waits longest on a crowded machine is chance."""
+        """Return the table without waits for a core, but throttling: which rank waits longest may be chance."""
 
         def alone(rank: RankStep) -> RankStep:
             waited_s = max(0.0, rank.host.queued_s - rank.host.throttled_s)
@@ -73,7 +73,7 @@ class StepTable:
         return replace(self, rows=tuple(tuple(map(alone, row)) for row in self.rows))
 
     def with_shorter_waits(self, ratios: Sequence[float]) -> StepTable:
-        """The same with shorter waits for cores, by column; parts shrink alike, and what is exposed stays."""
+        """Return the table with shorter waits for cores, by column; parts shrink alike, and what is exposed stays."""
 
         def shorter(row: tuple[RankStep, ...]) -> tuple[RankStep, ...]:
             left = [

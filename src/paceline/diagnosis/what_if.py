@@ -43,7 +43,7 @@ class Prediction:
 
 
 def without(table: StepTable, culprit: Culprit, *, slows_all: bool = False) -> Prediction:
-    """The step if the culprit took for its guilty phases what others take.
+    """Predict the step if the culprit's guilty phases took as long as the other ranks'.
 
     Where something `slows_all` that its process does, its part in collectives is as many times as long as its work.
     Recording takes a share of the time, not of the steps: of shorter ones, less.
@@ -67,12 +67,12 @@ def without(table: StepTable, culprit: Culprit, *, slows_all: bool = False) -> P
 
 
 def as_recorded(table: StepTable) -> Prediction:
-    """The steps of a table as they are, as a prediction: what was changed in it is all."""
+    """Return the steps of a changed table as a prediction, without further changes."""
     return _prediction(table.steps_s, len(table), random.Random(0))  # noqa: S311  as above
 
 
 def with_work(table: StepTable, work_s: Mapping[int, float]) -> Prediction:
-    """The step if each rank's work were so many times as long; by its column."""
+    """Predict the step if each rank's work were so many times as long, by column."""
     steps_s = [
         _step_s(row, {place: x.work_s * work_s[place] for place, x in enumerate(row)}) for row in table.rows
     ]
@@ -80,7 +80,7 @@ def with_work(table: StepTable, work_s: Mapping[int, float]) -> Prediction:
 
 
 def with_wire(run: Run, table: StepTable, wire_s: float) -> Prediction | None:
-    """The step if its gradients took so long on the wire, bucket after bucket; None: nothing is known of buckets."""
+    """Predict the step if each bucket took so long on the wire; None: buckets are unknown."""
     steps_s, of_step = [], dict(zip(table.steps, table.rows, strict=True))
     for records in run.rows():
         row = of_step.get(records[0].step)
@@ -110,7 +110,7 @@ def _buckets(record: StepRecord, rank: RankRun) -> tuple[list[float], list[int]]
 
 
 def shorter_by(table: StepTable, gain_s: float) -> Prediction:
-    """The step if each were so much shorter, up to what is exposed in it."""
+    """Predict the step if each were so much shorter, at most by its exposed communication."""
     steps_s = [
         now_s - min(gain_s, max(0.0, now_s - max(x.work_s for x in row)))
         for now_s, row in zip(table.steps_s, table.rows, strict=True)
@@ -119,12 +119,12 @@ def shorter_by(table: StepTable, gain_s: float) -> Prediction:
 
 
 def exposed_s(table: StepTable) -> float:
-    """Communication that no rank's work hides: what the last rank waits, in the median."""
+    """Return the communication that no work hides: the last rank's wait, in the median."""
     return median(median(x.step_s for x in row) - max(x.work_s for x in row) for row in table.rows)
 
 
 def _guilty(table: StepTable, culprit: Culprit) -> frozenset[str]:
-    """Whole phases: a delay that is spread over all layers of a backward is small in each.
+    """Return the guilty phases as a whole, because a delay of all layers is small in each.
 
     A rank without a core is slow in all that it does. If its delay is many steps long, a tenth of it is a step.
     """

@@ -90,7 +90,7 @@ def patch_torch(
 
 
 def _make(value: Any) -> Any:
-    """A reduction of its own for each wrapper: two must not share one's state."""
+    """Make a reduction for one wrapper, because two wrappers must not share its state."""
     return value() if callable(value) else value
 
 
@@ -111,7 +111,7 @@ def _holders(held: type) -> Iterator[tuple[Any, str]]:
 
 
 class _Recognising(ABCMeta):  # torch's class has that metaclass, because it is a Joinable
-    """Lets the stand-in be asked, and told, what torch's class would be."""
+    """The metaclass of the stand-in: `isinstance` and class attributes work as with torch's class."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         # Subclass checks stay as they are: an abstract class also asks its subclasses, and ours would get the answer.

@@ -136,7 +136,7 @@ def _note_timings(folder: Path, note: Callable[[str], None]) -> None:
 
 
 def _show_live(arguments: LaunchArguments, folder: Path, enter: Callable[[Any], object]) -> None:
-    """Show the ranks' steps while they train, as long as what is entered lasts."""
+    """Show the ranks' steps while they train, until the entered contexts end."""
     args = arguments.torchrun
     if args.tee == "0" and args.redirects == "0":
         args.tee, args.log_dir = "3", args.log_dir or str(folder)

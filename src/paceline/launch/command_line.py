@@ -193,7 +193,7 @@ def _rank_environment(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _usage(message: str, known: list[str]) -> str:
-    """Our words for what argparse found wrong."""
+    """Return the message for an error of argparse."""
     if "required: training_script" in message:
         return (
             "no script to run. Name the training script after the options, for example: "

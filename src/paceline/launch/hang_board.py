@@ -40,7 +40,7 @@ class Standstill:
 
     @property
     def who(self) -> tuple[object, ...]:
-        """Equal for two looks at one standstill, but for times."""
+        """The ranks and counts of the standstill, without times: equal for two looks at the same one."""
         return self.missing, tuple((each.rank, each.group, each.count) for each in self.waiting)
 
     @property
@@ -229,7 +229,7 @@ class Correspondent:
         self._calls.put(lambda: self._board.tell(lines))
 
     def close(self) -> None:
-        """Ask no more. A call that the store does not answer is left behind: it ends with this process."""
+        """End the thread. A call that the store does not answer is left behind: it ends with this process."""
         self._calls.put(None)
         self._thread.join(_MOMENT_S)
 

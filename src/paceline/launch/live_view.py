@@ -69,7 +69,7 @@ class LiveView:
         return Group(table_of_ranks(run), Text(_sentence(run)))
 
     def read(self) -> Run:
-        """The last steps of every rank."""
+        """Read the last steps of every rank."""
         found = [rank for path in self._folder.glob("rank*.jsonl") if (rank := self._tail(path)) is not None]
         return Run(self._header, tuple(sorted(found, key=lambda rank: rank.header.rank)))
 
@@ -102,7 +102,7 @@ class LiveView:
 
 
 def table_of_ranks(run: Run) -> Table:
-    """Medians of the last steps; the slowest part of a step is seen at once."""
+    """Return a table with the medians of the last steps, in which the slowest part is marked."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
     for name in ("rank", "host", "step", "takes", "waits", "own work"):
         table.add_column(name, justify="left" if name in ("host", "own work") else "right", no_wrap=True)

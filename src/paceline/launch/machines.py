@@ -103,7 +103,7 @@ class MachineRendezvous:
     timeout_s: float = 600.0  # how long to wait for the others
 
     def hold(self, store: dist.Store, is_server: bool, note: Callable[[str], None]) -> list[NodeInfo]:
-        """Compare this machine with the others in a `store` that all reach; all that are there, in the order of coming.
+        """Compare this machine with the others in a `store` that all reach; return all that came, in their order.
 
         Collective over the machines, if it `waits`, and then blocks. `is_server`: the store ends with this process.
         `note` is called with lines for the user. Raises MachinesDifferError on all machines that are there, if one does
@@ -164,7 +164,7 @@ class MachineRendezvous:
             note(f"all {self.num_machines} machines are there, {ranks} ranks: {_names(nodes)}")
 
     def _linger(self, store: dist.Store, is_server: bool) -> None:
-        """Let the others read what is wrong before the store goes, also those who are about to come."""
+        """Wait so that the other machines, also late ones, read the error before the store ends."""
         store.add(_HEARD, 1)
         ends_s = time.monotonic() + _LINGER_S
         while is_server and store.add(_HEARD, 0) < self.num_machines and time.monotonic() < ends_s:

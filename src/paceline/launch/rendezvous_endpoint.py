@@ -91,7 +91,7 @@ def be_first(args: argparse.Namespace, words: Sequence[str], note: Callable[[str
 
 
 def without(words: Sequence[str], options: Sequence[str]) -> list[str]:
-    """The words without these options and their values."""
+    """Return the words without these options and their values."""
     kept: list[str] = []
     left = iter(words)
     for word in left:
@@ -134,7 +134,7 @@ def wait_for_store(args: argparse.Namespace, note: Callable[[str], None]) -> Non
 
 
 def addresses_of_meeting(host: str, option: str) -> list[str]:
-    """The addresses of the host where machines meet, as `option` names it. Raises ConfigurationError for no name."""
+    """Return addresses of the host where machines meet, as `option` names it. Raises ConfigurationError if unknown."""
     try:
         return addresses_of(host.strip("[]"))
     except OSError as error:
@@ -144,7 +144,7 @@ def addresses_of_meeting(host: str, option: str) -> list[str]:
 
 
 def own_address(towards: str = ELSEWHERE) -> str | None:
-    """The address of this machine from which others are reached, or that its name has; None if there is none."""
+    """Return the address of this machine from which others are reached, or that its name has; None if there is none."""
     found = own_address_towards(towards, socket.AF_INET)
     if found and not found.startswith("127."):
         return found

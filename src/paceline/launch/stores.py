@@ -98,7 +98,7 @@ class Listening:
         serves_if_mine: bool = False,
         **options: Any,
     ) -> dist.Store:
-        """Open one in place of `TCPStore`, with its arguments."""
+        """Open a store in place of `TCPStore`, with its arguments."""
         place = self._place(host_name) if is_master else None
         listener = None if place is None else _listen(place, port)
         if serves_if_mine and not is_master and self._num_machines > 1:
@@ -147,7 +147,7 @@ class Listening:
                 self._when_met(store, rendezvous.job, num_ranks)
 
     def _place(self, host_name: str) -> str | None:
-        """The address to listen on; None for every one."""
+        """Return the address to listen on; None: all addresses."""
         addresses = addresses_here(host_name)
         if self._num_machines == 1:
             return next(iter(addresses), LOOPBACK)
@@ -164,7 +164,7 @@ class Listening:
 
 
 def addresses_here(host_name: str) -> list[str]:
-    """The addresses behind a name that are this machine's own, IPv4 first."""
+    """Return the addresses behind a name that are this machine's own, IPv4 first."""
     with contextlib.suppress(OSError):
         return [address for address in addresses_of(host_name or LOOPBACK) if _is_mine(address)]
     return []

@@ -123,7 +123,7 @@ class LaunchProcesses:
         return found
 
     def look(self) -> None:
-        """Note the launcher's children. Once it has died, /proc no longer says that they were its."""
+        """Note the launcher's children. After its death, /proc no longer says whose they are."""
         pid, start = self._launcher
         if _start(pid) == start:
             for child, born in _children(pid).items():

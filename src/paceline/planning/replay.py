@@ -45,7 +45,7 @@ class AlphaBetaCost:
 
     @classmethod
     def through(cls, small: tuple[float, float], large: tuple[float, float]) -> AlphaBetaCost:
-        """The line through two measurements (bytes, seconds), with neither time negative.
+        """Return the line through two measurements (bytes, seconds), with neither time negative.
 
         Args:
             small: Of few bytes.

@@ -45,7 +45,7 @@ class Speed:
         return self.fixed_s + self.sample_s * num_samples if num_samples else 0.0
 
     def times(self, factor: float) -> Speed:
-        """The same rank, slower by `factor`."""
+        """Return the speed of the same rank, slower by `factor`."""
         return Speed(self.fixed_s * factor, self.sample_s * factor)
 
 
@@ -72,7 +72,7 @@ class SpeedEstimate:
         return len(self._seen)
 
     def add(self, num_samples: int, seconds: float) -> None:
-        """A step with `num_samples`, more than 0, took `seconds`."""
+        """Note that a step with `num_samples`, more than 0, took `seconds`."""
         if self._seen:
             expected_s = self.speed.step_s(num_samples)
             residual = seconds / expected_s - 1
@@ -91,7 +91,7 @@ class SpeedEstimate:
 
     @property
     def speed(self) -> Speed:
-        """The best guess now; there must have been a step."""
+        """The best estimate so far, after at least one step."""
         if self._speed is None:
             now = self._seen[-1][0]
             shape = self._fit() or self._shape or Speed(0.0, 1.0)
@@ -100,7 +100,7 @@ class SpeedEstimate:
         return self._speed
 
     def _fit(self) -> Speed | None:
-        """The line through the medians of steps of equal size; None while they are too much alike."""
+        """Return the line through the medians of steps of equal size; None while they are too much alike."""
         by_size: dict[int, list[float]] = {}
         for num_samples, seconds in self._seen:
             by_size.setdefault(num_samples, []).append(seconds)
@@ -161,7 +161,7 @@ def lower_bound_s(speeds: Sequence[Speed], total: int) -> float:
 def best_shares(
     speeds: Sequence[Speed], total: int, most: Sequence[int] | None = None, least: int = 1, unit: int = 1
 ) -> tuple[int, ...]:
-    """The samples of each rank, `total` together, with which the last rank finishes soonest.
+    """Return the samples of each rank, `total` together, with which the last rank finishes soonest.
 
     Args:
         speeds: Each rank's.
@@ -237,7 +237,7 @@ def _give_the_rest(
 
 @dataclass(frozen=True)
 class Proposal:
-    """Other shares, and what they are worth.
+    """Other shares, and the predicted gain.
 
     Attributes:
         samples: Each rank's in a step.
@@ -267,7 +267,7 @@ def propose(
     unit: int = 1,
     gain_ratio: float = 0.0,
 ) -> Proposal:
-    """The best shares by what is known of each rank; the present ones where not even the lower bound would pay.
+    """Return the best shares by the known speeds; the present ones where not even the lower bound would pay.
 
     Args:
         estimates: Each rank's.

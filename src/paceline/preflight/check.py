@@ -100,7 +100,7 @@ def _to_stderr(line: str) -> None:
 
 
 def check_here() -> Checkup:
-    """This machine alone."""
+    """Check this machine alone."""
     return Checkup((Host(0, socket.gethostname(), look_around()),))
 
 
@@ -151,7 +151,7 @@ def check_with_others() -> Checkup | None:
 
 
 def differences(hosts: Sequence[Host]) -> list[CheckResult]:
-    """Versions have to be the same on every machine."""
+    """Compare versions, which have to be the same on every machine."""
     said = {host.rank: host.findings[0].found for host in hosts}
     if len(set(said.values())) == 1:
         return []
@@ -161,7 +161,7 @@ def differences(hosts: Sequence[Host]) -> list[CheckResult]:
 
 
 def judge_links(hosts: Sequence[Host], links: Sequence[Link]) -> list[CheckResult]:
-    """Pairs that do not reach each other, and links that are slower than the others."""
+    """Find pairs that do not reach each other, and links that are slower than the others."""
     if not links:
         return []
     name = {host.rank: f"rank {host.rank} ({host.name})" for host in hosts}
@@ -204,7 +204,7 @@ def judge_links(hosts: Sequence[Host], links: Sequence[Link]) -> list[CheckResul
 
 
 def page(checkup: Checkup) -> list[RenderableType]:
-    """The findings as rich's tables: of one machine all, of several those that are not good; then the links."""
+    """Lay out the findings as tables of rich: all of one machine, the bad ones of several; then the links."""
     from rich.table import Table  # noqa: PLC0415
 
     several = len(checkup.hosts) > 1

@@ -23,7 +23,7 @@ _EXTRAS = {
 
 
 def versions() -> CheckResult:
-    """Python's, torch's, ours; a torch that is too old or missing is bad."""
+    """Check the versions of Python, torch and Paceline; a torch that is too old or missing is bad."""
     found = _installed("torch")
     said = f"Paceline {__version__}, Python {platform.python_version()}, torch {found or 'not installed'}"
     if found is None:
@@ -36,7 +36,7 @@ def versions() -> CheckResult:
 
 
 def extras() -> CheckResult:
-    """Optional packages, and what is missing without them."""
+    """Check optional packages, and what is missing without them."""
     missing = {name: use for name, use in _EXTRAS.items() if _installed(name) is None}
     here = [f"{name} {_installed(name)}" for name in _EXTRAS if name not in missing]
     if not missing:
@@ -66,7 +66,7 @@ def stacks() -> CheckResult:
 
 
 def devices() -> CheckResult:
-    """Accelerators as torch sees them."""
+    """Check the accelerators that torch sees."""
     torch = _torch()
     if torch is None:
         return CheckResult("torch is not there to ask", "note")

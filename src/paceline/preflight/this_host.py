@@ -84,7 +84,7 @@ def quota(root: Path = _ROOT) -> CheckResult:
 
 
 def shared_memory(root: Path = _ROOT) -> CheckResult:
-    """The file system in memory by which ranks of one host and loader workers exchange tensors."""
+    """Check the file system in memory by which ranks of one host and loader workers exchange tensors."""
     found = os.statvfs(root / "dev/shm")
     total, free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
     said = f"/dev/shm has {total / _GIB:.2g} GiB, {free / _GIB:.2g} GiB free"  # noqa: S108  it is looked at
@@ -98,7 +98,7 @@ def shared_memory(root: Path = _ROOT) -> CheckResult:
 
 
 def open_files() -> CheckResult:
-    """The limit of files and sockets that a process may have open."""
+    """Check the limit of files and sockets that a process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     said = f"{_count(soft)} open files a process (at most {_count(hard)})"
     if soft == resource.RLIM_INFINITY or soft >= _LEAST_FILES:
@@ -112,7 +112,7 @@ def open_files() -> CheckResult:
 
 
 def locked_memory() -> CheckResult:
-    """Memory that may not be swapped, as pinned memory and RDMA need it."""
+    """Check the limit of memory that may not be swapped, as pinned memory and RDMA need it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     said = f"{'unlimited' if soft == resource.RLIM_INFINITY else f'{soft / 2**20:.0f} MiB'} may be locked"
     has_rdma = Path("/sys/class/infiniband").is_dir()
@@ -231,7 +231,7 @@ def name() -> CheckResult:
 
 
 def interfaces(root: Path = _ROOT) -> CheckResult:
-    """Interfaces that are up, and how fast they say they are."""
+    """Check the interfaces that are up, and how fast they say they are."""
     found, chosen = [], os.environ.get(_INTERFACE, "")
     names = []
     for folder in sorted((root / "sys/class/net").iterdir()):
@@ -253,7 +253,7 @@ def interfaces(root: Path = _ROOT) -> CheckResult:
 
 
 def tcp(root: Path = _ROOT) -> CheckResult:
-    """Congestion control, smallest time-out and largest window."""
+    """Check congestion control, smallest time-out and largest window."""
     system = root / "proc/sys/net/ipv4"
     tuning = TcpTuning.towards(ELSEWHERE, system)
     windows = {kind: int((system / f"tcp_{kind}mem").read_text().split()[2]) for kind in ("r", "w")}

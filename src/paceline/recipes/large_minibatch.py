@@ -33,7 +33,7 @@ from paceline.reductions.noise_scale import GradientNoiseScale
 
 
 def world(process_group: ProcessGroup | None) -> ProcessGroup | None:
-    """The group given, or the default one; None where there is none, so that this process is alone."""
+    """Return the group given, or the default one; None without one: this process is alone."""
     if process_group is not None:
         return process_group
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -212,7 +212,7 @@ class LargeMinibatch(LRScheduler):
 
     @property
     def reference_rates(self) -> list[float]:
-        """Each group's."""
+        """The reference rate of each parameter group."""
         return [float(base) for base in self.base_lrs]
 
     def get_lr(self) -> list[float | Tensor]:
@@ -220,7 +220,7 @@ class LargeMinibatch(LRScheduler):
         return [self.curve.rate(self.time, rate, rate * self.factor) for rate in self.reference_rates]
 
     def step(self, samples: int | None = None) -> None:
-        """A step was done: set the rate of the next one.
+        """Count a step, and set the rate of the next one.
 
         Args:
             samples: Over all ranks, if they were not a whole batch, as at the end of an epoch.
@@ -235,7 +235,7 @@ class LargeMinibatch(LRScheduler):
     # ---- another batch
 
     def update(self, batch: int | GlobalBatch | None = None, accumulation: int | None = None) -> None:
-        """The ranks, their local batches or the accumulation have changed: derive the rate again, from now on.
+        """Tell that ranks, local batches or accumulation have changed: derive the rate again, from now on.
 
         Args:
             batch: As the constructor's; None: this rank's as before.
@@ -306,7 +306,7 @@ class LargeMinibatch(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there, with the batch of *this* world: the rate is derived again if that is another one.
+        """Restore a state, with the batch of *this* world: the rate is derived again if that is another one.
 
         Contract:
             Local.  Mutates: the groups' `lr`. Load the optimizer's state before.

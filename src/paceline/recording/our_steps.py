@@ -54,7 +54,7 @@ class OurSteps:
             spans.note("recording", began_s, time.perf_counter())
 
     def end_step(self, times: StepTimes, batch: BatchCounts) -> None:
-        """The synchronized backward of a step has ended well, and is left; without buckets if it was deferred."""
+        """Record a step whose synchronized backward has ended well; without buckets if it was deferred."""
         left_s = time.perf_counter()
         spans.note("backward", times.started_s, left_s)
         buckets = () if times.timing is None else times.timing.buckets

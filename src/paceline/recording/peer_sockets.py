@@ -118,7 +118,7 @@ def _crosses_hosts(ends: tuple[str, str]) -> bool:
 
 
 def _ends(file: int) -> tuple[str, str] | None:
-    """Addresses here and there of a TCP connection that is open; None of anything else."""
+    """Return both addresses of an open TCP connection; None for anything else."""
     try:
         found = socket.socket(fileno=file)
     except OSError:
@@ -139,7 +139,7 @@ def _words(address: tuple[str, int]) -> str:
 
 
 def _info(file: int) -> bytes:
-    """A connection's `struct tcp_info`; empty: it is open no more."""
+    """Return a connection's `struct tcp_info`; empty if it is closed."""
     try:
         found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=file)
     except OSError:

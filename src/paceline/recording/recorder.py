@@ -118,11 +118,11 @@ class Recorder:
         self._add(Health(self._num_steps, fingerprint, buffers, not_finite))
 
     def lines(self) -> bytes:
-        """The steps that are kept, as a run folder would have them."""
+        """Return the kept steps, as lines of a run folder."""
         return b"".join(map(to_line, (self.header, self._labels, *self._kept)))
 
     def end_step(self, work: Work) -> None:
-        """A synchronized backward was left: write its step down. Never raises."""
+        """Record the step of a synchronized backward that has ended. Never raises."""
         self._num_steps += 1
         began_s, self._began_s = self._began_s, work.ended_s
         if self._has_stopped or self._looks_detached(work.ended_s):
@@ -166,7 +166,7 @@ class Recorder:
         return self._clock.read()
 
     def _host_facts(self, now_s: float) -> HostFacts:
-        """A step's, as the average of those since the last reading."""
+        """Return a step's facts: the average since the last reading."""
         before, now, steps = self._times, self._read_clock(), self._num_unread
         assert before is not None
         self._times, self._times_at_s, self._num_unread = now, now_s, 0
@@ -291,7 +291,7 @@ _is_watching = False
 
 
 def watch_phases() -> None:
-    """Note them from now on. May be called often."""
+    """Note the phases of this process from now on. May be called often."""
     global _is_watching  # noqa: PLW0603  once a process
     if _is_watching:
         return

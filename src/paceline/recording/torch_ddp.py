@@ -78,7 +78,7 @@ class RecordedTorchDDP:
         _patch()
 
     def detach(self) -> None:
-        """Record no more. May be called twice."""
+        """End the recording. May be called twice."""
         global _recorded  # noqa: PLW0603  one a process
         for handle in self._handles:
             handle.remove()
@@ -97,7 +97,7 @@ class RecordedTorchDDP:
         return hook
 
     def begin_forward(self, args: Any, kwargs: Any) -> None:
-        """A forward begins that may be differentiated."""
+        """Note the begin of a forward that may be differentiated."""
         samples, tokens = samples_and_tokens(args, kwargs)
         if self._begins_step:
             self._begins_step = False
@@ -112,7 +112,7 @@ class RecordedTorchDDP:
         self._synchronizes = self.wrapper.require_backward_grad_sync
 
     def begin_backward(self) -> None:
-        """Some backward begins."""
+        """Note the begin of a backward."""
         self._last_s = 0.0
 
     def end_backward(self, began_s: float, ended_s: float, loss: object) -> None:
@@ -196,7 +196,7 @@ def _around_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _around_waiting(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """Buffers are received from rank 0 within forward, which the others wait for."""
+    """Time the wait for rank 0's buffers within a forward."""
 
     @functools.wraps(wait)
     def timed(*args: Any, **kwargs: Any) -> Any:

@@ -66,7 +66,7 @@ def write_page(folder: Path, out: Path) -> str:
 
 
 def launched(command: Sequence[str]) -> list[str]:
-    """A script, or options of `paceline run`, become a command; any other stays as it is."""
+    """Turn a script, or options of `paceline run`, into a command; others stay as they are."""
     if command and (command[0].endswith(".py") or command[0].startswith("-")):
         return [sys.executable, "-m", "paceline", "run", *command]
     return list(command)

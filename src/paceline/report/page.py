@@ -75,7 +75,7 @@ def medians_of(steps: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def over_time(table: StepTable) -> str:
-    """The step's length over the run."""
+    """Draw the step's length over the run."""
     steps_s = table.steps_s
     if len(steps_s) < 2:
         return ""
@@ -92,7 +92,7 @@ def over_time(table: StepTable) -> str:
 
 
 def longest(run: Run) -> str:
-    """The longest step's timeline, on one clock."""
+    """Draw the longest step's timeline, on one clock."""
     rows = [row for row in run.rows() if row[0].step > 3] or run.rows()
     row = max(rows, key=lambda row: median(step.step_s for step in row))
     clocks = clock_offsets(run)
@@ -206,7 +206,7 @@ def _verdict(diagnosis: Diagnosis) -> str:
 
 
 def _tiles(diagnosis: Diagnosis, table: StepTable) -> str:
-    """The few numbers that one asks for first."""
+    """Lay out the most important numbers."""
     if not len(table):
         return ""
     waits = median(max(0.0, rank.step_s - rank.work_s) for row in table.rows for rank in row)
@@ -237,7 +237,7 @@ def _remedies(diagnosis: Diagnosis) -> str:
 
 
 def _links(run: Run) -> str:
-    """Connections between the ranks' hosts."""
+    """Lay out the connections between the ranks' hosts."""
     edges = edges_of(run)
     if not edges:
         return ""
@@ -260,7 +260,7 @@ def _links(run: Run) -> str:
 
 
 def _shares(table: StepTable) -> str:
-    """Samples a rank, if they are known and there are several ranks."""
+    """Lay out the samples of each rank, if they are known and there are several ranks."""
     if not len(table) or len(table.ranks) < 2:
         return ""
     samples = [_known([row[place].num_samples for row in table.rows]) for place in range(len(table.ranks))]

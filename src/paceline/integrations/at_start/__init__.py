@@ -27,7 +27,7 @@ _PYTHONPATH = "PYTHONPATH"
 
 
 def environment(options: Mapping[str, str]) -> dict[str, str]:
-    """Variables by which a Python process calls `patch_torch(**options)` after torch. Raises ConfigurationError."""
+    """Return variables that make a process call `patch_torch(**options)` after torch. Raises ConfigurationError."""
     from paceline.reductions import choose_reduction  # noqa: PLC0415  ranks import this module before torch
 
     choose_reduction(options.get("reduction"), options.get("compression"))
@@ -45,7 +45,7 @@ def counting_environment(folder: Path) -> dict[str, str]:
 
 
 def _search_path() -> dict[str, str]:
-    """Python's, with this folder first, and once."""
+    """Return Python's search path with this folder first, once."""
     own = str(Path(__file__).parent)
     others = [entry for entry in os.environ.get(_PYTHONPATH, "").split(os.pathsep) if entry and entry != own]
     return {_PYTHONPATH: os.pathsep.join([own, *others])}
