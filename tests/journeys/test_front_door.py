@@ -13,6 +13,7 @@ import pytest
 import paceline as package
 from harness.terminal import paceline
 from paceline.cli import main
+from paceline.cli.app import app, command_of
 
 
 def _measured(code: str) -> Any:
@@ -172,6 +173,29 @@ def test_a_short_h_is_help(words, capsys):
         main([*words.split(), "-h"])
     assert ended.value.code == 0
     assert f"Usage: {' '.join(['paceline', *words.split()])} " in capsys.readouterr().out
+
+
+def _commands(command, path="paceline"):
+    """Every command that does something by itself, with its path."""
+    inner = getattr(command, "commands", {})
+    for name, each in inner.items():
+        yield from _commands(each, f"{path} {name}")
+    if not inner or command.invoke_without_command:
+        yield path, command
+
+
+def test_help_of_every_command_begins_with_an_example_that_its_parser_takes():
+    """Lists of commands show the sentence behind it."""
+    found = dict(_commands(command_of(app)))
+    assert len(found) > 60
+    for path, command in found.items():
+        example = command.help.split("\n\n")[0]
+        assert example.startswith("Example: paceline"), path
+        assert not command.short_help.startswith("Example"), path
+        if command.name != "run":  # which torchrun's parser reads
+            words = example.removeprefix("Example: ").removeprefix(path).split()
+            if path not in {"paceline", "paceline demo"}:
+                command.make_context(path, words)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,10 @@ def predict(
     report: ReportFolder = Path("paceline-report"),
     as_json: AsJson = False,
 ) -> None:
-    """Predict the step on 2, 4, ... devices, what limits it, what would help, and the cost of an epoch."""
+    """Predict the step on 2, 4, ... devices, what limits it, what would help, and the cost of an epoch.
+
+    `paceline plan predict resnet50 --to 64 --rate 10Gbit`
+    """
     from paceline_plan.forecast import forecast
     from paceline_plan.request import PlanRequest
 
@@ -165,7 +168,10 @@ def record(
     steps: Annotated[int, typer.Option(help="Number of steps to record, after two of warm-up.")] = 20,
     scratch: Scratch = False,
 ) -> None:
-    """Record how long each layer of a script computes, and which gradients it has; for `plan predict`."""
+    """Record how long each layer of a script computes, and which gradients it has; for `plan predict`.
+
+    `paceline plan record train.py`
+    """
     from paceline_plan.script_recording import record_into
 
     found = record_into(out, script, arguments or [], steps, scratch=scratch)
@@ -185,7 +191,10 @@ def score(
     report: ReportFolder = Path("paceline-report"),
     as_json: AsJson = False,
 ) -> None:
-    """Compare predictions with real runs. Without a trace, show the score so far."""
+    """Compare predictions with real runs. Without a trace, show the score so far.
+
+    `paceline plan score`
+    """
     from paceline_plan.scoring import show_scores
 
     show_scores(report, traces or [], as_json=as_json)

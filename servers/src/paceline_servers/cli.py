@@ -20,7 +20,10 @@ def serve(
         ),
     ] = "127.0.0.1:0",
 ) -> None:
-    """Run a parameter server until it is stopped. Ranks reach it by paceline run --servers HOST:PORT."""
+    """Run a parameter server until it is stopped. Ranks reach it by paceline run --servers HOST:PORT.
+
+    `paceline serve --listen 10.0.0.5:29600`
+    """
     from paceline_servers.process import serve_on  # noqa: PLC0415  `paceline --help` does not need it
 
     serve_on(listen)

@@ -5,6 +5,7 @@ Other packages add theirs by an entry point of the group `paceline.commands`: a 
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -32,7 +33,7 @@ class _Commands(typer.core.TyperGroup):
 app = typer.Typer(
     name="paceline",
     cls=_Commands,
-    help="Data-parallel training on PyTorch.",
+    help="Data-parallel training on PyTorch. Begin with `paceline demo survive`.",
     no_args_is_help=False,
     pretty_exceptions_enable=False,
 )
@@ -74,7 +75,10 @@ _LEAVES_OPTIONS = {"ignore_unknown_options": True, "allow_extra_args": True, "al
 
 @app.command("run", add_help_option=False, context_settings=_LEAVES_OPTIONS)
 def _run(context: typer.Context) -> None:
-    """Start one process of a script per rank, like torchrun and with its flags."""
+    """Start one process of a script per rank, like torchrun and with its flags.
+
+    `paceline run --nproc-per-node 4 train.py`
+    """
     from paceline.launch import launch, parse
 
     launch(parse(context.args), note=lambda line: print(f"paceline run: {line}", file=sys.stderr))
@@ -157,7 +161,8 @@ def _report(
 ) -> None:
     """Write a run as one page of HTML: what delays its steps, and the evidence.
 
-    The page needs no network and no other file. `paceline doctor --record RUN -- COMMAND` records a run.
+    The page needs no network and no other file. `paceline doctor --record RUN -- COMMAND` records a run. Then
+    `paceline report RUN` writes the page.
     """
     from paceline.report.files import write_page
 
@@ -195,11 +200,12 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 def command_of(made: typer.Typer) -> Any:
     """Return the command that typer makes of this: `-h` is help, and flags, which take no value, show no type."""
     root = typer.main.get_command(made)
-    left: list[Any] = [root]
+    left: list[tuple[str, Any]] = [("paceline", root)]
     while left:
-        command = left.pop()
+        path, command = left.pop()
         command.context_settings.setdefault("help_option_names", _HELP)
-        left += getattr(command, "commands", {}).values()
+        _begin_with_example(path, command)
+        left += [(f"{path} {name}", each) for name, each in getattr(command, "commands", {}).items()]
         options = [
             *command.params,
             command.get_help_option(command.context_class(command, help_option_names=_HELP)),
@@ -208,6 +214,24 @@ def command_of(made: typer.Typer) -> Any:
             if getattr(option, "is_flag", False):
                 option.metavar = ""
     return root
+
+
+def _begin_with_example(path: str, command: Any) -> None:
+    """Put an example at the top of a command's help: the first that the help quotes, or the command with what it needs.
+
+    Lists of commands show the help without it.
+    """
+    paragraphs = [" ".join(each.split()) for each in (command.help or "").split("\n\n")]
+    quoted = re.search(rf"`({path}(?: [^`]+)?)`", "\n".join(paragraphs))
+    if quoted is None and hasattr(command, "commands") and not command.invoke_without_command:
+        return
+    needed = [
+        each.name.upper() for each in command.params if each.required and not each.opts[0].startswith("-")
+    ]
+    example = quoted[1] if quoted else " ".join([path, *needed])
+    command.short_help = command.short_help or paragraphs[0]
+    others = [each for each in paragraphs if each != f"`{example}`"]
+    command.help = "\n\n".join([f"Example: {example}", *others])
 
 
 def _usage(error: Any) -> str:

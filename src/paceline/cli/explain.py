@@ -44,7 +44,10 @@ def explain(
         ),
     ] = None,
 ) -> None:
-    """Explain an error message or a term, without a network."""
+    """Explain an error message or a term, without a network.
+
+    `paceline explain was killed by`
+    """
     known = passages()
     if not words:
         for group in dict.fromkeys(passage.group for passage in known):

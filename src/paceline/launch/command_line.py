@@ -124,7 +124,10 @@ def _parser(extra: Mapping[str, ExtraOption]) -> argparse.ArgumentParser:
     parser = torchrun.get_args_parser()
     parser.prog = "paceline run"
     parser.usage = "paceline run [options] training_script [the script's own options]"
-    parser.description = "Start one process of a script per rank, like torchrun and with its flags."
+    parser.description = (
+        "Example: paceline run --nproc-per-node 4 train.py. Start one process of a script per rank, like torchrun and "
+        "with its flags."
+    )
     own = parser.add_argument_group("options of paceline", "the others, below, are torchrun's")
     parser._action_groups.insert(0, parser._action_groups.pop())  # ours first
     for action in parser._actions:  # to tell what was given from torch's defaults; see `rendezvous_endpoint`

@@ -65,7 +65,10 @@ def step(
     report: ReportFolder = Path("paceline-report"),
     as_json: AsJson = False,
 ) -> None:
-    """Measure how long a training step is under each side, and how far that is from the limit."""
+    """Measure how long a training step is under each side, and how far that is from the limit.
+
+    `paceline bench step --workload resnet50 --hosts 4 --rate 1Gbit`
+    """
     from paceline_lab.bench.commands import StepOptions, bench_step
     from paceline_lab.bench.ranks import choose_place
 
@@ -90,7 +93,10 @@ def allreduce(
     report: ReportFolder = Path("paceline-report"),
     as_json: AsJson = False,
 ) -> None:
-    """Measure how long an all-reduce takes, and which share of the link's rate it reaches."""
+    """Measure how long an all-reduce takes, and which share of the link's rate it reaches.
+
+    `paceline bench allreduce --sizes 1MiB,25MiB`
+    """
     from paceline_lab.bench.commands import bench_allreduce
     from paceline_lab.bench.ranks import choose_place
 
@@ -105,7 +111,10 @@ def profile(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     steps: Annotated[int, typer.Option(help="Number of timed steps. The median counts.")] = 5,
 ) -> None:
-    """Record how long each layer of a workload computes, for `bench step --profile`."""
+    """Record how long each layer of a workload computes, for `bench step --profile`.
+
+    `paceline bench profile --workload resnet50 --out profile.json`
+    """
     from paceline_lab.bench.commands import bench_profile
 
     found = bench_profile(workload, out, device, steps)

@@ -55,7 +55,10 @@ def emulate(
         bool, typer.Option("--json", help="Print the summary as JSON to stdout, everything else to stderr.")
     ] = False,
 ) -> int:
-    """Run a script on several emulated hosts of this machine, over links of a given rate, loss and delay."""
+    """Run a script on several emulated hosts of this machine, over links of a given rate, loss and delay.
+
+    `paceline emulate --hosts 4 --rate 1Gbit train.py`
+    """
     from rich.console import Console
 
     from paceline import quantities
