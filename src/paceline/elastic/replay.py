@@ -89,6 +89,9 @@ class Giver:
         if share is not None:
             self._num_sent = len(self._places)  # until the shadow asks for a snapshot
             self._post({"bytes": sum(map(self._size_of, range(len(self._parameters))))})
+            if devices := {each.device.type for each in self._parameters} - {"cpu"}:
+                self._post({"refused": f"the ranks train on {devices.pop()}, whose bits no CPU repeats."})
+                self._leave()
         threading.Thread(target=self._send, name="paceline-giver", daemon=True).start()
 
     def _size_of(self, place: int) -> int:
@@ -193,7 +196,7 @@ class Giver:
             if (gradient := self._parameters[place].grad) is not None and id(self._parameters[place]) in own
         ]
         if any(gradient.layout is not torch.strided for _, gradient in found):
-            self._post({"refused": "sparse gradients are not sent to a shadow. Leave out sparse=True."})
+            self._post({"refused": "sparse gradients are not sent. Leave out sparse=True."})
             self._leave()
         elif (found or self._share is not None) and not self.is_over:
             self._post(
