@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import socket
-import struct
 from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
@@ -245,7 +244,7 @@ class AgentConnection:
         end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             end.connect(f"\0{name}")
-            is_ours = user_of(end) == os.getuid()
+            is_ours = guest.credentials_of_peer(end)[1] == os.getuid()
         except OSError:
             is_ours = False
         if not is_ours:
@@ -282,13 +281,6 @@ class AgentConnection:
             os.set_inheritable(each, False)
             self.handed.append(socket.socket(fileno=each))
         return decode(words) if words else None
-
-
-def user_of(end: socket.socket) -> int:
-    """Return the user who runs the process at the other end of a Unix socket."""
-    size = struct.calcsize("3i")
-    number: int = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1]
-    return number
 
 
 def decode(words: bytes) -> Message:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -121,7 +122,7 @@ class Shadow:
         self._rest: dict[str, Any] = {}  # of the last step that was applied
         self._streams: list[_Stream] = []
         self._num_differences, self._differed_at = 0, 0
-        self._written, self._written_s = _NO_STEP, time.monotonic()
+        self._written, self._written_s = _NO_STEP, -math.inf
         self._writer: threading.Thread | None = None
 
     # ---- following

@@ -158,6 +158,9 @@ _ALL = (
         "Does any random training program give other gradients than one process on the whole batch?", needs=CHECKOUT),
     Experiment("survival", "survival.study", "30 min", "no hang, no sample lost or doubled",
         "Does training outlive ranks that die at random, without losing or doubling a sample?", needs=CHECKOUT),
+    Experiment("shadow", "survival.shadow", "40 min", "at most one step lost, equal bits; a step at most 1.02",
+        "Does a shadow lose at most one step when all ranks are killed, and what does it cost?", needs=CHECKOUT,
+        reports=(), runs=()),
     Experiment("soak", "unequal.soak", "2 min", "nothing lost, nothing doubled",
         "Do shares that change at random lose or double a sample, or let replicas drift?", reports=(), runs=()),
     # Do the papers' figures come out here?

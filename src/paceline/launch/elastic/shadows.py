@@ -33,8 +33,8 @@ from paceline.elastic.agent_connection import (
     Receive,
     Refused,
     difference,
-    user_of,
 )
+from paceline.elastic.guest import credentials_of_peer
 from paceline.errors import ProtocolError
 from paceline.launch.command_line import LaunchArguments
 from paceline.launch.elastic.plan import NOT_STARTED
@@ -100,7 +100,7 @@ class Shadows:
             while True:
                 end, _ = self._listener.accept()
                 end.setblocking(True)
-                if user_of(end) == os.getuid():
+                if credentials_of_peer(end)[1] == os.getuid():
                     self._shadows.append(_Shadow(AgentConnection(end)))
                 else:
                     end.close()

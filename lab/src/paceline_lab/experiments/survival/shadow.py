@@ -1,0 +1,208 @@
+"""Kill jobs that a shadow follows at random moments; measure what the shadow costs, next to other ways to save.
+
+    paceline study shadow --cases 200          # seeds that the report has are left out
+    paceline study shadow --cost --cases 5     # turns of 20 s a side: no shadow, a shadow, async_save, torch.save
+
+A case kills all ranks at once, or ranks and shadow, or the shadow alone. Then the job is started again, and has to end
+with the bits of a run that lost nothing. In `--cost` one job trains on while the sides take turns.
+"""
+
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline_lab.checkout import in_repository
+from paceline_lab.experiments.options import REPORT_FOLDER, Quick, ReportFolder
+
+sys.path.insert(0, str(in_repository("tests", "a Python that starts at once (tests/harness)")))
+
+from harness import terminal  # found in the tests' folder
+
+_TRAINING = ["-m", "paceline_lab.experiments.survival.shadow_training"]
+_EPOCHS = 14  # of 15 steps
+_PACES_S = (0.02, 0.05, 0.1)
+_KINDS = ("ranks", "ranks", "ranks", "ranks and shadow", "shadow")
+_FOLLOWS = "follows the training"
+_TURN_S = 20.0
+
+
+def main(
+    cases: Annotated[int, typer.Option(min=1, help="Number of cases, or of turns of each side.")] = 200,
+    first_seed: Annotated[int, typer.Option(help="Random seed of the first case. The others follow.")] = 0,
+    cost: Annotated[bool, typer.Option(help="Instead: what a shadow costs.")] = False,
+    quick: Quick = False,
+    report_folder: ReportFolder = REPORT_FOLDER,
+) -> None:
+    """Kill trainings that a shadow follows, or measure what it costs them."""
+    if cost:
+        _measure(1 if quick else cases, report_folder)
+        return
+    path = report_folder / "shadow.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stored = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    seeds = range(first_seed, first_seed + (2 if quick else cases))
+    for seed in seeds:
+        if seed not in {each["seed"] for each in stored}:
+            found = _case(seed)
+            stored.append(found)
+            with path.open("a") as lines:
+                lines.write(json.dumps(found) + "\n")
+            print(found, flush=True)
+    print(_words([each for each in stored if each["seed"] in seeds]))
+
+
+def _words(found: Sequence[dict[str, Any]]) -> str:
+    lines = []
+    for kind in dict.fromkeys(_KINDS):
+        own = [each for each in found if each["kind"] == kind]
+        lost = sorted(each["lost"] for each in own)
+        if own:
+            lines.append(
+                f"{kind}: {len(own)} cases, {sum(each['is_equal'] for each in own)} ended with equal bits; steps lost: "
+                f"median {statistics.median(lost):g}, most {lost[-1]}, at most one in {sum(n <= 1 for n in lost)}"
+            )
+    return "\n".join(lines)
+
+
+def _command(num_ranks: int, folder: Path, kind: str, epochs: int, pace_s: float) -> list[str]:
+    launch = ["paceline", "run", "--nproc-per-node", str(num_ranks), "--min-ranks", "1"]
+    return [*launch, *_TRAINING, kind, str(folder), str(epochs), str(pace_s)]
+
+
+def _case(seed: int) -> dict[str, Any]:
+    """Return what became of one job."""
+    drawn = random.Random(seed)
+    num_ranks, pace_s, kind = drawn.randint(2, 4), drawn.choice(_PACES_S), drawn.choice(_KINDS)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = _command(num_ranks, folder, "small", 10_000, pace_s)
+        shadow_words = ["--write-every", f"{drawn.uniform(0.2, 3.0):.2f}s", "--", *command[6:]]
+        with terminal.started(command, folder) as job:
+            pids = [int(_after(job.stdout, r"pid (\d+)")) for _ in range(num_ranks)]
+            with terminal.started(["paceline", "shadow", "checkpoints", *shadow_words], folder) as shadow:
+                _after(shadow.stderr, f"({_FOLLOWS})")
+                time.sleep(drawn.uniform(0.0, 4.0))
+                completed = max(int((folder / f"progress-{pid}").read_bytes()) for pid in pids)
+                if kind == "shadow":
+                    _kill(terminal.alive(shadow))
+                    time.sleep(1.0)
+                    goes_on = max(int((folder / f"progress-{pid}").read_bytes()) for pid in pids)
+                    assert goes_on > completed, f"seed {seed}: the ranks stopped with their shadow"
+                _kill(pids)
+                if kind == "ranks and shadow":
+                    _kill(terminal.alive(shadow))
+                completed = max(int((folder / f"progress-{pid}").read_bytes()) for pid in pids)
+                shadow.wait(terminal.DEADLINE_S)
+                job.wait(terminal.DEADLINE_S)
+        found = sorted(folder.glob("checkpoints/step-*"))
+        step = int(found[-1].name[5:]) if found else 0
+        last = -(-(step + 20) // 15)  # so many epochs that some steps are left
+        again = terminal.run(
+            _command(num_ranks, folder, "small", last, 0.0), folder, {"PACELINE_RESUME": "checkpoints"}
+        )
+        begun = {int(each) for each in re.findall(r"begins after step (\d+)", again.out)}
+        whole = terminal.run(_command(num_ranks, folder, "small", last, 0.0), folder)
+    return {
+        "seed": seed,
+        "kind": kind,
+        "num_ranks": num_ranks,
+        "pace_s": pace_s,
+        "completed": completed,
+        "checkpoint": step,
+        "lost": completed - step,
+        "is_equal": _bits(again.out) == _bits(whole.out) and begun == {step},
+        "load": os.getloadavg()[0],
+    }
+
+
+def _bits(out: str) -> set[str]:
+    return set(re.findall(r"bits (\w+)", out)) or {out}
+
+
+def _after(stream: Any, pattern: str) -> str:
+    """Return what a pattern finds in the next line that has it."""
+    for line in stream:
+        if match := re.search(pattern, line):
+            return match[1]
+    raise AssertionError(f"{pattern} did not come")
+
+
+def _kill(pids: Any) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _measure(num_turns: int, report_folder: Path) -> None:
+    """Print the steps of each side, and store all times."""
+    windows: dict[str, list[tuple[float, float]]] = {"none": [], "shadow": [], "async": [], "plain": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "mode").write_text("none")
+        command = _command(4, folder, "timed", 100_000, 0.0)
+        with terminal.started(command, folder) as job:
+            for _ in range(4):
+                _after(job.stdout, r"pid (\d+)")
+            for turn in range(num_turns):
+                for side in sorted(windows, key=lambda _: random.Random(turn).random()):
+                    windows[side].append(_one_turn(side, folder, command))
+            _kill(terminal.alive(job))
+        times = [float(line) for line in (folder / "times").read_text().splitlines()]
+        saves = [json.loads(line) for line in (folder / "saves").read_text().splitlines()]
+    steps = {
+        side: [
+            later - sooner
+            for begin, end in own
+            for sooner, later in itertools.pairwise(times)
+            if begin <= sooner and later <= end
+        ]
+        for side, own in windows.items()
+    }
+    report_folder.mkdir(parents=True, exist_ok=True)
+    record = {"steps_s": steps, "saves": saves, "load": os.getloadavg(), "cores": os.cpu_count()}
+    (report_folder / "shadow-cost.json").write_text(json.dumps(record))
+    base = statistics.median(steps["none"])
+    for side, own in steps.items():
+        ninety_nine = statistics.quantiles(own, n=100)[98]
+        mean = statistics.fmean(own) / statistics.fmean(steps["none"])
+        took = [done - taken for kind, taken, done in saves if kind == side]
+        age = f", a save takes {statistics.median(took):.2f} s" if took else ""
+        median = statistics.median(own)
+        print(
+            f"{side}: {len(own)} steps, median {median * 1e3:.1f} ms ({median / base:.3f}), "
+            f"p99 {ninety_nine / statistics.quantiles(steps['none'], n=100)[98]:.3f}, mean {mean:.3f}{age}"
+        )
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+
+
+def _one_turn(side: str, folder: Path, command: Sequence[str]) -> tuple[float, float]:
+    """Return when the side began and ended."""
+    if side != "shadow":
+        (folder / "mode").write_text(side)
+        begin = time.time()
+        time.sleep(_TURN_S)
+        (folder / "mode").write_text("none")
+        return begin, time.time()
+    words = ["paceline", "shadow", "checkpoints", "--keep", "1", "--write-every", "10s", "--", *command[6:]]
+    with terminal.started(words, folder) as shadow:
+        _after(shadow.stderr, f"({_FOLLOWS})")
+        begin = time.time()
+        time.sleep(_TURN_S)
+        end = time.time()
+        shadow.send_signal(signal.SIGTERM)
+        shadow.communicate(timeout=terminal.DEADLINE_S)
+    return begin, end
