@@ -92,6 +92,10 @@ _ALL = (
         "What does a step save that leaves layers out?", needs=ROOT, runs=("--case depth", "--case backbone")),
     Experiment("optimizers", "step.optimizers", "3 min", "1.3 x torch's",
         "How long is a step of LARS and LAMB, beside torch's foreach SGD and Adam?"),
+    Experiment("sharded-steps", "step.sharded_steps", "3 min a run", "0.85 x torch's step; 1/N of the state",
+        "How long is a step whose optimizer is divided among the ranks, and what does each of them keep?",
+        runs=("", "--workload transformer", "--optimizer Muon --ranks-per-host 4",
+            *(["--workload resnet50 --hosts 4 --rate 1Gbit --rounds 3 --steps-per-turn 2"] if IS_ROOT else []))),
     Experiment("adasum-updates", "step.adasum_updates", "3 min", "",
         "How much of combining updates by Adasum does backward hide?", needs=ROOT),
     # How long does a reduction take?
