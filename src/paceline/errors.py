@@ -16,7 +16,13 @@ PacelineError
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import threading
 import traceback
+from collections.abc import Iterator
+
+SHOWN_AFTER_S = 5.0  # seconds that an error waits for other ranks before it is shown
 
 
 def forget_frames(error: BaseException | None) -> None:
@@ -27,6 +33,26 @@ def forget_frames(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+
+
+@contextlib.contextmanager
+def shown_if_it_waits(error: BaseException, rank: int) -> Iterator[None]:
+    """Print an error to stderr if the block takes long, in which this rank waits for others before it raises it.
+
+    The others may wait for this rank meanwhile, until the process group's timeout.
+    """
+
+    def show() -> None:
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        head = f"rank {rank} has raised an exception and waits for the other ranks to end this step:\n"
+        sys.stderr.write(head + "".join(lines))
+
+    timer = threading.Timer(SHOWN_AFTER_S, show)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class PacelineError(Exception):

@@ -1,10 +1,12 @@
 """`model.accumulate`: the gradients of one process on all samples; no mistake goes unnoticed."""
 
+import contextlib
 import copy
 import math
 import os
 import signal
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from harness.models import WORKLOADS, Mlp, conv_net, digest, generator, squares
 from harness.ranks import Ranks, pool
-from paceline import DistributedDataParallel, convert_sync_batchnorm, windows
+from paceline import DistributedDataParallel, convert_sync_batchnorm, errors, windows
 from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError, ProtocolError
 from paceline.reductions.adasum import combine
 
@@ -536,6 +538,53 @@ def raise_beside_a_collective(rank, _num_ranks):
                 raise ZeroDivisionError("a bad sample")
             dist.all_reduce(torch.ones(1))
             squares(model(x)).backward()
+
+
+class Telling:
+    """A stderr that also tells the ranks of the store."""
+
+    def __init__(self, store):
+        self.store, self.text = store, ""
+
+    def write(self, text):
+        self.text += text
+        self.store.set("it is shown", b"")
+
+    def flush(self):
+        """Do nothing."""
+
+
+def raise_where_launching_does_not_tell(rank, _num_ranks, case):
+    """Rank 1 raises, and rank 0 waits until that error is shown. Return what is shown, and the error's name."""
+    store = dist.PrefixStore(case, dist.distributed_c10d._get_default_store())
+    network = Mlp()
+    given = {"droppable": [network.layers[0]]} if case == "droppable" else {}
+    model = DistributedDataParallel(network, **given)
+    if case == "hook":
+        model.register_comm_hook(None, allreduce_hook)
+    shown, name = Telling(store), ""
+    try:
+        with (
+            mock.patch.object(errors, "SHOWN_AFTER_S", 0.0),
+            contextlib.redirect_stderr(shown),
+            model.accumulate([torch.ones(2, 8)] * 2) as window,
+        ):
+            for x in window:
+                assert not rank, "a bad sample"
+                store.wait(["it is shown"])
+                squares(model(x)).backward()
+    except (AssertionError, PeerAbortedError) as error:
+        name = type(error).__name__
+    return shown.text, name
+
+
+@pytest.mark.parametrize("case", ["droppable", "hook"])
+def test_an_error_is_shown_while_its_rank_waits(case):
+    """Other ranks may wait for that rank in a collective of the script's: it would be shown behind the timeout only."""
+    (_, aborted), (shown, raised) = pool(2).run(raise_where_launching_does_not_tell, case)
+    assert (aborted, raised) == ("PeerAbortedError", "AssertionError")
+    assert shown.startswith("rank 1 has raised an exception and waits for the other ranks")
+    assert "AssertionError: a bad sample" in shown
 
 
 def raise_and_end(rank, num_ranks):

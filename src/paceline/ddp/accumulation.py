@@ -5,8 +5,9 @@ Rules
    of a micro-batch's mean loss, and w its weight. Ranks may have different numbers of micro-batches, or none.
 2. A micro-batch of weight 0 is not run: the mean over its no tokens would be 0/0.
 3. Collectives: at the beginning of a window (weights, buffers) and in its last backward. A rank that raises between
-   them launches those of that backward, and so tells the other ranks. If layers wait for all ranks in forward, the
-   other ranks do not get there. So this rank is lost to them, as it is where others make up for a lost rank.
+   them launches those of that backward, and so tells the other ranks. Where that does not tell them, it waits for
+   them, and shows its error meanwhile. If layers wait for all ranks in forward, the other ranks do not get there.
+   So this rank is lost to them, as it is where others make up for a lost rank.
 4. While accumulating, `.grad` is in units of the current micro-batch's weight. So autograd adds to it without a
    factor. Gradients are rescaled where the weight changes.
 """
@@ -35,6 +36,7 @@ from paceline.errors import (
     PeerOutOfMemoryError,
     ProtocolError,
     forget_frames,
+    shown_if_it_waits,
 )
 
 Batch = TypeVar("Batch")
@@ -228,7 +230,8 @@ class Window(Generic[Batch]):
                     if self._is_recoverable(lost):
                         return True
                     raise lost from error
-            ranks = self._give_up(error, Status.OUT_OF_MEMORY if is_full else Status.ABORTED)
+            with shown_if_it_waits(error, self._steps.membership.rank):
+                ranks = self._give_up(error, Status.OUT_OF_MEMORY if is_full else Status.ABORTED)
             if isinstance(error, PeerOutOfMemoryError):
                 return self._makes_room(error, error.ranks)
             return is_full and self._makes_room(error, ranks)
