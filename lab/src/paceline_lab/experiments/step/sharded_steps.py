@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 import typer
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline import DistributedDataParallel
@@ -62,7 +61,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Found:
-    """What one side was found to do; the same on every rank."""
+    """The times and the state of one side; the same on every rank."""
 
     step_s: list[float]  # of the slowest rank
     optimizer_s: list[float]  # that a rank spends in `step()`, of the slowest
@@ -93,6 +92,8 @@ class Trainee:
 
     def _made(self, kind: type[torch.optim.Optimizer], parameters: list[nn.Parameter]) -> Any:
         if self.side == ZERO:
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
             return ZeroRedundancyOptimizer(parameters, kind, lr=1e-3)
         made: Any = kind
         optimizer = made(parameters, lr=1e-3)
