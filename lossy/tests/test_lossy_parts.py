@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import ConfigurationError, PeerLostError
-from paceline.transports.c10d import C10dTransport
+from paceline.transports.transport import C10dTransport
 from paceline_lossy import Bound, Sum
 from paceline_lossy.datagrams import udp_socket
 from paceline_lossy.datagrams.lossy_link import PART_BYTES, _cuts, _Launched

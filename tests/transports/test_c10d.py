@@ -15,7 +15,7 @@ from paceline.errors import CollectiveMismatchError, PeerLostError, ProtocolErro
 from paceline.process_group.executor import Executor
 from paceline.schedules import SCHEDULES, Link, Links, Topology, price
 from paceline.schedules.flat import ring
-from paceline.transports.c10d import C10dTransport
+from paceline.transports.transport import C10dTransport
 
 pytestmark = pytest.mark.processes
 

@@ -32,8 +32,8 @@ def measure_link() -> tuple[int, LinkHere | None]:
 
     from paceline.process_group.connections import address_towards, make_gloo  # noqa: PLC0415
     from paceline.schedules import Topology  # noqa: PLC0415
-    from paceline.transports.c10d import C10dTransport  # noqa: PLC0415
     from paceline.transports.link_probe import probe  # noqa: PLC0415
+    from paceline.transports.transport import C10dTransport  # noqa: PLC0415
 
     timeout = timedelta(seconds=_TIMEOUT_S)
     dist.init_process_group("gloo", timeout=timeout)

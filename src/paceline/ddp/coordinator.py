@@ -23,7 +23,7 @@ from paceline.comm.collectives import device_for_metadata
 from paceline.comm.gradient_group import check_carries_pieces, group_for_pieces, knows_beside, on_one_host
 from paceline.comm.peers import Peers
 from paceline.data import GlobalBatch
-from paceline.ddp import conflicts, inputs_outputs, sync_batch_norm
+from paceline.ddp import arguments, inputs_outputs, sync_batch_norm
 from paceline.ddp.buffers import Broadcast, Buffers, BufferSync, parts_of
 from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.gradient_sync import SyncFactory
@@ -43,7 +43,7 @@ from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
 from paceline.observe import StepTimings, spans
 from paceline.observe.run_records import RunHeader
 from paceline.recording.model_facts import BatchCounts, range_of
-from paceline.recording.our_steps import OurSteps
+from paceline.recording.recorder import OurSteps
 from paceline.reductions import Reduction
 from paceline.reductions.ordered_mean import LogicalMean
 from paceline.version import __version__
@@ -374,7 +374,7 @@ class StepCoordinator:
             managed = self.setting.managed(self._module, self.managed.parameters)
             self._check_may_unfreeze(managed)
             self.verify(managed)
-            conflicts.check_linear(managed, self.setting.reduction)
+            arguments.check_linear(managed, self.setting.reduction)
             self.rebuild_reducer(managed)
         if self.wrapped.training:  # a copy, which is made without a collective
             self.separate_batch_norm()

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 from paceline.comm.gradient_group import on_one_host
-from paceline.ddp import arguments, conflicts, mixed_precision
+from paceline.ddp import arguments, mixed_precision
 from paceline.ddp.droppable import Unit, units_of
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.replicas import tell_of_refusal
@@ -90,16 +90,16 @@ class Setting:
         units = units_of(module, given.droppable)
         managed = ManagedParameters.of(module, ignored, delayed, units)
         reduction = arguments.choose_reduction(given.reduction, given.compression, given.mixed_precision)
-        conflicts.check_linear(managed, reduction)
+        arguments.check_linear(managed, reduction)
         if units or given.skip_all_reduce_unused_params:
-            conflicts.check_skipping(
+            arguments.check_skipping(
                 units,
                 reduction,
                 overlap_forward=given.overlap_forward,
                 static_graph=given.static_graph and bool(units),
             )
         if given.overlap_forward:
-            conflicts.check_forward_overlap(module, managed, process_groups, reduction, given)
+            arguments.check_forward_overlap(module, managed, process_groups, reduction, given)
         low = given.mixed_precision
         if low is not None and low.param_dtype is not None:
             mixed_precision.check(module, low.param_dtype, low.buffer_dtype)

@@ -19,9 +19,9 @@ from paceline.process_group.folds import Fold
 from paceline.process_group.host_collectives import HostVectors
 from paceline.schedules import SCHEDULES, Choice, Links, Topology, choose
 from paceline.transports import Subset, Transport
-from paceline.transports.c10d import C10dTransport
 from paceline.transports.link_probe import find_links
 from paceline.transports.shared_memory import join_host
+from paceline.transports.transport import C10dTransport
 
 Gloo = Any  # a ProcessGroupGloo; torch's stubs know none of its methods
 

@@ -20,12 +20,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn import Module
 from torch.utils.data import dataloader
 
 from paceline.host.processes import threads_queued
@@ -53,7 +55,8 @@ from paceline.observe.run_records import (
     Sample,
     StepRecord,
 )
-from paceline.observe.timings import watch_optimizers
+from paceline.observe.timings import StepTimes, watch_optimizers
+from paceline.recording.model_facts import BatchCounts, fingerprint
 from paceline.recording.peer_sockets import PeerSockets
 
 _KEPT = 256  # records
@@ -325,3 +328,45 @@ class _Garbage:
             self._began_s = now_s
         elif now_s - self._began_s > _LEAST_GARBAGE_S:
             spans.note("garbage", self._began_s, now_s)
+
+
+class OurSteps:
+    """One wrapped model's records on this rank."""
+
+    def __init__(self, device: str, rank: int, num_ranks: int) -> None:
+        if dist.is_initialized():  # the whole job's, whatever group the model is on
+            rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        folder = folder_of_this_rank()
+        self.recorder = Recorder(header_of_rank(folder, "paceline", device, rank, num_ranks), folder)
+        self._named: object = None
+        if folder is not None:
+            watch_phases()
+
+    def record_by(self, recorder: Recorder) -> None:
+        """Use another recorder from the next step on, such as one with a run folder."""
+        self.recorder, self._named = recorder, None
+        watch_phases()
+
+    def name_buckets(self, buckets: object, labels: Callable[[], list[str]]) -> None:
+        """Take the names of the buckets' content. Ask for them only if `buckets` is another object than before."""
+        if buckets is not self._named:
+            self._named = buckets
+            self.recorder.name(Labels(tuple(labels())))
+
+    def begin_forward(
+        self, batch: BatchCounts, module: Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Count a forward of these arguments that may be differentiated, before it, in the step with these counts."""
+        begins_step = not batch.has_begun
+        batch.add(inputs, kwargs)
+        if begins_step and self.recorder.wants_fingerprint:
+            began_s = time.perf_counter()
+            self.recorder.note_health(*fingerprint(module))
+            spans.note("recording", began_s, time.perf_counter())
+
+    def end_step(self, times: StepTimes, batch: BatchCounts) -> None:
+        """Record a step whose synchronized backward has ended well; without buckets if it was deferred."""
+        left_s = time.perf_counter()
+        spans.note("backward", times.started_s, left_s)
+        buckets = () if times.timing is None else times.timing.buckets
+        self.recorder.end_step(Work(times.last_gradient_s, left_s, buckets, (), batch.samples, batch.tokens))

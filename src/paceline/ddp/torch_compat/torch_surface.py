@@ -20,9 +20,8 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
 from paceline.comm.collectives import backend_of
-from paceline.ddp.arguments import ONE_WRAPPER, choose_devices
+from paceline.ddp.arguments import ONE_WRAPPER, check_comm_hook, check_join, choose_devices
 from paceline.ddp.buffers import BROADCAST_BYTES, BufferHook
-from paceline.ddp.conflicts import check_comm_hook, check_join
 from paceline.ddp.joining import Shadow
 from paceline.ddp.mixed_precision import mark_low_precision
 from paceline.ddp.reducer import Reducer

@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import paceline
 from paceline.observe.run_folder import begin_run
-from paceline.recording.our_steps import OurSteps
-from paceline.recording.recorder import Recorder, header_of_rank
+from paceline.recording.recorder import OurSteps, Recorder, header_of_rank
 from paceline.recording.torch_ddp import RecordedTorchDDP
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import gather
