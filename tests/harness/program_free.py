@@ -196,7 +196,8 @@ class Trial:
     def _replace(self, name: str, seed: int) -> None:
         """Change the module's parameters. If the next forward refuses that, wrap the module anew. Collective."""
         self.mine.do("zero to None", seed)
-        self.mine.do("sync_gradients", seed)  # a step ends: the next one has no gradients of before
+        if name == "replace":
+            self.mine.do("sync_gradients", seed)  # a step ends: the next one has no gradients of before
         nets = [bare(self.mine.model), *[one.model for one in self.copies]]
         way = change(
             nets, f"{self.program.seed} {seed}", is_refused=name == "replace", may_rename=self.may_rename
