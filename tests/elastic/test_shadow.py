@@ -97,6 +97,7 @@ class Job:
     def kill(self, rank):
         """As the kernel does: what it has not sent, it never sends."""
         for giver in rank.givers:
+            giver._post({"mark": torch.zeros(1)})  # bytes, behind which all frames are sent
             giver.drain()
             giver._end.shutdown(socket.SHUT_RDWR)
             giver._leave()
@@ -179,6 +180,24 @@ def test_a_share_that_is_missing_leaves_the_step_before(tmp_path, capfd):
     assert job.is_equal(9)
     assert (tmp_path / "step-000000004").exists()
     assert "fell behind after step 4" in capfd.readouterr().err
+
+
+def test_a_step_that_one_rank_has_completed_and_others_give_up_is_not_applied(tmp_path):
+    """Their loops call `optimizer.step()` without gradients, before they are killed, too."""
+    job = Job(tmp_path)
+    job.begin()
+    job.train(4)
+    for rank in job.ranks:
+        job.turn(rank)
+    train(job.ranks[0])
+    job.turn(job.ranks[0])
+    for rank in job.ranks[1:]:
+        for optimizer in rank.optimizers:
+            optimizer.step()
+        job.kill(rank)
+    job.end()
+    assert (job.shadow.step, job.shadow.is_whole) == (4, True)
+    assert job.followed.carried.digest() == job.ranks[1].carried.digest()
 
 
 def test_a_shadow_that_does_not_read_takes_a_new_snapshot(tmp_path, monkeypatch, capfd):

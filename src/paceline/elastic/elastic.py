@@ -499,7 +499,7 @@ class ElasticClient:
             each.go_on(place, self.first_batch)
 
     def drain(self) -> None:
-        """Let shadows read the last step, before this process may end. Local; blocks for some seconds at most."""
+        """Let shadows read the last step, before this process may end. Local; blocks for a second at most."""
         for each in self._givers:
             each.drain()
 

@@ -43,7 +43,7 @@ _LEAST_BYTES = 16 << 20  # of the snapshot, that are copied in a step
 _NUM_STEPS = 8  # in which all of it is copied, if it is large
 _MOST_STATES = 2.0  # that may wait to be read
 _DIGEST_STEPS = 64  # in which a shadow confirms every parameter once
-_DRAIN_S, _LOOK_S = 5.0, 0.001
+_DRAIN_S, _LOOK_S = 1.0, 0.001
 _LENGTH_BYTES = 8
 _BEAT_S = 0.2  # a receiver that waits for the next step says so again
 
@@ -136,7 +136,7 @@ class Giver:
         """Wait until the shadow has read all that was posted, for `_DRAIN_S` at most. Local; blocks."""
         until_s = time.monotonic() + _DRAIN_S
         while self._share is not None and not self.is_over and self._sent < self._posted:
-            if time.monotonic() > until_s:
+            if self._is_behind or time.monotonic() > until_s:
                 return
             time.sleep(_LOOK_S)
 
@@ -189,7 +189,10 @@ class Giver:
     # ---- frames
 
     def _note_step(self, optimizer: Optimizer, *_: object) -> None:
-        own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        stepped = [each for group in optimizer.param_groups for each in group["params"]]
+        if all(each.grad is None for each in stepped):
+            return  # a step that was given up: another rank may have completed it, and no share of it may look sent
+        own = set(map(id, stepped))
         found = [
             (place, gradient)
             for place in self._places[: self._num_sent]

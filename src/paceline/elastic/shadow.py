@@ -308,8 +308,8 @@ def _lacks_memory(num_bytes: int) -> str:
     )
 
 
-class _TerminatedError(PacelineError):
-    """A signal asks this process to end."""
+class _TerminatedError(BaseException):
+    """A signal asks this process to end. No handler of a giver's errors may catch it."""
 
 
 def run(orders: ShadowOrders, carried: Carried, card: str) -> None:

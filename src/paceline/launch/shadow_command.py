@@ -61,17 +61,21 @@ def _job_of(beginning: str, script: str) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        launchers = ", ".join(job.rpartition("/")[2] for job in found)
+        launchers = ", ".join(map(_pid_of, found))
         raise ConfigurationError(
             f"{len(found)} jobs train {script} with these arguments on this host (launchers {launchers}). A shadow "
             "follows one: give each job an argument of its own."
         )
-    others = [_command_of(job.rpartition("/")[2]) for job in jobs]
+    others = [_command_of(_pid_of(job)) for job in jobs]
     hint = f" These do: {'; '.join(others)}." if others else ""
     raise ConfigurationError(
         f"no job under `paceline run --min-ranks` trains {script} with these arguments on this host.{hint} Give the "
         "same words behind -- as behind `paceline run`'s own options."
     )
+
+
+def _pid_of(job: str) -> str:
+    return job.rpartition("/")[2].partition(".")[0]
 
 
 def _command_of(pid: str) -> str:

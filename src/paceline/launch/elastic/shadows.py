@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import select
 import socket
 import subprocess
@@ -74,7 +75,7 @@ class Shadows:
         if arguments.shadow:
             os.environ[RESUME] = arguments.shadow
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(f"\0{name_of(arguments)}/{os.getpid()}")
+        self._listener.bind(f"\0{name_of(arguments)}/{os.getpid()}.{secrets.token_hex(4)}")
         self._listener.listen(_MOST_WAITING)
         self._listener.setblocking(False)
         self._shadows: list[_Shadow] = []
