@@ -1,6 +1,9 @@
 """The device suites on a real accelerator with its own backend, and step times beside torch's: `make test-gpu`.
 
-    python -m device.real --device cuda --report paceline-cuda.json
+    python -m device.real --device cuda --minutes 4 --report paceline-cuda.json
+
+What matters most comes first (`FIRST`), then step times, then the other cases. No case begins after `--minutes`, and
+the report lists those that were left out.
 
 Each case of the suites is trained on the accelerator and on the CPU: over the accelerator's own backend by torch's
 wrapper and by ours, and by ours over the backend `paceline`. Kernels round differently, so the CPU is met within a
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import sys
@@ -39,6 +43,14 @@ ROUNDS, TIMED_STEPS = 10, 20
 WIDTHS = {"small: 64 layers of 64": (64, 64), "large: 12 layers of 2048": (12, 2048)}
 CASE_DEADLINE_S, TIMES_DEADLINE_S = 120.0, 600.0
 NO_DEVICE = 2
+# By what a user wants to know; these cases come first.
+FIRST = {
+    "DDP": ("mlp", "transformer", "conv_bn", "accumulated", "unused parameters", "saved and loaded"),
+    "hooks": ("hooks on two streams", "compression bf16", "low rank"),
+    "forward overlap": ("forward overlap", "overlapped", "dropped overlap"),
+    "mixed precision": ("mixed precision", "mixed_dtypes"),
+    "vote and mask": ("failed step", "failed step, overlapped", "dropped work"),
+}
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,8 @@ class Report:
     versions: dict[str, str]
     cases: list[dict[str, str]] = field(default_factory=list)
     step_ms: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    seconds: float = 0.0
 
     @property
     def failures(self) -> list[dict[str, str]]:
@@ -177,17 +191,27 @@ def _run(ranks: Ranks, function: Any, *arguments: Any, deadline_s: float) -> tup
     return [outcome.value for outcome in outcomes], "\n".join(stories)
 
 
-def try_cases(report: Report, device: Device, env: dict[str, str], names: Sequence[str]) -> None:
-    """Every case on every side; two ranks over our backend, which may share a device."""
+def try_cases(
+    report: Report, device: Device, env: dict[str, str], names: Sequence[str], until_s: float
+) -> None:
+    """Try every case on every side; two ranks over our backend, which may share a device.
+
+    No case begins after `until_s`, by the monotonic clock.
+    """
     label = "sanitizer" if env else "plain"
     for side, backend, num_ranks in (
         ("torch", device.backend, device.num_ranks),
         ("nccl", device.backend, device.num_ranks),
         ("paceline", "paceline", 2),
     ):
+        chosen = [name for name in names if side != "torch" or name in cases.BOTH]
+        if time.monotonic() > until_s:
+            report.left_out += [f"{label}, {side}, {name}" for name in chosen]
+            continue
         with Ranks(num_ranks, env=env, store="tcp") as ranks:
-            for name in names:
-                if side == "torch" and name not in cases.BOTH:
+            for name in chosen:
+                if time.monotonic() > until_s:
+                    report.left_out.append(f"{label}, {side}, {name}")
                     continue
                 values, story = _run(ranks, trained, device, side, backend, name, deadline_s=CASE_DEADLINE_S)
                 wrong = story or "; ".join(dict.fromkeys(filter(None, values)))
@@ -237,7 +261,14 @@ def table(report: Report) -> str:
         else:
             ratio = row["of torch's"]
             lines.append(f"{row['model']:26}{row['torch']:12.2f}{row['nccl']:14.2f}{ratio:8.2f}")
-    lines.append(f"{len(report.cases) - len(report.failures)} of {len(report.cases)} cases passed")
+    for group, names in FIRST.items():
+        results = [not case["result"] for case in report.cases if case["case"] in names]
+        lines.append(f"{group:26}{sum(results)} of {len(results)} passed")
+    lines.append(f"{'all':26}{len(report.cases) - len(report.failures)} of {len(report.cases)} passed")
+    if report.left_out:
+        lines.append(
+            f"{len(report.left_out)} were left out after {report.seconds:.0f} s: --minutes 0 tries all"
+        )
     return "\n".join(lines)
 
 
@@ -247,6 +278,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--device", default="cuda", help="its type, as torch calls it: cuda, xpu, npu, mps")
     parser.add_argument("--report", type=Path, help="the file to write (paceline-DEVICE.json)")
+    parser.add_argument(
+        "--minutes", type=float, default=4, help="begin no case after so long; 0: no limit (4)"
+    )
     parser.add_argument("--cases", nargs="*", help="only these (all)")
     given = parser.parse_args(arguments)
     device = find(given.device)
@@ -258,14 +292,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     versions = {"paceline": __version__, "torch": torch.__version__, "python": platform.python_version()}
     report = Report(here, versions)
     names = given.cases or [*cases.CASES, *our_cases.CASES]
-    runs: list[dict[str, str]] = [{}]
-    if device.kind == "cuda":
-        runs.append({"TORCH_CUDA_SANITIZER": "1"})
+    first = [name for group in FIRST.values() for name in group if name in names]
+    began_s = time.monotonic()
+    until_s = began_s + 60 * given.minutes if given.minutes else math.inf
     try:
-        for env in runs:
-            try_cases(report, device, env, names)
+        try_cases(report, device, {}, first, until_s - 60 if given.minutes else math.inf)
         take_times(report, device)
+        try_cases(report, device, {}, [name for name in names if name not in first], until_s)
+        if device.kind == "cuda":
+            try_cases(
+                report, device, {"TORCH_CUDA_SANITIZER": "1"}, list(dict.fromkeys([*first, *names])), until_s
+            )
     finally:  # what is known is worth sending, too
+        report.seconds = time.monotonic() - began_s
         path.write_text(json.dumps(asdict(report), indent=1))
     print(f"{table(report)}\nReport: {path}. Please send it to us, whatever it says.")
     return int(bool(report.failures) or any(row["problem"] for row in report.step_ms))
