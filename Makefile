@@ -14,7 +14,7 @@ help:
 	@echo "make test-lab    run lab/tests and all that is long (minutes)"
 	@echo "make test-svm    run svm/tests"
 	@echo "make test-device run all of tests/device, on an emulated accelerator (minutes; needs g++)"
-	@echo "make test-gpu    the same on a real accelerator, with step times: DEVICE=cuda; writes a report to be sent to us"
+	@echo "make test-gpu    the same on a real accelerator, with step times: DEVICE=cuda; four minutes; writes a report to be sent to us"
 	@echo "make test-quick  run pure logic (about a minute): no process, no compiler"
 	@echo "make test-newest  run the tests of frameworks with their newest releases, in an environment of its own"
 	@echo "make release-check  install the wheel into empty environments and use it: PYTHONS='python3.10 python3.13'"
