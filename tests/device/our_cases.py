@@ -41,6 +41,27 @@ def overlapped(here: Here, side: str) -> list[Tensor]:
     return [*found, *state(model)]
 
 
+def sharded(here: Here, side: str, overlap_forward: bool | str = False) -> list[Tensor]:
+    """Steps of an optimizer that is divided among the ranks, with the norm of all gradients."""
+    from paceline import optim
+
+    model = wrapped(made(Mlp, here), here, side, overlap_forward=overlap_forward)
+    optimizer, found = optim.shard(torch.optim.AdamW(model.parameters(), lr=0.01), model), []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss = squares(model(vectors(here, step)))
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    model.flush()
+    return [*found, *state(model)]
+
+
+def sharded_overlapped(here: Here, side: str) -> list[Tensor]:
+    """The same behind the next forward."""
+    return sharded(here, side, "always")
+
+
 def dropped_overlap(here: Here, side: str) -> list[Tensor]:
     """A model that is dropped with its last step on the way: its group is closed once the device has sent all."""
     from paceline import optim
@@ -359,6 +380,8 @@ def adasum_optimizer(here: Here, side: str) -> list[Tensor]:
 CASES: dict[str, Callable[[Here, str], list[Tensor]]] = {
     "overlapped": overlapped,
     "dropped overlap": dropped_overlap,
+    "sharded": sharded,
+    "sharded, overlapped": sharded_overlapped,
     "weighed": weighed,
     "late gradients": late_gradients,
     "accumulated window": accumulated_window,

@@ -41,8 +41,10 @@ def steps_of(rank, _num_ranks, side, options, optimizer_name):
     here = on_device(rank, SIDES[side])
     model = wrapped(made(Mlp, here), here, side, **options)
     kinds = {"LARS": optim.LARS, "LAMB": optim.LAMB}
-    optimizer = kinds[optimizer_name](model.parameters(), lr=0.1) if optimizer_name else sgd(model)
-    if options.get("overlap_forward"):
+    optimizer = kinds[optimizer_name](model.parameters(), lr=0.1) if optimizer_name in kinds else sgd(model)
+    if optimizer_name == "shard":
+        optimizer = optim.shard(optimizer, model)
+    elif options.get("overlap_forward"):
         optimizer = optim.overlap(optimizer, model)
     batches = [vectors(here, step) for step in range(STEADY.stop)]
     with late.scheduled("latest"):
@@ -82,6 +84,8 @@ def waits(outcomes):
         ({"overlap_forward": "always"}, ""),
         ({}, "LARS"),
         ({}, "LAMB"),
+        ({}, "shard"),
+        ({"overlap_forward": "always"}, "shard"),
     ],
     ids=str,
 )

@@ -27,7 +27,15 @@ def performed(rank, _num_ranks, name, side, schedule):
     return differences(functools.partial(our_cases.CASES[name], side=side), rank, SIDES[side], schedule)
 
 
-LONG = {"parameter servers", "servers that step", "lossy servers", "adasum optimizer", "local SGD", "DiLoCo"}
+LONG = {
+    "sharded",
+    "parameter servers",
+    "servers that step",
+    "lossy servers",
+    "adasum optimizer",
+    "local SGD",
+    "DiLoCo",
+}
 
 
 @pytest.mark.parametrize("schedule", late.SCHEDULES)

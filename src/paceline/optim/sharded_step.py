@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm.collectives import Work, all_gather
+from paceline.comm.device import keep_for_current_streams
 from paceline.comm.peers import Peers
 from paceline.errors import ConfigurationError
 from paceline.optim.behind_forward import HALF_STEPPED, BehindForward, Job
@@ -251,6 +252,10 @@ class ShardedStep:
         indices = dict.fromkeys(part.index for by_rank in exchange.parts for part in by_rank)
 
         def begin() -> Work:
+            # They may be copies, made on another stream, which end with this step.
+            keep_for_current_streams(
+                [own.grad for part in parts if (own := self.parts[part]).grad is not None]
+            )
             self._run(parts, run)
             launched.append(self._launch(exchange, self._new_buffer(exchange)))
             return launched[0].work
@@ -322,6 +327,7 @@ class ShardedStep:
         """Copy what has arrived into the parameters, if it is not there already."""
         if launched.exchange.in_place:
             return
+        keep_for_current_streams(launched.rows)  # made on the lane's stream
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for rank, parts in enumerate(launched.exchange.parts):
