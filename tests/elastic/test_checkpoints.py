@@ -164,6 +164,21 @@ def test_a_rank_saves_aside_and_resumes(tmp_path):
     assert json.loads((tmp_path / "job.json").read_text())["card"] == CARD
 
 
+def test_each_rank_resumes_with_its_own_random_numbers(tmp_path):
+    """Of a shadow's checkpoint; on another number of ranks all take those of rank 0."""
+    _, _, carried = training(1)
+    folder = folder_of(tmp_path)
+    rest = carried.rest_tree(Place(1, 0, 8), GlobalBatch((8,)))
+    states = []
+    for seed in (5, 6):
+        torch.manual_seed(seed)
+        states.append({**rest["randomness"], "torch": torch.get_rng_state()})
+    assert folder.write(snapshot(carried, {**rest, "randomness": states[0], "randomnesses": states})) == ""
+    for rank, size, own in ((0, 2, 0), (1, 2, 1), (1, 3, 0)):
+        RankCheckpoints(tmp_path, training(0)[2], CARD).resume(rank, size)
+        assert torch.equal(torch.get_rng_state(), states[own]["torch"])
+
+
 def test_a_checkpoint_is_a_folder_or_a_function():
     """Anything else is refused; so is a notice that is neither."""
     check_given("folder", None)
