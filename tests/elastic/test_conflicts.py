@@ -16,6 +16,7 @@ from paceline.data import GlobalBatch, GlobalShuffle, GlobalStream
 from paceline.elastic import conflicts
 from paceline.elastic.agent_connection import AgentConnection, Ready, difference
 from paceline.errors import ConfigurationError
+from paceline.optim import shard
 from paceline.reductions import GradientNoiseScale
 from paceline_servers import ParameterServers
 
@@ -45,6 +46,8 @@ def said(_rank, num_ranks, cases):
         }
         try:
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            if case == "sharded":
+                shard(optimizer, model, master_weights=True)  # with one rank, else it is as it was
             sampler = others.get(case, shuffle)
             conflicts.check(model, [optimizer], [], sampler, is_deterministic)
             found[case] = conflicts.card(model, [optimizer], [], sampler)
@@ -70,12 +73,13 @@ def test_what_follows_and_what_is_refused():
         ("synchronized apart", False, {}),
         ("hook", False, {}),
         ("droppable", False, {}),
+        ("sharded", False, {}),
         ("deterministic", True, {}),
         ("no sampler", False, {}),
         ("a stream", False, {}),
         ("another sampler", False, {}),
     ]
-    expected = ["process_group", "HookReduction", "droppable=", "running statistics"]
+    expected = ["process_group", "HookReduction", "droppable=", "alone has its part", "running statistics"]
     expected += [f"sampler={given} cannot move a lost rank's samples" for given in (None, "GlobalStream")]
     (found,) = pool(1).run(said, [*follow, *refused])
     assert all("GlobalShuffle of 8 samples" in found[case] for case, *_ in follow)
@@ -92,6 +96,8 @@ def outside_of_a_window(_rank, num_ranks):
     shuffle = GlobalShuffle(data, GlobalBatch.of(4, num_ranks))
     model = DistributedDataParallel(net, batch_sampler=shuffle)
     model._paceline_coordinator.handle_faults(object())
+    with pytest.raises(ConfigurationError, match="trains under"):
+        shard(torch.optim.SGD(net.parameters(), lr=0.1), model)
     for batches in shuffle.steps(DataLoader(data, batch_sampler=shuffle)):
         try:
             model(batches[0])

@@ -142,6 +142,12 @@ def _check(optimizer: Any, model: Any, per_parameter: bool) -> None:
             f"the model is a {type(model).__name__}. Pass what paceline.DistributedDataParallel returned; torch's "
             "class of that name does not know who shares a step."
         )
+    members: Members = model.membership  # type: ignore[assignment]
+    if members.model.is_made_up_for:
+        raise _refuse(
+            "the model trains under paceline.Elastic, and a rank that is lost would take its part of the optimizer's "
+            "state with it. Leave out one of them."
+        )
     if isinstance(optimizer, _Sharded):
         raise _refuse("this optimizer has been through shard() before. Call it once.")
     kind = getattr(optimizer, "_kind", type(optimizer))
