@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from paceline.launch.elastic.council import Council
+from paceline.launch.elastic.council import Beginning, Council
 from paceline.launch.elastic.decree import Voter
 from paceline.launch.elastic.plan import NOT_STARTED, Address, Member, Plan, Proposal
-from paceline.launch.elastic.vote import Quorum
+from paceline.launch.elastic.vote import NEVER, Quorum
 from paceline.launch.elastic.wire import Packet, decode, encode
 
 _TURN_S = 0.05
@@ -33,6 +33,8 @@ class Host:
     has_paused: bool = False  # its ranks stop, or have stopped, between two steps
     num_stops: int = 0  # times that they had to stop within one
     step_s: float = _STEP_S  # that they take to the end of one
+    is_told: bool = False  # to leave
+    found_s: float = 0.0  # when it looks for other hosts again, if an engine has started it
 
     @property
     def epoch(self) -> int:
@@ -49,9 +51,15 @@ class World:
     Args:
         num_hosts: Number of hosts.
         needs: How many ranks a plan needs; each host has one.
+        least: If an engine starts the hosts: with how many training begins. None of them is the first then.
+        has_record: Whether a folder that all hosts reach, whatever is cut, holds the record of the job.
     """
 
-    def __init__(self, num_hosts: int, needs: Quorum) -> None:
+    def __init__(
+        self, num_hosts: int, needs: Quorum, least: int | None = None, has_record: bool = False
+    ) -> None:
+        self.least, self.holder = least, ""
+        self._has_record = has_record
         self.now_s = 0.0
         self.needs = needs
         self.hosts: list[Host] = []
@@ -71,7 +79,13 @@ class World:
         number = next(self._numbers)
         name, address = f"{place}-{number}", Address(f"host{place}", 1)
         first = None if place == 0 else Address("host0", 1)
-        council = Council(Voter(name, address), self.needs, first, self.now_s)
+        if self.least is None:
+            council = Council(Voter(name, address), self.needs, first, self.now_s)
+        else:
+            address = Address(f"host{place}", number + 1)  # another one at each start
+            needs = replace(self.needs, hosts=NEVER)
+            guest = Beginning(self._needed, lambda: self.holder)
+            council = Council(Voter(name, address), needs, None, self.now_s, guest)
         host = Host(council, [Member(name, 0)], address)
         host.steps = {Member(name, 0): NOT_STARTED}
         before = self.hosts[place : place + 1]
@@ -79,6 +93,14 @@ class World:
         for other, each in enumerate(self.hosts):
             if before and not (before[0].is_dead or {place, other} & self.cut or other == place):
                 each.council.closed(before[0].council.own.name, self.now_s)
+
+    def _needed(self, job: str, num_hosts: int) -> int:
+        least = self.least or 0
+        if num_hosts < least:
+            return NEVER
+        if self._has_record:
+            self.holder = self.holder or job
+        return least if self.holder in ("", job) else NEVER
 
     def run(self, seconds: float) -> None:
         """Let time pass."""
@@ -93,6 +115,9 @@ class World:
             self._check_votes()
 
     def _turn(self, place: int, host: Host) -> None:
+        if self.least is not None and self.now_s >= host.found_s:
+            host.found_s = self.now_s + 1.0
+            host.council.discovered([each.address for each in self.hosts])
         for _ in range(3):  # what it says to itself about itself takes no time
             self._live(host)
             for address, packet in host.council.turn(self.now_s):
@@ -100,7 +125,7 @@ class World:
 
     def _send(self, place: int, address: Address, packet: Packet) -> None:
         to = int(address.host.removeprefix("host"))
-        if self.hosts[to].is_dead:
+        if self.hosts[to].is_dead or self.hosts[to].address != address:
             if not {place, to} & self.cut:
                 self.hosts[place].council.refused(address, self.now_s)
             return
@@ -135,7 +160,7 @@ class World:
         if host.council.is_over(host.epoch) and is_in_step:
             host.stops_s, host.has_paused = self.now_s + _STOP_S, False
             host.num_stops += 1
-        if host.council.wants_pause(host.epoch) and host.trains:
+        if (host.council.wants_pause(host.epoch) or host.is_told) and host.trains:
             host.stops_s, host.has_paused = self.now_s + host.step_s, True
         waits = host.plan is None or (host.stops_s is not None and self.now_s >= host.stops_s)
         is_out = host.plan is not None and not any(m.host == host.council.own.name for m in host.plan.members)
@@ -145,7 +170,11 @@ class World:
             host.members = [Member(host.council.own.name, next(self._numbers))]
             host.steps = {host.members[0]: NOT_STARTED}
         store = Address(host.address.host, 2)
-        proposal = Proposal(host.epoch + 1, dict(host.steps), store, host.has_paused)
+        if host.is_told:
+            host.steps = {}
+        proposal = Proposal(
+            host.epoch + 1, dict(host.steps), store, host.has_paused, host.is_told, host.is_told
+        )
         plan = host.council.decide(proposal, self.now_s)
         if plan is not None:
             host.plan, host.stops_s = plan, None
@@ -165,7 +194,7 @@ class World:
         for plan in {host.plan for host in self.hosts if host.plan is not None}:
             here = [h for h in self.hosts if h.plan is plan or h.plan == plan]
             present = {m for h in here if h.trains and not h.is_dead for m in h.members}
-            if set(plan.members) <= present:
+            if plan.members and set(plan.members) <= present:
                 step = max(plan.step, *(h.steps[m] for h in here for m in h.members if m in plan.members)) + 1
                 for host in here:
                     host.steps = {m: step if m in plan.members else s for m, s in host.steps.items()}
@@ -175,7 +204,7 @@ class World:
         """Check that a host that may write a checkpoint now has the newest step."""
         for host in self.hosts:
             if not (host.is_dead or host.is_frozen) and host.council.holds_vote(self.now_s):
-                assert not self.history or max(host.steps.values()) >= self.history[-1][2]
+                assert not (self.history and host.steps) or max(host.steps.values()) >= self.history[-1][2]
 
     # ---- what is expected
 

@@ -26,7 +26,7 @@ from paceline.comm.collectives import all_reduce, backend_of, timeout_of
 from paceline.comm.given_up import aside, given_up_when
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.ddp import DistributedDataParallel
-from paceline.elastic import conflicts
+from paceline.elastic import conflicts, guest
 from paceline.elastic.agent_connection import (
     LOST_AFTER,
     AgentConnection,
@@ -515,6 +515,8 @@ class ElasticClient:
             opened_groups.end_aside(world)
         forget_world()
         host, port = seat.store
+        if self.line.is_guest:
+            guest.use_interface_towards(host)
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._kind.timeout)
         os.environ.update(RANK=str(seat.rank), WORLD_SIZE=str(seat.size), LOCAL_WORLD_SIZE=str(seat.num_here))
         group = self._kind.open(dist.PrefixStore(f"epoch {seat.epoch}", store), seat.rank, seat.size)

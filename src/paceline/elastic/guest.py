@@ -11,10 +11,14 @@ Rules
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
+import fcntl
 import hashlib
 import math
 import os
+import select
+import signal
 import socket
 import struct
 import sys
@@ -24,7 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigurationError, PeerLostError
-from paceline.host.addresses import LOOPBACK
+from paceline.host.addresses import LOOPBACK, is_loopback, own_address_towards
+from paceline.host.processes import GONE, Vitals, VitalSigns
 
 PEERS = "PACELINE_PEERS"
 """Environment variable: where agents of other hosts may be. With it, an engine starts the ranks."""
@@ -35,8 +40,13 @@ LOCAL = "local"  # the source of a job of one host
 GRACE_S, JOIN_S, LOST_AFTER_S = 25.0, 30.0, 30.0
 _CONNECT_S = 10.0
 _BACKLOG = 512
+_SO_PEERPIDFD = 77
+_PIDFD_GET_INFO, _INFO_EXIT, _INFO_BYTES = 0xC000FF0B | 64 << 16, 8, 64
+_EXIT_CODE_AT = 60  # in the kernel's struct pidfd_info
+_NUM_LOOKS, _LOOK_S = 10, 0.002
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _connected: list[int] = []  # processes that have an agent: this one, and those that it is a fork of
+_SIOCGIFADDR = 0x8915
 _AGENT = "paceline.launch.elastic.guest"
 
 
@@ -55,6 +65,9 @@ class GuestSetting:
         grace_s: Seconds from a notice to the end of the process.
         job: Name of the job; empty: it has none.
         script: What the ranks run.
+        local_addr: Address of this host that the others reach; empty: found by the agent.
+        port: Port at which the agent listens; 0: the default.
+        record: Folder that all hosts share, for the record of the job's beginning and end; empty: none.
     """
 
     peers: str = LOCAL
@@ -67,6 +80,9 @@ class GuestSetting:
     grace_s: float = GRACE_S
     job: str = ""
     script: str = "the script"
+    local_addr: str = ""
+    port: int = 0
+    record: str = ""
 
     @property
     def num_machines(self) -> int:
@@ -108,12 +124,15 @@ class GuestSetting:
             or given.get("SLURM_JOB_ID")
             or "",
             script=script,
+            local_addr=given.get("PACELINE_LOCAL_ADDR", ""),
+            port=_whole(given, "PACELINE_PORT", "port") if given.get("PACELINE_PORT") else 0,
+            record=_folder(given),
         )
 
     @property
     def socket_name(self) -> str:
         """The name at which the agent of this host listens to ranks. It is abstract, so no file is left."""
-        words = self.job or f"{Path.cwd()} {self.script}"
+        words = f"{self.job or f'{Path.cwd()} {self.script}'} {self.local_addr}"
         return f"\0paceline-{os.getuid()}-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
 
 
@@ -137,6 +156,20 @@ def prepare() -> None:
     os.environ.update(alone, PACELINE_RANKS_PER_HOST=per_host, **{_IS_PREPARED: str(os.getpid())})
     os.environ.setdefault("LOCAL_RANK", "0")
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+
+
+def use_interface_towards(host: str) -> None:
+    """Let Gloo use the network interface that leads to this host. Else it takes what the own host's name means."""
+    own = own_address_towards(host)
+    if "GLOO_SOCKET_IFNAME" in os.environ or not own or is_loopback(own):
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == own:
+                    os.environ["GLOO_SOCKET_IFNAME"] = name
+                    return
 
 
 def credentials_of_peer(end: socket.socket) -> tuple[int, int]:
@@ -217,8 +250,18 @@ def _nodes(words: str) -> tuple[int, int]:
 def _whole(given: Mapping[str, str], name: str, default: str) -> int:
     words = given.get(name) or default
     if not words.isdecimal() or int(words) < 1:
-        raise ConfigurationError(f"{name}={words} is no number of ranks. Give 1 or more.")
+        raise ConfigurationError(f"{name}={words} is no number. Give 1 or more.")
     return int(words)
+
+
+def _folder(given: Mapping[str, str]) -> str:
+    words = given.get("PACELINE_RECORD", "")
+    if words and not (Path(words).is_dir() and os.access(words, os.W_OK)):
+        raise ConfigurationError(
+            f"PACELINE_RECORD={words} is no folder that this host can write to. Name one that all hosts share, such as "
+            "that of the checkpoints."
+        )
+    return str(Path(words).absolute()) if words else ""
 
 
 def _seconds(given: Mapping[str, str], name: str, default: float) -> float:
@@ -232,3 +275,102 @@ def _seconds(given: Mapping[str, str], name: str, default: float) -> float:
             f"{name}={words} is no number of seconds. Give one above 0, such as {default:g}."
         )
     return found
+
+
+# ---- what an agent sees of a rank that it has not started
+
+
+def peer_pidfd(end: socket.socket) -> int | None:
+    """Return a pidfd of the process at the other end; None before Linux 6.5."""
+    with contextlib.suppress(OSError):
+        return int(struct.unpack("i", end.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))[0])
+    return None
+
+
+def pidfd_of(pid: int) -> int | None:
+    """Return a pidfd of the process with this number; None before Linux 5.3, and for 0."""
+    with contextlib.suppress(OSError):
+        return os.pidfd_open(pid) if pid > 0 else None
+    return None
+
+
+def exit_status_by_pidfd(pidfd: int) -> int | None:
+    """Return the wait status of a process that was reaped; None before Linux 6.15, and before it was reaped."""
+    words = bytearray(struct.pack("Q", _INFO_EXIT) + bytes(_INFO_BYTES - 8))
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, words)
+        if struct.unpack_from("Q", words)[0] & _INFO_EXIT:
+            return int(struct.unpack_from("i", words, _EXIT_CODE_AT)[0])
+    return None
+
+
+class PeerProcess:
+    """The process that has opened the other end of `end`, a connected Unix socket. `pid` is 0 if it is unknown.
+
+    Three sources say whether it lives, best first, because kernels and containers differ:
+    1. The socket option SO_PEERPIDFD (Linux 6.5) names the process itself, whatever process has its number later.
+    2. `pidfd_open` (Linux 5.3) of the number in SO_PEERCRED. The number is 0 if the process is in another container.
+    3. The connection: it is closed when the process ends. Forked children of the process have to close their copy.
+
+    The exit code comes from the pidfd (Linux 6.15), else from what /proc showed while the process ended.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self.pid = credentials_of_peer(end)[0]
+        pidfd = peer_pidfd(end)
+        self.pidfd = pidfd_of(self.pid) if pidfd is None else pidfd
+        self._signs: VitalSigns | None = None
+        with contextlib.suppress(OSError):  # it has ended already, or is in another container
+            self._signs = VitalSigns(self.pid)
+        if pidfd is None and self._is_closed():  # the number may be another process's by now
+            self._drop_pidfd()
+
+    def vitals(self) -> Vitals:
+        """Return its state. A process of which the kernel says nothing lives as long as the connection."""
+        if self._signs is not None:
+            return self._signs.look()
+        is_gone = self.has_ended()
+        return Vitals(GONE if is_gone else "", is_gone, cpu_ticks=0)
+
+    def has_ended(self) -> bool:
+        if self._signs is not None:
+            self._signs.look()  # its exit code shows until its parent has reaped it
+        if self.pidfd is None:
+            return self._is_closed()
+        return bool(select.select([self.pidfd], [], [], 0)[0])
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process alone: its group may be its engine's."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def wait(self, limit_s: float) -> int | None:
+        """Wait until it has ended, and return its exit code, negative for a signal; None if the kernel says none."""
+        if self.pidfd is not None:
+            select.select([self.pidfd], [], [], limit_s)
+            for _ in range(_NUM_LOOKS):  # until its parent has reaped it
+                if (status := exit_status_by_pidfd(self.pidfd)) is not None:
+                    return os.waitstatus_to_exitcode(status)
+                time.sleep(_LOOK_S)
+        status = None if self._signs is None else self._signs.exit_status()
+        return None if status is None else os.waitstatus_to_exitcode(status)
+
+    def close(self) -> None:
+        self._drop_pidfd()
+        if self._signs is not None:
+            self._signs.close()
+
+    def _drop_pidfd(self) -> None:
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+    def _is_closed(self) -> bool:
+        try:
+            return self._end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True

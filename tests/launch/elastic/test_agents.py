@@ -145,7 +145,7 @@ def test_an_agent_with_another_token_stays_outside(start: Start) -> None:
     """It is told who is missing, with numbers; once before it is given up."""
     first, said = start(needs=TWO), list[str]()
     stranger = start(first, token="other", patience_s=0.5, note=said.append)
-    missing = f"nobody of this job answers at 127.0.0.1:{first.address.port}."
+    missing = f"no agent of this job answers at 127.0.0.1:{first.address.port}."
     with pytest.raises(LaunchError, match=f"{missing} Start all hosts again"):
         while True:
             propose(stranger)

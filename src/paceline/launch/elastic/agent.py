@@ -177,6 +177,7 @@ class Agent:
         self._going: list[Rank] = []  # out of the membership, until the others know it
         self._going_from = NOT_STARTED  # the membership that they have left
         self._saver: Rank | None = None  # of these, which makes a checkpoint
+        self._retires_from: int | None = None  # the membership that this host leaves, because it has no rank
         self._has_left = False  # whether one of the last membership has
         self._saved_at = NOT_STARTED  # the step of the last checkpoint that one has made
         self._seats = RankAssignments(arguments, starter, start, decider.name, note, self._take, self._stop)
@@ -275,6 +276,23 @@ class Agent:
         is_late = time.monotonic() - self._told_s > self._arguments.grace_s
         return self._epoch != NOT_STARTED and not is_late and bool(list(self._seats) or self._seats.dying)
 
+    @property
+    def trains(self) -> bool:
+        """Return whether ranks of this host are in a membership."""
+        return bool(self._seats.training)
+
+    def may_retire(self) -> bool:
+        """Return whether this host, which has no rank any more, may end: the others do not count on its vote."""
+        if self._decider.is_alone or self._epoch == NOT_STARTED:
+            return True
+        if self._retires_from is None:
+            self._retires_from = self._epoch
+            self.leave("no rank is left on this host")
+            if not self._is_stopping:
+                self._pause("no rank is left on a host")
+        is_overdue = time.monotonic() - self._told_s > _LEAVES_RATIO * self._arguments.grace_s
+        return is_overdue or self._decider.may_leave(self._retires_from) is not None
+
     def _see_off(self) -> None:
         """Let ranks go that were told to end."""
         for rank in self._seats.in_phase(Phase.STARTING, Phase.WAITING):
@@ -314,9 +332,8 @@ class Agent:
             self._saved_at = saver.step or 0
         elif saver is not None:
             self._note(f"{saver.name} has made no checkpoint: {saver.saved or 'it ended before'}")
-        able = [each for each in self._going if each.saves and (each.step or 0) > self._saved_at]
         self._going = [each for each in self._going if each is not saver]
-        able = [each for each in able if each is not saver]
+        able = [each for each in self._going if each.saves and (each.step or 0) > self._saved_at]
         if (saver is not None and saver.saved == "") or not able:
             return False
         self._saver = max(able, key=lambda each: each.step or 0)
@@ -572,7 +589,7 @@ class Agent:
         elif here and self._epoch != NOT_STARTED:
             gone = f"without rank(s) {', '.join(map(str, lost))}" if lost else ""
             come = f"with {plan.num_new} that came in" if plan.num_new else ""
-            who = " and ".join(filter(None, (gone, come)))
+            who = " and ".join(filter(None, (gone, come))) or "on other hosts"
             self._note(f"{size} ranks {'end' if ends else 'go on'} after step {plan.step}, {who}")
         self._followed(plan)
         self._epoch, self._members, self._seats.has_begun = plan.epoch, plan.members, True

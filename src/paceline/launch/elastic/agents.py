@@ -9,26 +9,51 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.elastic.discovery import Discovery
 from paceline.errors import ProtocolError
-from paceline.launch.elastic.council import Council
+from paceline.launch.elastic.council import BEAT_S, Beginning, Council
 from paceline.launch.elastic.decree import Decree, Voter
 from paceline.launch.elastic.links import Closed, Links, Received, Refused
 from paceline.launch.elastic.plan import NOT_STARTED, Address, Plan, Proposal, Start
+from paceline.launch.elastic.record import JobRecord
 from paceline.launch.elastic.state_call import call, is_call
-from paceline.launch.elastic.vote import Quorum
+from paceline.launch.elastic.vote import NEVER, Quorum
 from paceline.launch.elastic.wire import decode, encode
 from paceline.launch.launch_errors import LaunchError
 
 _TURN_S = 0.1
 _SAY_S = 3.0  # that there is no plan, before people are told: who cannot be reached is missed by then
+
+
+@dataclass(frozen=True)
+class GuestHosts:
+    """The hosts of a job that an engine starts."""
+
+    discovery: Discovery  # where other agents may be
+    least: int  # hosts with which training begins, after
+    join_timeout_s: float  # in seconds since this agent has begun
+    record: JobRecord | None  # of the job's beginning and end
+
+    def beginning(self, most: int) -> Beginning:
+        """Return the conditions for a job of so many hosts at most."""
+        began_s, record = time.monotonic(), self.record
+
+        def needs(job: str, num_hosts: int) -> int:
+            has_waited = time.monotonic() - began_s > self.join_timeout_s
+            wanted = self.least if has_waited else most
+            may = num_hosts >= wanted and (record is None or record.claim(job))
+            return wanted if may else NEVER
+
+        return Beginning(needs, lambda: "" if record is None else record.holder())
 
 
 @dataclass(frozen=True)
@@ -43,6 +68,7 @@ class AgentSetting:
     token: str  # the job's
     needs: Quorum  # what training needs
     patience_s: float  # how long to wait for a majority, or for enough ranks
+    guest: GuestHosts | None = None  # if an engine starts the hosts: where they are, and when training begins
 
 
 class Agents:
@@ -58,17 +84,59 @@ class Agents:
         self._links = Links(setting.listen, setting.token)
         self.name = f"{setting.name}/{secrets.token_hex(3)}"
         own = Voter(self.name, self._links.address, start=setting.start, num_ranks=setting.num_ranks)
-        self._council = Council(own, setting.needs, setting.first, time.monotonic())
+        guest = None if setting.guest is None else setting.guest.beginning(setting.needs.most_hosts)
+        self._council = Council(own, setting.needs, setting.first, time.monotonic(), guest)
         self._lock = threading.Lock()
         self._names: dict[int, str] = {}  # of incoming connections
         self._to_give: deque[socket.socket] = deque()  # to ranks of other hosts
         self._waits_since_s: float | None = None
-        self._has_said_missing = False
+        self._has_said_missing = self._has_said_apart = False
         self._forgotten: set[str] = set()  # missing agents whose connections are closed
         self._ends = False
         self._broken: BaseException | None = None  # what the thread died of
         self._thread = threading.Thread(target=self._run, name="paceline agents", daemon=True)
         self._thread.start()
+        if setting.guest is not None:
+            threading.Thread(target=self._discover, args=(setting.guest,), daemon=True).start()
+
+    def _discover(self, guest: GuestHosts) -> None:
+        """Look for other agents with every heartbeat, and say that this job trains."""
+        while not self._ends:
+            found: Sequence[Address] = ()
+            with contextlib.suppress(OSError):  # nothing is known for now
+                guest.discovery.tell(*self.address)
+                found = [Address(*each) for each in guest.discovery.find()]
+            with self._lock:
+                self._council.discovered(found)
+                decree, job = self._council.decree, self._council.job
+            self._links.wake()
+            if guest.record is not None and decree is not None and decree.trained != NOT_STARTED:
+                guest.record.touch()
+                self._check_record(guest.record, job)
+            time.sleep(BEAT_S)
+
+    def _check_record(self, record: JobRecord, job: str) -> None:
+        if record.holder() != job and not self._has_said_apart:
+            self._has_said_apart = True
+            self._note(
+                f"{record.ended.parent} is not the folder that the other hosts have: the record of this job is not in "
+                "it. PACELINE_RECORD needs a folder that all hosts share."
+            )
+
+    def check_job(self) -> None:
+        """Raise LaunchError if the ranks of this host train in a second job, or wait for one that does not answer."""
+        with self._lock:
+            if self._council.has_rival:
+                raise LaunchError(
+                    "another job of the same name trains with more ranks, so this one gives up."
+                )
+            if self._council.is_stranded:
+                raise LaunchError("no agent answers of the job that this host waits to join. Start it again.")
+
+    def is_all_over(self) -> bool:
+        """Return whether the job has ended well on all other hosts."""
+        with self._lock:
+            return self._council.is_all_over()
 
     @property
     def address(self) -> Address:
@@ -117,7 +185,8 @@ class Agents:
                         f"the job has ended well on the other hosts, and no rank of {self.name} has. What happened is "
                         "said above."
                     )
-                self._check_patience(now_s)
+                if self._setting.guest is None or not self._council.is_full:  # else it is a spare
+                    self._check_patience(now_s)
             else:
                 self._waits_since_s, self._has_said_missing = None, False
         self._links.wake()
@@ -157,7 +226,8 @@ class Agents:
     def holds_vote(self) -> bool:
         """See `Decider`."""
         with self._lock:
-            return self._broken is None and self._council.holds_vote(time.monotonic())
+            is_fit = self._broken is None and not self._council.has_rival
+            return is_fit and self._council.holds_vote(time.monotonic())
 
     def ask_for_state(self, take: Callable[[socket.socket], None]) -> bool:
         """See `Decider`."""
@@ -230,7 +300,8 @@ class Agents:
         council = self._council
         decree, missing = council.decree, council.missing()
         if decree is None:
-            return f"nobody of this job answers at {':'.join(map(str, self._setting.first or self.address))}."
+            where = ":".join(map(str, self._setting.first or self.address))
+            return f"no agent of this job answers at {where}."
         heard = [name for name in decree.names if name not in missing]
         if not council.state.suffices(heard):
             half = 2 * len(heard) == len(decree.names)
@@ -239,7 +310,8 @@ class Agents:
             return f"{reached}. Not heard: {', '.join(missing)}."
         needs = self._setting.needs
         if decree.trained == NOT_STARTED:
-            return f"{len(heard)} of {needs.hosts} hosts are here: {', '.join(heard)}."
+            least = needs.hosts if self._setting.guest is None else self._setting.guest.least
+            return f"{len(heard)} of {least} hosts are here: {', '.join(heard)}."
         return (
             f"fewer than {needs.ranks} ranks (--min-ranks) can train on, or none of them holds the training's state; "
             f"agents: {', '.join(heard)}."

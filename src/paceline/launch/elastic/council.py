@@ -15,17 +15,21 @@ Rules
 8. A voter has ended for good (rule 8 of `vote.py`) if two things were seen. It closed or refused a connection while it
    was in touch. Since then another agent of the job listens at its address. Before a voter decides anything alone, it
    has to miss this agent for `SILENCE_S`.
+9. If an engine starts the hosts, none is the first. Each begins a job of its own. It gives that up for a job that
+   trains, or for one with a smaller name. An agent that has promised something in a job of several agents keeps it.
+10. Such a job begins to train when `Beginning` says so. Of two that train, that with fewer ranks gives up.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.launch.elastic import vote
 from paceline.launch.elastic.decree import Candidate, Decree, Voter
 from paceline.launch.elastic.plan import NOT_STARTED, Address, Member, Plan, Proposal
-from paceline.launch.elastic.vote import NO_BALLOT, Message, Quorum, Report, State
+from paceline.launch.elastic.vote import NEVER, NO_BALLOT, Message, Quorum, Report, State
 from paceline.launch.elastic.wire import Packet
 
 BEAT_S = 1.0
@@ -34,6 +38,8 @@ REPEAT_S = 0.5  # what is unanswered so long is said again
 STAGGER_S = 0.2  # between one proposer and the next
 RETRY_S = 2.0  # an attempt that is not decided by then is followed by another
 ANYBODY = ""  # who listens at an address, whatever its name
+JOINING_S = 10.0  # that the agents of a job may be silent, which this one waits to join
+FOUND_S = 4.0  # the same, if they have never answered
 PAUSE_S = 1.0  # between two turns: so long this agent did not run itself
 
 
@@ -51,14 +57,34 @@ class Peer:
     has_paused: bool = False  # or has no rank that trains: then no rank stops within a step for its request
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """The conditions on which a job begins whose hosts an engine starts.
+
+    `needs` is given a job's name and its number of agents. It returns how many hosts have to bring ranks; `NEVER` if
+    the job may not begin. `holder` returns the job that has begun; empty if none has, or there is no record.
+    """
+
+    needs: Callable[[str, int], int]
+    holder: Callable[[], str]
+
+
 class Council:
     """The state of one agent in the job: what it knows of the other agents, and which messages it owes them.
 
     `first` is where the job's first agent listens; None: it is this one. `start` is the first decree of as many hosts
-    as the job begins with; None until then. `is_done`: this host's ranks have ended well.
+    as the job begins with; None until then. `is_done`: this host's ranks have ended well. `guest` is there if an engine
+    starts the hosts: then `first` is None on all of them.
     """
 
-    def __init__(self, own: Voter, needs: Quorum, first: Address | None, now_s: float) -> None:
+    def __init__(
+        self, own: Voter, needs: Quorum, first: Address | None, now_s: float, guest: Beginning | None = None
+    ) -> None:
+        self._guest = guest
+        self._adopted_s = now_s
+        self._begin_s = now_s  # when to ask again whether training may begin
+        self.is_stranded = False  # no agent answers of the job that this one waits to join
+        self.has_rival = False  # another job trains with more ranks
         self.job = secrets.token_hex(8) if first is None else ""  # of others it is not known yet
         self.state = vote.begin(Report(own), needs) if first is None else State(Report(own), needs)
         self.peers: dict[str, Peer] = {}
@@ -180,7 +206,8 @@ class Council:
             return True
         message = packet.message
         asks_to_join = not packet.job and message is not None and message.kind == "join"
-        if packet.job != self.job and not asks_to_join and not self._adopts(packet):
+        if packet.job != self.job and not asks_to_join and not self._adopts(packet, now_s):
+            self._answer_stranger(packet)
             return False
         sender, known = packet.sender, self._epoch
         self._meet(sender, packet, now_s)
@@ -241,6 +268,8 @@ class Council:
         if now_s >= self._beat_s:
             self._beat_s = now_s + BEAT_S
             self._beat_all()
+        self._look_for_others(now_s)
+        self._ask_to_begin(now_s)
         self._consider(now_s)
         self._propose(now_s)
         if now_s >= self._repeat_s:
@@ -299,8 +328,78 @@ class Council:
     def _epoch(self) -> int:
         return NOT_STARTED if self.state.decree is None else self.state.decree.epoch
 
-    def _adopts(self, packet: Packet) -> bool:
+    def _adopts_as_guest(self, guest: Beginning, packet: Packet, now_s: float) -> bool:
+        """Return whether this agent gives up its own job for the sender's (rules 9 and 10)."""
+        mine, theirs = self.state.decree, None if packet.message is None else packet.message.decree
+        if theirs is None or self.own.name in theirs.names:
+            return False
+        is_training = theirs.trained != NOT_STARTED
+        if mine is not None and mine.trained != NOT_STARTED:
+            sizes = (len(theirs.members), packet.job), (len(mine.members), self.job)
+            self.has_rival |= is_training and sizes[0] > sizes[1]
+            return False
+        if mine is not None and self.state.promised != NO_BALLOT and len(mine.voters) > 1:
+            return False  # that attempt may end in a training
+        if not is_training:
+            holder = guest.holder()
+            if holder == self.job or (holder != packet.job and packet.job >= self.job):
+                return False
+        self.job, self._first, self._adopted_s = packet.job, packet.sender.address, now_s
+        self.state = State(self.state.report, self.state.needs)
+        self.peers.clear()
+        self._wants_vote, self._has_stopped = False, True
+        return True
+
+    def _answer_stranger(self, packet: Packet) -> None:
+        """Tell an agent that has to give up its job for this one. It may not know this address."""
+        mine, theirs = self.state.decree, None if packet.message is None else packet.message.decree
+        if self._guest is None or mine is None or (theirs is not None and theirs.trained != NOT_STARTED):
+            return
+        if mine.trained != NOT_STARTED or packet.job > self.job:
+            self._introduce(packet.sender.address)
+
+    def _introduce(self, address: Address) -> None:
+        decree = self.state.decree
+        message = None if decree is None else Message("decree", self.own.name, ANYBODY, decree=decree)
+        self._out.append((address, self._packet(message)))
+
+    def discovered(self, addresses: Sequence[Address]) -> None:
+        """Tell agents that may listen there what is known here."""
+        known = {peer.voter.address for peer in self.peers.values() if not peer.is_missing}
+        for address in addresses:
+            if address != self.own.address and (address not in known or self.state.decree is None):
+                self._introduce(address)
+
+    def _ask_to_begin(self, now_s: float) -> None:
+        """Let the first decree have members once training may begin (rule 10)."""
+        decree, needs = self.state.decree, self.state.needs
+        if self._guest is None or decree is None or decree.trained != NOT_STARTED or now_s < self._begin_s:
+            return
+        self._begin_s = now_s + REPEAT_S
+        hosts = self._guest.needs(self.job, len(decree.voters))
+        if hosts != needs.hosts:
+            self.state = replace(self.state, needs=replace(needs, hosts=hosts))
+            self._wants_vote |= hosts != NEVER and self.state.is_voter
+
+    def _look_for_others(self, now_s: float) -> None:
+        """Found a job again if no agent answers of the one that was adopted."""
+        if self._guest is None or self.state.is_voter or self.is_done:
+            return
+        decree = self.state.decree
+        if decree is None and now_s - self._adopted_s > FOUND_S:
+            self.job, self._first = secrets.token_hex(8), None
+            self.state = vote.begin(self.state.report, self.state.needs)
+            self._wants_vote, self._due_s = True, now_s
+        elif (
+            decree is not None
+        ):  # its ranks may have heard of that job's epochs, so the agent itself begins again
+            heard = [self.peers[name].heard_s for name in decree.names if name in self.peers]
+            self.is_stranded = now_s - max([self._adopted_s, *heard]) > JOINING_S
+
+    def _adopts(self, packet: Packet, now_s: float) -> bool:
         """Return whether this agent has nothing to lose, and there is a job that it can join."""
+        if self._guest is not None:
+            return self._adopts_as_guest(self._guest, packet, now_s)
         mine = self.state.decree
         if mine is None:
             can_join = not self.job and bool(packet.job)
@@ -343,6 +442,7 @@ class Council:
         self._due_s = now_s + STAGGER_S
         if (
             self.start is None
+            and self._guest is None
             and decree.trained == NOT_STARTED
             and len(decree.voters) == self.state.needs.hosts
         ):
@@ -376,7 +476,8 @@ class Council:
     def _propose(self, now_s: float) -> None:
         state = self.state
         if not state.is_voter:
-            if self._has_stopped and (state.report.candidates or self._is_young):
+            may_join = self._guest is None or not self.is_full
+            if may_join and self._has_stopped and (state.report.candidates or self._is_young):
                 self._ask_to_join(now_s)
             return
         leads = state.own != NO_BALLOT and state.own >= state.promised

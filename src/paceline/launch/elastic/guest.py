@@ -13,19 +13,29 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from paceline.elastic.agent_connection import Ended, Refused, Said
-from paceline.elastic.guest import DOOR, GuestSetting, credentials_of_peer
-from paceline.errors import PacelineError
-from paceline.host.addresses import LOOPBACK
+from paceline.comm import TOKEN
+from paceline.elastic.agent_connection import Ended, Leave, Refused, Said
+from paceline.elastic.discovery import Discovery
+from paceline.elastic.guest import DOOR, LOCAL, GuestSetting, credentials_of_peer
+from paceline.errors import ConfigurationError, PacelineError
+from paceline.host.addresses import LOOPBACK, is_loopback
 from paceline.launch.elastic.agent import Agent
-from paceline.launch.elastic.plan import Decider, OneHost, Start
+from paceline.launch.elastic.agents import Agents, AgentSetting, GuestHosts
+from paceline.launch.elastic.plan import Address, Decider, OneHost, Start
 from paceline.launch.elastic.rank_process import AgentsRank, WatchedProcess
-from paceline.launch.launch_errors import InterruptedLaunchError, LaunchError
+from paceline.launch.elastic.record import JobRecord
+from paceline.launch.elastic.vote import NEVER, Quorum
+from paceline.launch.launch_errors import LaunchError
 
 _LINGER_S = 2.0  # without a rank: its engine may be about to start another one
-_MOST_WORDS = 50
+_PATIENCE_RATIO = (
+    10.0  # of the time after which a rank is lost: how long to wait for addresses, hosts or ranks
+)
+_SAY_S = 3.0  # without an address, before people are told
 _NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -34,11 +44,13 @@ class Door:
 
     starts = False
 
-    def __init__(self, door: socket.socket, host: str) -> None:
-        self._door, self.host = door, host
+    def __init__(self, door: socket.socket, host: str, linger_s: float = _LINGER_S) -> None:
+        self._door, self.host, self._linger_s = door, host, linger_s
         door.setblocking(False)
         self.ranks: list[AgentsRank] = []
-        self.busy_s = time.monotonic()
+        self._new: list[AgentsRank] = []  # that were not returned yet
+        self._busy_s = time.monotonic()
+        self.sent_away: list[AgentsRank] = []  # that came after the job's end
 
     def start_all(self, start: Start | None) -> Sequence[AgentsRank]:
         return ()
@@ -47,31 +59,38 @@ class Door:
         raise NotImplementedError
 
     def arrived(self) -> list[AgentsRank]:
-        """Return the ranks that have connected since the last call. Those of other users are refused."""
-        found: list[AgentsRank] = []
+        """Return the ranks that have connected since the last call."""
+        self.gather()
+        found, self._new = self._new, []
+        return found
+
+    def gather(self) -> None:
+        """Accept connections of ranks. Those of other users are refused."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 end, _ = self._door.accept()
                 end.setblocking(True)
                 if credentials_of_peer(end)[1] == os.getuid():
-                    found.append(WatchedProcess(end))
+                    self._new.append(WatchedProcess(end))
                 else:
                     end.close()
-        self.ranks = [each for each in self.ranks if each.line.fileno() >= 0] + found
+        known = {*self.ranks}
+        self.ranks = [each for each in self.ranks if each.line.fileno() >= 0]
+        self.ranks += [each for each in self._new if each not in known]
         if self.ranks:
-            self.busy_s = time.monotonic()
-        return found
+            self._busy_s = time.monotonic()
 
-    def close(self) -> None:
-        self._door.close()
+    @property
+    def is_left(self) -> bool:
+        """Return whether no rank has been here for a while: its engine does not start another one at once."""
+        return not self.ranks and time.monotonic() - self._busy_s > self._linger_s
 
 
 class Voice:
     """The agent's words to people. A rank prints them, because the agent has no terminal."""
 
     def __init__(self) -> None:
-        self.ranks: list[AgentsRank] = []
-        self._words: deque[str] = deque(maxlen=_MOST_WORDS)
+        self._words: deque[str] = deque(maxlen=50)
 
     def note(self, words: str) -> None:
         self._words.append(words)
@@ -82,26 +101,129 @@ class Voice:
             self._words.popleft()
 
 
-def lead(setting: GuestSetting, door: Door, decider: Decider, voice: Voice, told: Sequence[int]) -> None:
+@dataclass(frozen=True)
+class Job:
+    """The settings of a job, its decider, and the record of its beginning and end."""
+
+    setting: GuestSetting
+    decider: Decider
+    record: JobRecord | None = None
+
+    @property
+    def others(self) -> Agents | None:
+        """The agents of the other hosts, if there may be any."""
+        return self.decider if isinstance(self.decider, Agents) else None
+
+    def is_over(self) -> str | None:
+        """Return why there is nothing left to train, in words; None: there is."""
+        if self.record is not None and self.record.has_ended():
+            return (
+                f"the job has ended well before: {self.record.ended} says so. To train again, remove that file or give "
+                "another PACELINE_JOB"
+            )
+        if self.others is not None and self.others.is_all_over():
+            return "the job has ended well on the other hosts"
+        return None
+
+
+def lead(job: Job, door: Door, voice: Voice, told: Sequence[int]) -> None:
     """Lead the ranks of this host until the last one has ended. `told` are the signals that the agent has received."""
-    agent = Agent(setting, decider, door, None, voice.note)
+    agent = Agent(job.setting, job.decider, door, None, voice.note)
     try:
         while not agent.is_over:
             agent.look()
             voice.speak(door.ranks)
-            has_ranks = bool(door.ranks)
+            if door.ranks and not agent.trains and (why := job.is_over()) is not None:
+                send_away(door, voice, why)
+                return
             if told:
                 agent.leave(f"{signal.Signals(told[0]).name} received by the agent of this host")
-            if not has_ranks and (told or time.monotonic() - door.busy_s > _LINGER_S):
+            if (door.is_left or (told and not door.ranks)) and agent.may_retire():
                 return
-    except InterruptedLaunchError:
-        return
+            if job.others is not None:
+                job.others.check_job()
     except LaunchError as error:
         voice.note(str(error))
         voice.speak(door.ranks)
         agent.save(str(error), lambda: None)
         for each in door.ranks:
             each.tell(Ended(str(error)))
+        return
+    if job.record is not None:
+        job.record.end()
+    if job.others is not None:
+        job.others.finish(lambda: send_away(door, voice, "the job has ended well"))
+
+
+def send_away(door: Door, voice: Voice, why: str) -> None:
+    """Let all ranks that are here after the job's end exit with 0."""
+    door.gather()
+    late = [each for each in door.ranks if each not in door.sent_away]
+    door.sent_away += late
+    if late:
+        voice.note(why)
+        voice.speak(late)
+    for each in late:
+        each.tell(Leave(why, 0))
+
+
+@contextlib.contextmanager
+def deciding(setting: GuestSetting, record: JobRecord | None, voice: Voice, door: Door) -> Iterator[Decider]:
+    """Run what decides who trains: this agent alone, or with those of other hosts."""
+    if setting.peers == LOCAL:
+        yield OneHost()
+        return
+    discovery = Discovery(setting.peers, setting.local_addr, setting.port)
+    listen = _where_to_listen(setting, discovery, voice, door)
+    token = os.environ.get(TOKEN, "")
+    if not token and not is_loopback(listen.host):
+        raise ConfigurationError(
+            f"any process that reaches {listen.host}:{listen.port} could end the training and get its parameters. Give "
+            f"all hosts the same {TOKEN}, a secret such as `openssl rand -hex 16` makes."
+        )
+    known = AgentSetting(
+        name=f"{socket.gethostname()}-{listen.host}",
+        num_ranks=setting.num_local_ranks,
+        start=Address("", 0),
+        listen=listen,
+        first=None,
+        token=f"{token} {setting.job}",  # agents of another job do not understand each other
+        needs=Quorum(NEVER, setting.min_ranks, setting.most_nodes),
+        patience_s=_PATIENCE_RATIO * setting.lost_after_s,
+        guest=GuestHosts(discovery, setting.least_nodes, setting.join_timeout_s, record),
+    )
+    try:
+        agents = Agents(known, voice.note)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the agent of this host cannot listen at {listen.host}:{listen.port} ({os.strerror(error.errno or 0)}). "
+            "Give this host's address as PACELINE_LOCAL_ADDR, or another PACELINE_PORT, the same on all hosts."
+        ) from error
+    door.host = listen.host
+    try:
+        yield agents
+    finally:
+        agents.close()
+        discovery.forget()
+
+
+def _where_to_listen(setting: GuestSetting, discovery: Discovery, voice: Voice, door: Door) -> Address:
+    """Return the address of this host, once the source names one: a name may be known late."""
+    began_s, limit_s, said = time.monotonic(), _PATIENCE_RATIO * setting.lost_after_s, False
+    while True:
+        try:
+            return Address(*discovery.listen())
+        except OSError as error:
+            waited_s = time.monotonic() - began_s
+            words = f"PACELINE_PEERS={setting.peers}: {error.strerror or error}"
+        if waited_s > limit_s:
+            raise ConfigurationError(f"{words}. Waited {waited_s:.0f} s.")
+        if waited_s > _SAY_S and not said:
+            said = True
+            voice.note(f"{words}; waiting up to {limit_s:g} s")
+        door.gather()
+        voice.speak(door.ranks)
+        time.sleep(0.2)
 
 
 def main() -> int:
@@ -113,16 +235,19 @@ def main() -> int:
     with socket.socket(fileno=int(os.environ.pop(DOOR))) as listening:
         os.set_inheritable(listening.fileno(), False)
         setting = GuestSetting.of(os.environ, os.environ.get("PACELINE_SCRIPT", "the script"))
+        record = JobRecord(Path(setting.record), setting.job) if setting.record else None
         door = Door(listening, LOOPBACK)
         try:
-            lead(setting, door, OneHost(), voice, told)
+            with deciding(setting, record, voice, door) as decider:
+                lead(Job(setting, decider, record), door, voice, told)
         except Exception as error:
             why = (
                 str(error)
                 if isinstance(error, PacelineError)
                 else f"the agent of this host failed: {error!r}"
             )
-            for each in [*door.ranks, *door.arrived()]:
+            door.gather()
+            for each in door.ranks:
                 each.tell(Refused(why))
             raise
     return 0

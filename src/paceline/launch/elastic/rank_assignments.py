@@ -22,7 +22,9 @@ from typing import Protocol
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from paceline.elastic.agent_connection import InLoop, Leave, Message
+from paceline.elastic.guest import GuestSetting
 from paceline.host.processes import is_stopped
+from paceline.launch.command_line import LaunchArguments
 from paceline.launch.elastic.plan import NOT_STARTED, Member, Start
 from paceline.launch.elastic.rank_process import AgentsRank, how_it_ended
 from paceline.launch.watchdog import GRACE_S
@@ -77,36 +79,7 @@ class Rank:
         return f"{who} (pid {self.process.pid})"
 
 
-class JobSetting(Protocol):
-    """The part of a job's settings that an agent needs: of `LaunchArguments` and of `GuestSetting`."""
-
-    @property
-    def script(self) -> str:
-        """Return the name of what the ranks run."""
-
-    @property
-    def num_local_ranks(self) -> int:
-        """Return the number of ranks that this host begins with."""
-
-    @property
-    def num_machines(self) -> int:
-        """Return the largest number of hosts."""
-
-    @property
-    def min_ranks(self) -> int | None:
-        """Return the fewest ranks with which training goes on."""
-
-    @property
-    def lost_after_s(self) -> float:
-        """Return the seconds that a rank may stand still."""
-
-    @property
-    def join_timeout_s(self) -> float:
-        """Return the seconds that ranks wait for further ones, if an engine starts them."""
-
-    @property
-    def grace_s(self) -> float:
-        """Return the seconds from a notice to the end of the process."""
+JobSetting = LaunchArguments | GuestSetting  # an agent needs what both have
 
 
 class Source(Protocol):

@@ -15,12 +15,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from paceline.elastic.agent_connection import FD, AgentConnection, Message
+from paceline.elastic.guest import PeerProcess
 from paceline.errors import ProtocolError
 from paceline.host.processes import Vitals, VitalSigns
 from paceline.launch.elastic.output import Output
-from paceline.launch.elastic.peer_process import PeerProcess
-
-_GONE_S = 30.0  # that the kernel takes at most to free the memory of a killed process
 
 
 class AgentsRank(ABC):
@@ -112,7 +110,7 @@ class WatchedProcess(AgentsRank):
 
     def bury(self) -> int | None:
         self.ask_to_end(signal.SIGKILL)
-        code = self._process.wait(_GONE_S)
+        code = self._process.wait(30.0)  # the kernel frees its memory
         self.line.close()
         self._process.close()
         return code

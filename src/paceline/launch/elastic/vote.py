@@ -33,6 +33,7 @@ from paceline.launch.elastic.plan import NOT_STARTED
 
 Ballot = tuple[int, str]  # number, proposer
 NO_BALLOT: Ballot = (0, "")
+NEVER = 1 << 30  # hosts: so many there are not
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Quorum:
     """The hosts or ranks without which a decree has no members."""
 
     hosts: int = 1  # in the first one that has: how many hosts bring ranks
-    ranks: int = 1  # how many ranks there are; an engine's job needs them in the first one, too
-    most_hosts: int = 1 << 30  # how many hosts there are at most; a further one waits
+    ranks: int = 1  # how many ranks there are
+    most_hosts: int = NEVER  # how many hosts there are at most; a further one waits
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ def next_decree(decree: Decree, reports: list[Report], needs: Quorum) -> Decree:
     )
     is_first = decree.trained == NOT_STARTED
     num_hosts = len({one.member.host for one in members})
-    enough = num_hosts >= needs.hosts if is_first else len(members) >= needs.ranks
+    enough = len(members) >= needs.ranks and (num_hosts >= needs.hosts or not is_first)
     if not enough or not (is_first or any(member.epoch == decree.trained for member in members)):
         members = []
     names = [voter.name for voter in voters]

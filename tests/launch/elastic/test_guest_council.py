@@ -1,0 +1,145 @@
+"""Councils of hosts that an engine starts: none is the first, some come late or elsewhere, some are told to go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.council_world import World
+from paceline.launch.elastic.vote import Quorum
+
+
+def kill(world: World, place: int) -> None:
+    """The agent of a host ends, with its ranks."""
+    host = world.hosts[place]
+    host.is_dead = True
+    for other, each in enumerate(world.hosts):
+        if not each.is_dead and not {place, other} & world.cut:
+            each.council.closed(host.council.own.name, world.now_s)
+
+
+def made(num_hosts: int, least: int, most: int = 8, ranks: int = 1, *, has_record: bool = True) -> World:
+    return World(num_hosts, Quorum(ranks=ranks, most_hosts=most), least, has_record)
+
+
+def test_hosts_of_which_none_is_the_first_begin_one_job() -> None:
+    world = made(3, least=3)
+    world.run(8)
+    world.check()
+    assert world.training() == {0, 1, 2}
+    assert len({host.council.job for host in world.hosts}) == 1
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_host_comes_back_at_another_address(place: int) -> None:
+    """Host 0 is no exception."""
+    world = made(3, least=3)
+    world.run(8)
+    kill(world, place)
+    world.run(4)
+    assert world.training() == {0, 1, 2} - {place}
+    world.start(place)
+    world.run(6)
+    world.check()
+    assert world.training() == {0, 1, 2}
+    assert [host.num_stops for host in world.hosts if host is not world.hosts[place]] == [1, 1]
+
+
+def test_training_begins_with_the_fewest_hosts_and_others_come() -> None:
+    """One beyond the largest number waits, and comes in when another one has gone."""
+    world = made(2, least=2, most=3)
+    world.run(8)
+    assert world.training() == {0, 1}
+    world.start(2)
+    world.run(6)
+    assert world.training() == {0, 1, 2}
+    world.start(3)
+    world.run(6)
+    assert world.training() == {0, 1, 2}
+    assert [host.num_stops for host in world.hosts[:2]] == [0, 0]  # the others came in between two steps
+    kill(world, 1)
+    world.run(8)
+    world.check()
+    assert world.training() == {0, 2, 3}
+
+
+def test_of_two_halves_that_do_not_see_each_other_one_begins() -> None:
+    """The record says which. The other one waits, and joins when the network is whole again."""
+    world = made(4, least=2)
+    world.cut = {2, 3}  # each of them alone
+    world.run(12)
+    assert world.training() == {0, 1}
+    world.cut.clear()
+    world.run(12)
+    world.check()
+    assert world.training() == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_host_that_is_told_to_go_costs_no_step(place: int) -> None:
+    world = made(3, least=3)
+    world.run(8)
+    world.hosts[place].is_told = True
+    epoch = world.hosts[place].epoch
+    while world.hosts[place].council.may_leave(epoch) is None:
+        world.run(0.05)
+    assert world.hosts[place].council.may_leave(epoch) is False  # the others train on: no checkpoint
+    kill(world, place)
+    world.run(4)
+    world.check()
+    assert world.training() == {0, 1, 2} - {place}
+    assert sum(host.num_stops for host in world.hosts) == 0
+
+
+def test_if_all_hosts_are_told_one_makes_a_checkpoint() -> None:
+    world = made(3, least=3)
+    world.run(8)
+    epoch = world.hosts[0].epoch
+    for host in world.hosts:
+        host.is_told = True
+    world.run(4)
+    assert sorted(host.council.may_leave(epoch) for host in world.hosts) == [False, False, True]  # type: ignore[type-var]
+
+
+def test_if_too_few_ranks_stay_one_that_goes_makes_a_checkpoint() -> None:
+    world = made(3, least=3, ranks=2)
+    world.run(8)
+    epoch = world.hosts[0].epoch
+    for place in (1, 2):
+        world.hosts[place].is_told = True
+    world.run(4)
+    assert sorted(world.hosts[place].council.may_leave(epoch) for place in (1, 2)) == [False, True]  # type: ignore[type-var]
+
+
+EVENTS: dict[str, Callable[[World, int], None]] = {
+    "kill": kill,
+    "cut": lambda world, place: world.cut.add(place),
+    "heal": lambda world, _: world.cut.clear(),
+    "freeze": lambda world, place: setattr(world.hosts[place], "is_frozen", True),
+    "wake": lambda world, place: setattr(world.hosts[place], "is_frozen", False),
+    "start": lambda world, place: world.start(place) if world.hosts[place].is_dead else None,
+    "told": lambda world, place: setattr(world.hosts[place], "is_told", True),
+}
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(EVENTS)), st.integers(0, 2), st.floats(0.05, 4)), max_size=8),
+    st.floats(0.0, 8.0),
+)
+def test_whatever_happens_steps_are_made_once(events: list[tuple[str, int, float]], begins_s: float) -> None:
+    """Also if it happens before training has begun: each step in one epoch, none twice, in one job."""
+    world = made(3, least=2)
+    world.run(begins_s)
+    for name, place, seconds in events:
+        EVENTS[name](world, place)
+        world.run(seconds)
+    world.cut.clear()
+    for host in world.hosts:
+        host.is_frozen = False
+    world.run(15)
+    if world.history:
+        world.check()
