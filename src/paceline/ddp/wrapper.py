@@ -398,19 +398,27 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             synchronized backward the same on every rank.
         """
         gradients = self._paceline_gradients()
-        if self._paceline_setting.reduction.has_parts:
+        if self._paceline_norm_of_parts is not None:
             return bool(self._paceline_norm(gradients, float("inf")).isfinite())
         return all(map(is_finite, gradients.values()))
 
+    @property
+    def _paceline_norm_of_parts(self) -> Callable[[dict[torch.nn.Parameter, Tensor], float], Tensor] | None:
+        """Return the norm of a reduction that leaves each rank a part of the gradients; None of any other."""
+        return getattr(self._paceline_setting.reduction, "norm_of_parts", None)
+
     def _paceline_norm(self, gradients: dict[torch.nn.Parameter, Tensor], norm_type: float) -> Tensor:
+        norm_of_parts = self._paceline_norm_of_parts
+        if norm_of_parts is None:
+            return torch.nn.utils.get_total_norm(list(gradients.values()), norm_type)
         try:
-            return self._paceline_setting.reduction.norm(gradients, norm_type)
+            return norm_of_parts(gradients, norm_type)
         except RuntimeError as error:
             self.membership.peers.fail(error, "computing the norm of all ranks' gradients")
 
     def _paceline_gradients(self) -> dict[torch.nn.Parameter, Tensor]:
         """Return what this rank has of each gradient that there is."""
-        has_parts = self._paceline_setting.reduction.has_parts
+        has_parts = self._paceline_norm_of_parts is not None
         with torch._C.DisableTorchFunctionSubclass() if has_parts else nullcontext():
             return {p: p.grad for p in self._paceline_setting.parameters if p.grad is not None}
 

@@ -93,7 +93,6 @@ class OwnedMean(Mean):
     """
 
     pieces_at_once = 0
-    has_parts = True
 
     def __init__(self) -> None:
         self._owners: dict[
@@ -190,11 +189,11 @@ class OwnedMean(Mean):
 
     # ---- all of the gradients
 
-    def norm(self, gradients: Mapping[Parameter, Tensor], norm_type: float) -> Tensor:
-        """Return the norm of all ranks' elements as one vector. Collective; blocks."""
+    def norm_of_parts(self, gradients: Mapping[Parameter, Tensor], norm_type: float) -> Tensor:
+        """Return the norm of all ranks' elements as one vector; `gradients` are this rank's. Collective; blocks."""
         group, is_max = self._group, norm_type == float("inf")
         if group is None:
-            return super().norm(gradients, norm_type)
+            return torch.nn.utils.get_total_norm(list(gradients.values()), norm_type)
         # Elements of other ranks are 0. Of a whole gradient rank 0 counts all.
         mine = [each for p, each in gradients.items() if id(p) in self._scattered or group.rank() == 0]
         own = torch.nn.utils.get_total_norm(mine, norm_type)

@@ -113,9 +113,6 @@ class Reduction(ABC):
     Threads of the network may launch pieces, and all pieces of a bucket are launched in a step.
     """
 
-    has_parts: bool = False
-    """Whether a rank has a part of a reduced gradient alone, so that what concerns all of it has to be communicated."""
-
     carries_status: bool = False
     """Whether `launch` returns exact sums of the status behind the gradients, too. False: `ddp` sends it separately.
 
@@ -190,10 +187,6 @@ class Reduction(ABC):
 
     def end_step(self, ended: StepEnd) -> None:  # noqa: B027  most have nothing to do
         """End a synchronized backward, after all its buckets are done. Not called for one that failed. Local."""
-
-    def norm(self, gradients: Mapping[Parameter, Tensor], norm_type: float) -> Tensor:
-        """Return the norm of all reduced gradients as one vector; `gradients` are this rank's. May be collective."""
-        return torch.nn.utils.get_total_norm(list(gradients.values()), norm_type)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to be saved by every rank and loaded by the same rank. Local."""
