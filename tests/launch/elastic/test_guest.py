@@ -406,7 +406,7 @@ def test_without_a_token_other_hosts_are_refused(monkeypatch: pytest.MonkeyPatch
         ({"PACELINE_MIN_RANKS": "some"}, r"PACELINE_MIN_RANKS=some is no number"),
         ({"PACELINE_RANKS_PER_HOST": "0"}, r"PACELINE_RANKS_PER_HOST=0"),
         ({"PACELINE_JOIN_TIMEOUT": "soon"}, r"PACELINE_JOIN_TIMEOUT=soon is no number of seconds"),
-        ({"PACELINE_RECORD": "/no/such/folder"}, r"no folder that this host can write to"),
+        ({"PACELINE_JOB_FOLDER": "/no/such/folder"}, r"no folder that this host can write to"),
         ({"PACELINE_PORT": "none"}, r"PACELINE_PORT=none is no number"),
         ({"PACELINE_LOST_AFTER": "-1"}, r"PACELINE_LOST_AFTER=-1"),
         ({"PACELINE_SHUTDOWN_TIMEOUT": "nan"}, r"PACELINE_SHUTDOWN_TIMEOUT=nan"),

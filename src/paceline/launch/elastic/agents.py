@@ -120,7 +120,7 @@ class Agents:
             self._has_said_apart = True
             self._note(
                 f"{record.ended.parent} is not the folder that the other hosts have: the record of this job is not in "
-                "it. PACELINE_RECORD needs a folder that all hosts share."
+                "it. PACELINE_JOB_FOLDER needs a folder that all hosts share."
             )
 
     def check_job(self) -> None:
