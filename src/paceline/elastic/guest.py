@@ -258,8 +258,8 @@ def _folder(given: Mapping[str, str]) -> str:
     words = given.get("PACELINE_JOB_FOLDER", "")
     if words and not (Path(words).is_dir() and os.access(words, os.W_OK)):
         raise ConfigurationError(
-            f"PACELINE_JOB_FOLDER={words} is no folder that this host can write to. Name one that all hosts share, such as "
-            "that of the checkpoints."
+            f"PACELINE_JOB_FOLDER={words} is no folder that this host can write to. Name one that all hosts "
+            "share, such as that of the checkpoints."
         )
     return str(Path(words).absolute()) if words else ""
 
