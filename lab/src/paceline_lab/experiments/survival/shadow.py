@@ -100,12 +100,13 @@ def _case(seed: int) -> dict[str, Any]:
                     time.sleep(1.0)
                     goes_on = max(int((folder / f"progress-{pid}").read_bytes()) for pid in pids)
                     assert goes_on > completed, f"seed {seed}: the ranks stopped with their shadow"
+                _send(pids, signal.SIGSTOP)  # else some go on without the first that is killed
                 _kill(pids)
                 if kind == "ranks and shadow":
                     _kill(terminal.alive(shadow))
                 completed = max(int((folder / f"progress-{pid}").read_bytes()) for pid in pids)
                 shadow.wait(terminal.DEADLINE_S)
-                job.wait(terminal.DEADLINE_S)
+                went_on = "go on after step" in job.communicate(timeout=terminal.DEADLINE_S)[1]
         found = sorted(folder.glob("checkpoints/step-*"))
         step = int(found[-1].name[5:]) if found else 0
         last = -(-(step + 20) // 15)  # so many epochs that some steps are left
@@ -122,6 +123,7 @@ def _case(seed: int) -> dict[str, Any]:
         "completed": completed,
         "checkpoint": step,
         "lost": completed - step,
+        "went_on": went_on,  # some ranks trained on before they were killed: other bits are right then
         "is_equal": _bits(again.out) == _bits(whole.out) and begun == {step},
         "load": os.getloadavg()[0],
     }
@@ -140,9 +142,13 @@ def _after(stream: Any, pattern: str) -> str:
 
 
 def _kill(pids: Any) -> None:
+    _send(pids, signal.SIGKILL)
+
+
+def _send(pids: Any, number: signal.Signals) -> None:
     for pid in pids:
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
         except ProcessLookupError:
             continue
 
