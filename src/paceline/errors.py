@@ -115,5 +115,9 @@ class PeerLostError(PacelineError, TimeoutError, RuntimeError):
         """Its rank in the group, where it is known."""
 
 
+class DeviceLostError(PacelineError, RuntimeError):
+    """This process's device fails for good since a peer died; the process has to end, and counts as lost."""
+
+
 class ServerLostError(PeerLostError):
     """A parameter server died, hung or cannot be reached; what lived on it alone is lost."""

@@ -35,6 +35,7 @@ from device import cases, our_cases
 from device.ranks import Here
 from harness.models import Mlp, generator, squares
 from harness.ranks import Ranks
+from paceline.comm.device_vote import DeviceExit, DeviceVote
 from paceline.observe.device_times import name_of
 from paceline.version import __version__
 
@@ -182,6 +183,39 @@ def synchronizing_step(rank: int, num_ranks: int, device: Device) -> str:
     return ""
 
 
+def voted(rank: int, num_ranks: int, device: Device) -> str:
+    """Vote on two steps, the second one withdrawn, and abort; what is wrong with it, or nothing.
+
+    One rank alone: NCCL refuses two on one device. What an abort leaves on other ranks needs two devices.
+    """
+    here = _here(rank, device, device.backend)
+    leave = DeviceExit(here.device)
+    leave.enter()
+    vote = DeviceVote(leave, here.group, "real", here.device)
+    parameter = nn.Parameter(torch.zeros(1000, device=here.device))
+    optimizer: Any = torch.optim.AdamW([parameter], lr=0.1, fused=True)
+    after = []
+    for is_in in (True, False):
+        if not is_in:
+            torch.accelerator.synchronize(here.device)
+            leave.withdraw()
+        parameter.grad = torch.ones_like(parameter)
+        vote.cast()
+        optimizer.found_inf = vote.found_inf
+        optimizer.step()
+        after.append(parameter.detach().cpu())
+    if not after[0].any() or vote.num_good() != 1 or not torch.equal(*after):
+        return "a good step changed nothing, or a withdrawn one counts"
+    backend: Any = here.group._get_backend(here.device)
+    backend.abort()
+    torch.accelerator.synchronize(here.device)
+    try:
+        vote.cast()
+    except RuntimeError:
+        return ""
+    return "an aborted group takes collectives"
+
+
 # ---- all together
 
 
@@ -225,6 +259,29 @@ def try_cases(
                     }
                 )
                 print(f"{label:9} {side:9} {name:26} {'ok' if not wrong else wrong[:120]}", flush=True)
+
+
+def try_vote(report: Report, device: Device) -> None:
+    """The vote of Elastic, its mask and its abort, on one rank."""
+    with Ranks(1, store="tcp") as ranks:
+        values, story = _run(ranks, voted, device, deadline_s=CASE_DEADLINE_S)
+    result = story or values[0]
+    case = {
+        "run": "plain",
+        "side": "nccl",
+        "ranks": "1",
+        "case": "vote, mask and abort",
+        "result": result[-2000:],
+    }
+    report.cases.append(case)
+    print(
+        f"plain     nccl      vote, mask and abort       {'ok' if not result else result[:120]}", flush=True
+    )
+    if device.num_devices < 2:
+        print(
+            "plain     nccl      abort of two ranks         skipped: NCCL takes one rank per device",
+            flush=True,
+        )
 
 
 def take_times(report: Report, device: Device) -> None:
@@ -297,6 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     until_s = began_s + 60 * given.minutes if given.minutes else math.inf
     try:
         try_cases(report, device, {}, first, until_s - 60 if given.minutes else math.inf)
+        try_vote(report, device)
         take_times(report, device)
         try_cases(report, device, {}, [name for name in names if name not in first], until_s)
         if device.kind == "cuda":

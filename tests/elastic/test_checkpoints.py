@@ -14,7 +14,8 @@ from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.elastic import checkpoints
 from paceline.elastic.checkpoints import CheckpointFolder, RankCheckpoints, snapshot
 from paceline.elastic.conflicts import check_given
-from paceline.elastic.handover import Carried, Place
+from paceline.elastic.handover import Carried
+from paceline.elastic.rollback import Place
 from paceline.errors import ConfigurationError
 
 CARD = "torch 2\nmodel of 3 parameters\nGlobalShuffle of 64 samples"

@@ -1,6 +1,7 @@
 """What cannot go on with other ranks is refused before training, with the reason; what follows is not."""
 
 import os
+import types
 from unittest import mock
 
 import pytest
@@ -12,6 +13,8 @@ from torch.utils.data import DataLoader
 
 from harness.ranks import pool
 from paceline import DistributedDataParallel, convert_sync_batchnorm
+from paceline.comm import device_vote
+from paceline.comm.device_steps import check_lead
 from paceline.data import GlobalBatch, GlobalShuffle, GlobalStream
 from paceline.elastic import conflicts
 from paceline.elastic.agent_connection import AgentConnection, Ready, difference
@@ -135,3 +138,61 @@ def test_the_card_of_a_large_model_is_one_message():
     assert conflicts.shortened(facts[:9]) == facts[:9]
     agent.close()
     rank.close()
+
+
+class Device(types.SimpleNamespace):
+    """A model's parameters on a device that this process has not."""
+
+
+def of_device(monkeypatch, backends, *devices, reaches_host=True, **of_parameters):
+    """What is refused of a model with parameters on these devices, over a group of these backends."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda _group: backends)
+    where = torch.device("cpu" if reaches_host else devices[0])
+    monkeypatch.setattr(device_vote, "device_for_metadata", lambda *_: where)
+    parameters = [Device(device=torch.device(each), **of_parameters) for each in devices]
+    model = types.SimpleNamespace(module=types.SimpleNamespace(parameters=lambda: parameters))
+    return " ".join(conflicts._of_device(model, None, torch.device(devices[0])))
+
+
+def test_what_is_refused_on_a_device(monkeypatch):
+    """The backend, torch's watchdog, several devices, optimizers within backward: each with what to do instead."""
+    for name, value in device_vote._OF_NCCL.items():
+        monkeypatch.setenv(name, value)
+    mixed = "cpu:gloo,cuda:nccl"
+    assert of_device(monkeypatch, mixed, "cuda:0") == ""
+    assert '"cpu:gloo,cuda:nccl"' in of_device(monkeypatch, "cuda:nccl", "cuda:0", reaches_host=False)
+    assert "'cpu:gloo,cuda:gloo'" in of_device(monkeypatch, "cpu:gloo,cuda:gloo", "cuda:0")
+    assert "by a revoke, which was not tried" in of_device(monkeypatch, "cpu:gloo,cuda:nccl2", "cuda:0")
+    assert "several devices of this process" in of_device(monkeypatch, mixed, "cuda:0", "cuda:1")
+    assert "steps within backward" in of_device(monkeypatch, mixed, "cuda:0", _in_backward_optimizers=[])
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    said = of_device(monkeypatch, mixed, "cuda:0")
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING is not set" in said
+    assert "Start with TORCH_NCCL_ASYNC_ERROR_HANDLING=0 TORCH_NCCL_ENABLE_MONITORING=0 paceline run" in said
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
+    assert "TORCH_NCCL_ENABLE_MONITORING is 1" in of_device(monkeypatch, mixed, "cuda:0")
+
+
+def test_optimizers_that_no_vote_can_stop_are_refused_on_a_device():
+    parameters = [nn.Parameter(torch.zeros(2))]
+
+    class ZeroRedundancyOptimizer(torch.optim.SGD):
+        """Stands for torch's, which imports deprecated code."""
+
+    refused = {
+        "computes gradients within its step": torch.optim.LBFGS(parameters),
+        "AdamW(capturable=True) is stepped within a CUDA graph": torch.optim.AdamW(
+            parameters, capturable=True
+        ),
+        "communicates in its step, behind the devices' vote": ZeroRedundancyOptimizer(parameters),
+    }
+    for words, optimizer in refused.items():
+        assert words in " ".join(conflicts._of_optimizers([optimizer], on_device=True))
+        assert list(conflicts._of_optimizers([optimizer], on_device=False)) == []
+
+
+@pytest.mark.parametrize("lead", [0, -1, 1.5, True, None])
+def test_a_lead_is_a_positive_number_of_steps(lead):
+    with pytest.raises(ConfigurationError, match="1 or more"):
+        check_lead(lead)

@@ -8,7 +8,7 @@ from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.elastic import Elastic
 from paceline.elastic.agent_connection import Saved
 from paceline.elastic.elastic import ElasticClient
-from paceline.elastic.handover import Place
+from paceline.elastic.rollback import Place
 from paceline.errors import ProtocolError
 
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.data import GlobalBatch, GlobalShuffle
-from paceline.elastic.handover import Carried, Place
+from paceline.elastic.handover import Carried
 from paceline.elastic.late_start import LateStart
-from paceline.elastic.rollback import Rollback
+from paceline.elastic.rollback import Place, Rollback
 from paceline.elastic.world import forget_world
 from paceline.errors import ConfigurationError
 

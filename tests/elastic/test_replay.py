@@ -1,6 +1,7 @@
 """A rank that comes has the others' bits although they went on training meanwhile; and knows it if it has not."""
 
 import collections
+import itertools
 import math
 import queue
 import socket
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from paceline.data import GlobalBatch, GlobalShuffle
-from paceline.elastic.handover import Carried, Place, Standings, hand_over
+from paceline.elastic.handover import Carried, Standings, hand_over
 from paceline.elastic.replay import Giver, receive
+from paceline.elastic.rollback import Place
 from paceline.elastic.state_tree import PackedState, unpack
 
 AT = Place(0, 0, 0), GlobalBatch((8,))  # which only a shadow is told
@@ -84,6 +86,27 @@ def test_who_follows_the_gradients_has_the_same_bits(kind, monkeypatch):
     for mine, theirs in zip(new.carried.parameters, old.carried.parameters, strict=True):
         states = new.optimizer.state[mine], old.optimizer.state[theirs]
         assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+
+
+def test_what_a_fused_optimizer_is_told_travels_with_the_gradients(monkeypatch):
+    """The devices' vote masks every third step, and a scaler divides the gradients: also where they are replayed."""
+    made, scale = [], torch.tensor(0.5)
+
+    def kind(parameters):
+        optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+        if not made:
+            optimizer.register_step_pre_hook(tell)
+        made.append(optimizer)
+        return optimizer
+
+    def tell(optimizer, *_):
+        optimizer.grad_scale, optimizer.found_inf = scale, torch.tensor(float(next(numbers) % 3 == 0))
+
+    numbers = itertools.count()
+    old, _, digest, replayed = given(kind, monkeypatch)
+    assert (replayed.step, replayed.digest) == (15, digest) == (15, old.carried.digest())
+    assert not hasattr(made[1], "found_inf")
+    assert not hasattr(made[1], "grad_scale")
 
 
 def test_what_changes_parameters_behind_the_optimizer_is_noticed(monkeypatch):

@@ -9,8 +9,9 @@ import torch
 
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.elastic.checkpoints import CheckpointFolder
-from paceline.elastic.handover import Carried, Place
+from paceline.elastic.handover import Carried
 from paceline.elastic.replay import Giver, Share
+from paceline.elastic.rollback import Place
 from paceline.elastic.shadow import Shadow, ShadowOrders
 from paceline.errors import ConfigurationError, ReplicaMismatchError
 

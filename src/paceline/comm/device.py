@@ -138,6 +138,26 @@ def keep_for_current_streams(tensors: Iterable[Tensor]) -> None:
                 part.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether what this device is told now is captured into a graph, which runs later, without this code."""
+    asks = getattr(torch.get_device_module(device), "is_current_stream_capturing", bool)
+    return is_accelerator(device) and bool(asks())
+
+
+def rng_state(device: torch.device) -> Tensor | None:
+    """Return the state of an accelerator's generator, as a tensor of the host; None for the CPU. Does not wait."""
+    if not is_accelerator(device):
+        return None
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_rng_state(device: torch.device, state: Tensor | None) -> None:
+    """Take back what `rng_state` was."""
+    if state is not None:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
 def empty_cache(device: torch.device) -> None:
     """Give the memory of a device that is not used back to it, where its allocator keeps any."""
     empty = getattr(torch.get_device_module(device), "empty_cache", None) if is_accelerator(device) else None

@@ -15,6 +15,7 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sys
 import threading
@@ -100,6 +101,27 @@ def abort_ours() -> None:
     """Break all groups of our backend: every wait in them raises, here and on neighbours. Local; from any thread."""
     for group in list(dist.distributed_c10d._world.pg_map):
         _break(group)
+
+
+def abort_on(device: torch.device) -> None:
+    """Abort all groups that carry a device's tensors. Local; from any thread; may wait for what is queued there.
+
+    The streams that wait in them go on, over old bytes. All are aborted as one call to NCCL: one by one, two
+    communicators may wait for each other (pytorch issue 119797).
+    """
+    found: list[Any] = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with contextlib.suppress(RuntimeError):  # it has nothing for this device
+            backend: Any = group._get_backend(device)
+            if not isinstance(backend, dist.ProcessGroupGloo):  # its waits are the host's
+                found.append(backend)
+    together = next((each for each in found if hasattr(each, "_group_start")), None)
+    if together is not None:
+        together._group_start()
+    for backend in found:
+        backend.abort()
+    if together is not None:
+        together._group_end()
 
 
 def _is_ours(group: Any) -> bool:

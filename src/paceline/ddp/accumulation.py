@@ -217,6 +217,7 @@ class Window(Generic[Batch]):
             try:
                 if not self.repeats:
                     self._complete()
+                    self._steps.complete_window()
             except PeerOutOfMemoryError as told:
                 if not self._makes_room(told, told.ranks):
                     raise

@@ -110,6 +110,8 @@ class Buffers:
         self._agreed: _Layout | None = None  # what all ranks had when they compared last (rule 3)
         self._parts: list[list[str]] = []  # their names, cut into messages
         self.hook: BufferHook | None = None  # synchronizes them instead, if the user registered one
+        self.holds_indices_back = False
+        """Whether buffers of integers are sent only with the end of a step, behind which a device votes on them."""
 
     def named(self) -> dict[str, Tensor]:
         """The synchronized buffers, each once."""
@@ -161,17 +163,17 @@ class Buffers:
 
     # ---- sending
 
-    def launch(self, source: int) -> Broadcast | None:
+    def launch(self, source: int, before_forward: bool = False) -> Broadcast | None:
         """Start sending rank `source`'s buffers; None: nothing to send. Collective; waits for a copy's `agree` only."""
         if self._agreed is None:
             self.agree()
         members = self._membership
         if not self._parts or members.size == 1:
             return None
-        sent = self._sent()
-        return Broadcast(
-            ([sent[name] for name in part] for part in self._parts), members.process_group, source
-        )
+        sent, floats = self._sent(), before_forward and self.holds_indices_back
+        parts = [[sent[name] for name in part] for part in self._parts]
+        parts = [part for part in parts if not (floats and holds_indices(part[0]))]
+        return Broadcast(parts, members.process_group, source) if parts else None
 
     def _sent(self) -> dict[str, Tensor]:
         """The buffers on which the ranks agreed last; zeros where this rank has another one, or none (rule 3)."""
@@ -188,9 +190,14 @@ class Buffers:
         if under_way is not None:
             under_way.finish(self._membership.peers, "waiting for the buffers of one rank")
 
-    def synchronize(self, source: int = 0) -> None:
+    def synchronize(self, source: int = 0, before_forward: bool = False) -> None:
         """Take over rank `source`'s buffers now. Collective; blocks."""
-        self.finish(self.launch(source))
+        self.finish(self.launch(source, before_forward))
+
+
+def holds_indices(tensor: Tensor) -> bool:
+    """Return whether a tensor's values may be used as indices, so that wrong ones can end the process."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -217,7 +224,7 @@ class BufferSync:
     def broadcast_once(self, source_of: Callable[[], int], is_joined: bool) -> None:
         """Take over a rank's buffers before a forward (rule 2); within `join` before each. Collective; blocks."""
         if self._buffers.exist() and (is_joined or not self._are_in_line):
-            self._buffers.synchronize(source_of())
+            self._buffers.synchronize(source_of(), before_forward=True)
         self._are_in_line, self._are_watched = not is_joined, True
 
     def run_hook(self) -> None:

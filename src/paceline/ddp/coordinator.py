@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm.collectives import device_for_metadata
+from paceline.comm.device import is_accelerator
 from paceline.comm.gradient_group import check_carries_pieces, group_for_pieces, knows_beside, on_one_host
 from paceline.comm.peers import Peers
 from paceline.data import GlobalBatch
@@ -431,6 +432,7 @@ class StepCoordinator:
     def handle_faults(self, handler: FaultHandler) -> None:
         """Set the handler that decides whether an error inside a window is recoverable. Local."""
         self._handler = handler
+        self.buffers.holds_indices_back = is_accelerator(self.membership.device)
 
     def is_recoverable(self, error: Exception) -> bool:
         """Return whether the step under way is computed again, as ranks were lost; then it is abandoned here."""
@@ -438,6 +440,15 @@ class StepCoordinator:
             return False
         self.reducer.abandon(error)
         return True
+
+    def decide(self, option: str, words: str) -> None:
+        """Note what an option has decided, in the timings. Local."""
+        self.timings.decide(option, words, is_told=False)
+
+    def complete_window(self) -> None:
+        """Tell the handler of lost ranks that a window has ended well on this host. Collective."""
+        if self._handler is not None:
+            self._handler.complete_window()
 
     # ---- windows of micro-batches
 

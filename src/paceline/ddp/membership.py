@@ -39,6 +39,12 @@ class FaultHandler(Protocol):
     def is_recoverable(self, error: Exception) -> bool:
         """Return whether the step that raised this is computed again, with other ranks. May wait for the launcher."""
 
+    def complete_window(self) -> None:
+        """Follow the end of a window whose collectives the current stream has waited for. Collective.
+
+        Raises PeerLostError if the device says that a rank was lost before.
+        """
+
 
 class Model(Protocol):
     """A module's steps, for its membership and for what makes up for lost ranks (`paceline.Elastic`)."""
@@ -67,6 +73,9 @@ class Model(Protocol):
 
     def handle_faults(self, handler: FaultHandler) -> None:
         """Set the handler that decides whether an error inside a window is recoverable. Local."""
+
+    def decide(self, option: str, words: str) -> None:
+        """Note what an option has decided, in the model's timings. Local."""
 
     @property
     def num_steps(self) -> int:
@@ -256,6 +265,7 @@ class Membership:
         name: This membership's; the same on all members, and never used before.
         history: How the membership has changed since this rank is in it, under `paceline.Elastic`.
         why_together: Why no rank may leave, or miss a step; empty if one may.
+        steps_decided: On an accelerator under `paceline.Elastic`: where it is decided whether a step counts, and why.
     """
 
     def __init__(
@@ -268,6 +278,7 @@ class Membership:
         self.peers = self._peers_of(self.process_group, name, "wrapping its model")
         self.history: tuple[Change, ...] = ()
         self.why_together = ""
+        self.steps_decided = ""
         self.model = model
         self._token = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 64 - _TOKEN_BITS
 
@@ -333,6 +344,11 @@ class Membership:
     def keep_together(self, why: str) -> None:
         """Note that every rank takes part in every step from now on, and why. Local; on every rank."""
         self.why_together = why
+
+    def decide_steps(self, how: str) -> None:
+        """Say where it is decided whether a step counts, here and in `model.timings.decisions`. Local."""
+        self.steps_decided = how
+        self.model.decide("elastic", how)
 
     def rebuild(
         self,

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from paceline.comm.device import is_accelerator
 from paceline.data import Balance, GlobalBatch, GlobalBatches, StepCut, StepWork
 from paceline.data.global_batch import cut_among
 from paceline.errors import ConfigurationError, ProtocolError
@@ -97,7 +98,7 @@ class StepShares:
             sampler.move(batch, rank, state["epoch"], state["position"])
         if self.balance is not None:
             self.balance.begin(batch, tells=rank == 0)
-        self._rank = rank
+        self._rank, self._device = rank, device
         self._reported: StepCut | None = None  # the step that `_words` are of
         self._reported_in = 0  # epoch
         self._reported_after = 0  # steps that have ended well
@@ -136,14 +137,15 @@ class StepShares:
         return self.sampler.step.owners(*self.sampler.logical)
 
     def seed(self, owner: int) -> None:
-        """Let what is drawn now on the CPU depend on the step and the logical rank alone. Local."""
+        """Let what is drawn now, also on the device, depend on the step and the logical rank alone. Local."""
         assert self.sampler.step is not None
         words = (
             f"{self.sampler.state_dict()['seed']},{self.sampler.epoch},{self.sampler.step.position},{owner}"
         )
-        torch.default_generator.manual_seed(
-            int.from_bytes(hashlib.sha256(words.encode()).digest()[:4], "big")
-        )
+        seed = int.from_bytes(hashlib.sha256(words.encode()).digest()[:4], "big")
+        torch.default_generator.manual_seed(seed)
+        if is_accelerator(self._device):
+            torch.get_device_module(self._device).manual_seed(seed)
 
     # ---- reports
 

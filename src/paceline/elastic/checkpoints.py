@@ -32,10 +32,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from paceline.comm.device import is_accelerator
 from paceline.data import GlobalBatch
 from paceline.elastic.agent_connection import RESUME, difference
-from paceline.elastic.handover import Carried, Place
-from paceline.elastic.rollback import copied
+from paceline.elastic.handover import Carried
+from paceline.elastic.rollback import Place, copied
 from paceline.elastic.state_tree import PackedState, pack, unpack
 from paceline.errors import ConfigurationError
 
@@ -212,6 +213,8 @@ class RankCheckpoints:
     def of(cls, checkpoint: object, carried: Carried, card: str) -> RankCheckpoints | None:
         """Return those of the folder that the script or the environment names, or None."""
         path = checkpoint if isinstance(checkpoint, (str, os.PathLike)) else os.environ.get(RESUME)
+        if path and is_accelerator(carried.device):
+            raise ConfigurationError("checkpoint= of a model on an accelerator is a function, not a folder.")
         return None if not path else cls(Path(path), carried, card)
 
     def resume(self, rank: int, size: int) -> dict[str, Any] | None:

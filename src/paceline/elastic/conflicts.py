@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from paceline.comm.collectives import backend_of
+from paceline.comm.device import is_accelerator
+from paceline.comm.device_steps import why_not_voted
+from paceline.comm.device_vote import why_not_left
 from paceline.data import GlobalShuffle
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import ConfigurationError
@@ -45,7 +48,7 @@ def check(
         *_of_sampler(model, sampler),
         *_of_group(model),
         *_of_model(model),
-        *_of_optimizers(optimizers),
+        *_of_optimizers(optimizers, is_accelerator(model.membership.device)),
         *(_of_determinism(model) if is_deterministic else ()),
     ):
         raise ConfigurationError(f"Elastic: {reason}")
@@ -79,10 +82,24 @@ def _of_group(model: DistributedDataParallel) -> Iterator[str]:
             "the model trains over a group of its own, and only the job's default group is replaced when ranks "
             "change. Leave out process_group=."
         )
-    elif backend_of(members.process_group) not in _BACKENDS or members.device.type != "cpu":
+    elif is_accelerator(members.device):
+        yield from _of_device(model, members.process_group, members.device)
+    elif backend_of(members.process_group) not in _BACKENDS:
         yield (
-            f"the backend is {backend_of(members.process_group)!r} and the model on {members.device.type!r}: a wait "
-            f"for a lost rank can be ended on the CPU only, over {' or '.join(_BACKENDS)}."
+            f"the backend is {backend_of(members.process_group)!r} and the model on {members.device.type!r}. A wait "
+            f"for a lost rank on the CPU can be ended over {' or '.join(_BACKENDS)} only."
+        )
+
+
+def _of_device(
+    model: DistributedDataParallel, group: dist.ProcessGroup, device: torch.device
+) -> Iterator[str]:
+    yield from why_not_left(group, device)
+    if len({each.device for each in model.module.parameters()}) > 1:
+        yield "the module is on several devices of this process, and one of them votes. Put it on one."
+    if any("_in_backward_optimizers" in vars(each) for each in model.module.parameters()):
+        yield (
+            "an optimizer steps within backward, before the devices have voted on the step. Step it behind the window."
         )
 
 
@@ -111,7 +128,7 @@ def _of_model(model: DistributedDataParallel) -> Iterator[str]:
         )
 
 
-def _of_optimizers(optimizers: Sequence[object]) -> Iterator[str]:
+def _of_optimizers(optimizers: Sequence[object], on_device: bool) -> Iterator[str]:
     for each in optimizers:
         if not isinstance(each, Optimizer):
             yield f"optimizer={type(each).__name__} is no torch optimizer. Give the object itself, or a list of them."
@@ -120,6 +137,8 @@ def _of_optimizers(optimizers: Sequence[object]) -> Iterator[str]:
                 f"{type(each).__name__} communicates in its step, or trains several steps apart: ranks cannot say "
                 "where a lost one was. Use an optimizer that steps on this rank alone."
             )
+        elif on_device and (why := why_not_voted(each)):
+            yield why
 
 
 def _of_determinism(model: DistributedDataParallel) -> Iterator[str]:

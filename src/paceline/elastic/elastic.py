@@ -22,7 +22,10 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from paceline.comm import opened_groups, peers
-from paceline.comm.collectives import all_reduce, backend_of, timeout_of
+from paceline.comm.collectives import all_reduce
+from paceline.comm.device import is_accelerator
+from paceline.comm.device_steps import DeviceSteps, check_lead
+from paceline.comm.device_vote import DeviceExit, DeviceVote
 from paceline.comm.given_up import aside, given_up_when
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.ddp import DistributedDataParallel
@@ -41,11 +44,11 @@ from paceline.elastic.agent_connection import (
     Trouble,
 )
 from paceline.elastic.checkpoints import RankCheckpoints
-from paceline.elastic.handover import Carried, Place, Standings, hand_over
+from paceline.elastic.handover import Carried, Standings, hand_over
 from paceline.elastic.history import ChangeRecorder
 from paceline.elastic.late_start import LateStart
 from paceline.elastic.replay import Giver, Replayed, Share, receive
-from paceline.elastic.rollback import Rollback
+from paceline.elastic.rollback import Place, Rollback
 from paceline.elastic.shadow import ShadowOrders
 from paceline.elastic.shadow import run as run_shadow
 from paceline.elastic.watcher import NO_EPOCH, EndedError, LeavingError, OverError, Watcher
@@ -77,10 +80,11 @@ class Elastic:
     state of a rank. Without that option the loop is a plain one over `sampler.steps(loader)`.
 
     Args:
-        model: A `paceline.DistributedDataParallel` with `batch_sampler=sampler`, over the default group, on the CPU.
+        model: A `paceline.DistributedDataParallel` with `batch_sampler=sampler`, over the default group.
         optimizer: Of its parameters; or a list of them.
         scheduler: What else a new rank must receive: learning-rate schedules, averages. One object with `state_dict`
-            and `load_state_dict`, a list of them, or None. What is stepped behind a window belongs here.
+            and `load_state_dict`, a list of them, or None. What is stepped behind a window belongs here, and a
+            `GradScaler`.
         sampler: The model's `GlobalShuffle` or `TokenShuffle`.
         deterministic: Whether parameters shall have the bits of a run without losses. Each rank of the beginning
             is a logical one: its samples stay together, and gradients are summed in logical order. With fewer ranks,
@@ -95,7 +99,8 @@ class Elastic:
             is called on another thread, once a second.
 
     Attributes:
-        step: Steps that have been completed since training began, on whichever ranks.
+        step: Steps that have been completed since training began, on whichever ranks. On an accelerator up to `lead` of
+            them are not known to be, and come again if a rank is lost.
 
     Contract:
         Collective: the constructor, and every step.  Blocks: the constructor until all ranks are there; a replacement's
@@ -107,6 +112,7 @@ class Elastic:
         PeerLostError: The launcher, or the agent of this host, has ended.
         SystemExit: This rank was told to end, and has left the others between two steps: with code 143. With 0, if the
             job had ended before this rank came.
+        DeviceLostError: In the loop: this rank's device fails for good since a peer died. The process has to end.
     """
 
     def __init__(
@@ -142,7 +148,7 @@ class Elastic:
         self._checkpoints = RankCheckpoints.of(checkpoint, carried, card)
         self._wants_save = False
         self._checkpoint = checkpoint if callable(checkpoint) else self._save_now
-        self._rollback = Rollback(model.module, optimizers, others)
+        self._rollback = Rollback(model.module, optimizers, others, carried.device)
         own_epoch = sampler.epoch
         if line is None:
             if self._resume(dist.get_rank(), dist.get_world_size()):
@@ -155,6 +161,11 @@ class Elastic:
         _in_use.append(self)
         carried.rest(self._place, sampler.given)  # refuses what cannot be sent
         carried.whole()
+        self._device_steps: DeviceSteps | None = None
+        if is_accelerator(carried.device):
+            has_scaler = any(isinstance(each, torch.amp.GradScaler) for each in others)
+            self._device_steps = DeviceSteps(optimizers, has_scaler)
+            model.membership.decide_steps(self._device_steps.how)
         self._is_given_up = False  # the step under way, or the last one
         self._is_in_step = False
         self._agreed_at = _NOT_YET  # the step at which all ranks were seen to be
@@ -196,7 +207,7 @@ class Elastic:
 
     # ---- the loop
 
-    def steps(self, loader: Iterable[Batch]) -> Generator[list[Batch], None, None]:
+    def steps(self, loader: Iterable[Batch], lead: int = 2) -> Generator[list[Batch], None, None]:
         """The steps of the sampler's next epoch, or of what is left of one: a list of this rank's micro-batches each.
 
         On a rank that comes in later there are none in epochs that are over.
@@ -205,6 +216,12 @@ class Elastic:
         When a rank is lost, the window is left without an error and without gradients, and its `repeats` is True. The
         next turn of the loop has the same samples, with the lost rank's among them. What you step behind the window in
         such a turn is undone, if `Elastic` was given it; an optimizer has nothing to do.
+
+        Args:
+            loader: The loader of the sampler's batches.
+            lead: On an accelerator, steps that the host may be ahead of the last one that is known to count; at least
+                1. With a larger number the host waits less often, and more steps come again after a loss. It makes no
+                difference on the CPU, nor where the host waits for each vote.
 
         Contract:
             Collective. What else communicates in the loop belongs into the window.
@@ -216,6 +233,7 @@ class Elastic:
             if self._late.passes_over():
                 return
             self._late = None
+        check_lead(lead)
         handed_out = self._sampler.steps(loader)
         if self._crew is None:
             for batches in handed_out:
@@ -225,25 +243,33 @@ class Elastic:
                 self._save_if_asked()
             return
         line = self._crew.line
+        if self._device_steps is not None:
+            self._device_steps.lead = lead
         self._place = Place(self.step, *self._sampler.next_loop)
         line.tell(InLoop(inside=True))
         is_through = False
         try:
             while True:
                 self._meet()
-                self._rollback.note()
+                if not self._has_kept_up():
+                    continue
+                self._rollback.note(self._place, self._device_steps.num_known if self._device_steps else None)
                 self._crew.give(self._place)
                 self._save_if_asked()
                 with self._crew.watcher.shielding():
                     found = next(handed_out, None)
                 if found is None:
-                    self._end_together()
+                    if not self._end_together():
+                        handed_out = self._sampler.steps(loader)  # its last steps come again
+                        continue
                     is_through = True
                     return
                 self._crew.check_others_train(self.step, self._sampler.epoch)
                 yield from self._one_step(found)
         finally:
             self._is_in_step = False
+            if not is_through:
+                self.synchronize()
             handed_out.close()
             line.tell(InLoop(inside=False, is_through=is_through))
 
@@ -269,11 +295,17 @@ class Elastic:
         else:
             self._place = behind
 
-    def _end_together(self) -> None:
-        """Wait until no rank has a step of this loop to do (rule 4). Collective; blocks."""
+    def _end_together(self) -> bool:
+        """Wait until no rank has a step of this loop to do (rule 4). Return False if steps come again.
+
+        Collective; blocks, also for the device.
+        """
         assert self._crew is not None
+        step = self.step
+        if not self._has_kept_up(0):
+            self._meet()
         self._crew.drain()
-        if self._agreed_at != self.step:
+        if self._agreed_at != self.step and self.step == step:
             try:
                 self._crew.meet_at_end()
             except RuntimeError as error:
@@ -282,11 +314,51 @@ class Elastic:
                 forget_frames(error)
                 self._meet()
             self._agreed_at = self.step
+        return self.step == step
 
     def _place_behind_step(self) -> Place:
         step = self._sampler.step
         assert step is not None
         return Place(self.step + 1, self._sampler.epoch, step.end)
+
+    # ---- an accelerator that is behind its host
+
+    def synchronize(self) -> bool:
+        """Wait until the device has completed all steps that it was told. Return whether all of them count.
+
+        If not, parameters are those of an earlier step, to which the loop goes back in its next turn. So save a
+        checkpoint within the loop by `if elastic.synchronize(): torch.save(...)`. True at once on the CPU. Local.
+        """
+        return self._crew is None or self._device_steps is None or self._device_steps.has_kept_up(0)
+
+    def complete_window(self) -> None:
+        """Follow the end of a window: `FaultHandler`."""
+        is_good = self._device_steps.complete_window() if self._is_in_step and self._device_steps else None
+        if is_good is not None:
+            self._rollback.keep_indices(is_good)
+
+    def _has_kept_up(self, lead: int | None = None) -> bool:
+        """Return whether all steps count, as far as this host may have to know. Otherwise wait for the agent's word."""
+        steps, crew = self._device_steps, self._crew
+        if steps is None or steps.has_kept_up(lead):
+            return True
+        assert crew is not None
+        lost = PeerLostError("the devices' vote on a step failed, so a rank has aborted or is lost")
+        if not crew.is_over_because_of(lost):
+            raise lost
+        return False
+
+    def _settle(self) -> None:
+        """Go back to the last step that counts, by the device. Waits for the device. Local."""
+        step = None if self._device_steps is None else self._device_steps.end()
+        if step is None:
+            return
+        if step < self.step or self._is_given_up:
+            self._place, self._is_given_up = self._rollback.undo(step), False
+            if isinstance(reduction := self._model.membership.model.reduction, Lossy):
+                reduction.reset()  # what it has not sent is of steps that come again
+        for parameter in self._model.module.parameters():
+            parameter.grad = None
 
     # ---- other members
 
@@ -302,6 +374,7 @@ class Elastic:
         crew = self._crew
         assert crew is not None
         while crew.is_leaving:
+            self._settle()
             try:
                 seat = crew.next_seat(self._place)
             except EndedError:
@@ -387,6 +460,8 @@ class Elastic:
             self._place, self._is_given_up = Place(*given["place"]), False
         crew.go_on(seat, self._place)
         self._agreed_at = self.step
+        if self._device_steps is not None:
+            self._device_steps.begin(crew.new_vote(), self.step)
 
 
 def _check_logical(sampler: GlobalShuffle, *, is_guest: bool, is_plain: bool) -> None:
@@ -419,9 +494,9 @@ class ElasticClient:
     ) -> None:
         self.line, self.carried = line, carried
         self._model, self._sampler = model, sampler
-        world = model.membership.process_group
-        self._kind = WorldKind(backend_of(world), timeout_of(world))
-        self.watcher = Watcher(line)
+        self._kind = WorldKind.of(model.membership.process_group)
+        self._leave = DeviceExit(carried.device) if is_accelerator(carried.device) else None
+        self.watcher = Watcher(line, self._leave)
         self._limit_s = float(os.environ.get(LOST_AFTER, "30"))
         self.first_batch: GlobalBatch = sampler.given  # of the job; a rank that comes is told
         self._recorder = ChangeRecorder(sampler.batch.samples)
@@ -556,6 +631,12 @@ class ElasticClient:
             self._model.membership.note(change)
         self._others_ended = seat.others_ended
         self.line.tell(Following(seat.epoch))
+
+    def new_vote(self) -> DeviceVote:
+        """Return the vote of this membership on its steps, on an accelerator. Local."""
+        members = self._model.membership
+        assert self._leave is not None
+        return DeviceVote(self._leave, members.gradient_groups[0], members.name, members.device)
 
     def check_others_train(self, step: int, epoch: int) -> None:
         """Raise ProtocolError if ranks have ended their training, and this one has a further step."""

@@ -27,22 +27,22 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from paceline.comm.collectives import all_gather, pass_on
+from paceline.comm.device import is_accelerator
 from paceline.comm.given_up import aside
 from paceline.data import GlobalBatch, GlobalShuffle
-from paceline.elastic.rollback import Buffers, Randomness, extra_state, put_extra_state, settings_of
+from paceline.elastic.rollback import (
+    HOST,
+    Buffers,
+    Place,
+    Randomness,
+    extra_state,
+    put_extra_state,
+    settings_of,
+)
 from paceline.elastic.state_tree import PackedState, empty_tensors, pack, unpack
 
 _MESSAGE_BYTES = 16 << 20  # of tensors that are sent together
 _FACTOR, _MODULUS = 1_000_003, (1 << 61) - 1
-
-
-@dataclass(frozen=True)
-class Place:
-    """The position of training. After the last step of an epoch it is that epoch's end, until the next loop begins."""
-
-    step: int  # steps that have been completed
-    epoch: int  # of the data, for the next step
-    position: int  # samples of it before that step
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ class Carried:
     ) -> None:
         self._module, self.optimizers, self._others = module, optimizers, others
         self.sampler, self._buffers = sampler, Buffers(module)
+        found = next((each.device for each in module.parameters()), HOST)
+        self.device = found if is_accelerator(found) else HOST
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -135,7 +137,7 @@ class Carried:
             "place": [place.step, place.epoch, place.position],
             "batch": batch.as_dict(),
             "sampler": dict(self.sampler.state_dict()),
-            "randomness": Randomness().as_tree(),
+            "randomness": Randomness(device=self.device).as_tree(),
             "buffers": self._buffers.named(),
             "extra_state": extra_state(self._module),
             "settings": [[settings_of(group) for group in each.param_groups] for each in self.optimizers],
@@ -190,7 +192,7 @@ class Carried:
         if is_new:
             state = tree["sampler"]
             self.sampler.load_state_dict(state, batch_may_change="tokens" not in state)
-            Randomness.from_tree(tree["randomness"]).restore()
+            Randomness.from_tree(tree["randomness"], self.device).restore()
 
 
 def _own_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -216,8 +218,8 @@ def _saves_as_torch_does(optimizer: Optimizer) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """A tensor's elements; its own memory, if it is contiguous."""
-    return _as_bytes(tensor).numpy()
+    """A tensor's elements; its own memory, if it is contiguous and on the host. Waits for a device."""
+    return _as_bytes(tensor).cpu().numpy()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -254,7 +256,7 @@ def hand_over(
     for lacks, pack_part in parts:
         order = [standings.holder, *filter(lacks, ranks)]
         if len(order) > 1 and group.rank() in order:
-            tree = unpack(_pass_on(pack_part() if is_holder else None, order, group))
+            tree = unpack(_pass_on(pack_part() if is_holder else None, order, group), carried.device)
             found.update({} if is_holder else tree)
     return found
 
@@ -266,7 +268,7 @@ def _pass_on(packed: PackedState | None, order: Sequence[int], group: ProcessGro
     text = torch.frombuffer(bytearray(packed.words if packed else int(length)), dtype=torch.uint8)
     pass_on(text, group, order)
     words = text.numpy().tobytes()
-    tensors = packed.tensors if packed else empty_tensors(words)
+    tensors = [each.cpu() for each in packed.tensors] if packed else empty_tensors(words)
     for several in _messages(tensors):
         sizes = [each.nbytes for each in several]
         flat = torch.cat(several) if packed else torch.empty(sum(sizes), dtype=torch.uint8)

@@ -14,8 +14,8 @@ Rules
 from __future__ import annotations
 
 from paceline.data import GlobalShuffle
-from paceline.elastic.handover import Carried, Place
-from paceline.elastic.rollback import Rollback
+from paceline.elastic.handover import Carried
+from paceline.elastic.rollback import Place, Rollback
 from paceline.elastic.world import ApartWorld
 from paceline.errors import ConfigurationError
 
@@ -41,7 +41,7 @@ class LateStart:
         self._next = own_epoch  # that a script which counts would begin
         self._counts: bool | None = None
         sampler.known_epoch = None
-        rollback.note()
+        rollback.note(place)
         self._world = ApartWorld() if is_apart else None
 
     def passes_over(self) -> bool:

@@ -3,10 +3,12 @@
 Rules
 1. The giver copies some parameters at the beginning of each step, with their states in the optimizers. Of those that
    were copied the gradients of every later step follow, as `optimizer.step()` finds them, with the settings of that
-   step. The receiver steps its own optimizer with them: the same numbers by the same code are the same bits.
+   step. The receiver steps its own optimizer with them: the same numbers by the same code are the same bits. With them
+   comes what the devices' vote and a `GradScaler` tell a fused optimizer, so a bad step changes nothing there either.
 2. That they are is not believed but compared: by `Carried.digest`, when the membership ends. What a script changes
    behind the optimizer's back shows there, and the rank receives everything, as if nothing had been sent.
-3. The giver never waits for the receiver. What has not been read is bounded; beyond that the giver gives up.
+3. The giver never waits for the receiver. What has not been read is bounded; beyond that the giver gives up. Nor does
+   it wait for an accelerator: copies are on their way to the host, and the sending thread waits for them.
 4. Frames are JSON and tensors as they are. Nothing is unpickled. Between hosts the agents connect the two, and have
    made sure that both are of the job (`launch/elastic/state_call.py`).
 5. A shadow (`shadow.py`) has one giver for each rank of its host, and each gives its `Share`. Between two steps a frame
@@ -33,9 +35,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.comm.device import AsyncValue, is_accelerator
 from paceline.data import GlobalBatch
-from paceline.elastic.handover import Carried, Place, bytes_of
-from paceline.elastic.rollback import Randomness, copied, settings_of
+from paceline.elastic.handover import Carried, bytes_of
+from paceline.elastic.rollback import HOST, Place, Randomness, copied, settings_of
 from paceline.elastic.state_tree import PackedState, empty_tensors, pack, unpack
 from paceline.errors import ConfigurationError, PacelineError
 
@@ -45,6 +48,13 @@ _MOST_STATES = 2.0  # that may wait to be read
 _DIGEST_STEPS = 64  # in which a shadow confirms every parameter once
 _DRAIN_S, _LOOK_S = 1.0, 0.001
 _LENGTH_BYTES = 8
+_NO_SHADOW = (
+    "no shadow can follow a model on an accelerator. Save after elastic.synchronize() within the loop."
+)
+_SAID = (
+    "found_inf",
+    "grad_scale",
+)  # to a fused optimizer within its step: by the devices' vote, by a GradScaler
 _BEAT_S = 0.2  # a receiver that waits for the next step says so again
 
 
@@ -86,7 +96,10 @@ class Giver:
         self._begun_at: int | None = None  # the step of the first turn
         self._turned_at = -1
         self._next_digest = 0
-        if share is not None:
+        if share is not None and is_accelerator(carried.device):
+            self._post({"refused": _NO_SHADOW})
+            self._leave()
+        elif share is not None:
             self._num_sent = len(self._places)  # until the shadow asks for a snapshot
             self._post({"bytes": sum(map(self._size_of, range(len(self._parameters))))})
             if devices := {each.device.type for each in self._parameters} - {"cpu"}:
@@ -207,6 +220,11 @@ class Giver:
                     "optimizer": self._carried.optimizers.index(optimizer),
                     "settings": [settings_of(group) for group in optimizer.param_groups],
                     "gradients": [(place, gradient.clone()) for place, gradient in found],
+                    "said": {
+                        name: each.clone()
+                        for name in _SAID
+                        if (each := getattr(optimizer, name, None)) is not None
+                    },
                 }
             )
 
@@ -221,7 +239,7 @@ class Giver:
         num_bytes = sum(map(_size, packed.tensors))
         if self._posted + num_bytes - self._sent <= _MOST_STATES * self._total + _LEAST_BYTES:
             self._posted += num_bytes
-            self._frames.put(packed)
+            self._frames.put((packed.words, [t if t.is_cpu else AsyncValue(t) for t in packed.tensors]))
         elif self._share is None:
             self._leave()
         else:
@@ -236,9 +254,11 @@ class Giver:
 
     def _send(self) -> None:
         with self._end, contextlib.suppress(OSError):
-            while (packed := self._frames.get()) is not None:
-                self._end.sendall(len(packed.words).to_bytes(_LENGTH_BYTES, "big") + packed.words)
-                for tensor in packed.tensors:
+            while (frame := self._frames.get()) is not None:
+                words, tensors = frame
+                self._end.sendall(len(words).to_bytes(_LENGTH_BYTES, "big") + words)
+                for each in tensors:
+                    tensor = each.read() if isinstance(each, AsyncValue) else each
                     self._end.sendall(bytes_of(tensor).data)
                     self._sent += _size(tensor)
         self.is_over = True
@@ -266,7 +286,7 @@ def receive(
             while True:
                 while not (has_told or select.select([end], [], [], _BEAT_S)[0]):
                     waits()
-                if (tree := read_frame(end)) is None:
+                if (tree := read_frame(end, carried.device)) is None:
                     return None
                 if "end" in tree:
                     return Replayed(tree["end"], carried.digest()) if is_whole else None
@@ -292,13 +312,17 @@ def take(tree: Any, carried: Carried) -> None:
             group.update(settings)
         for place, gradient in tree["gradients"]:
             carried.parameters[place].grad = gradient
+        for name, value in tree["said"].items():
+            setattr(optimizer, name, value)
         optimizer.step()
+        for name in tree["said"]:
+            delattr(optimizer, name)
         for place, _ in tree["gradients"]:
             carried.parameters[place].grad = None
 
 
-def read_frame(end: socket.socket) -> Any:
-    """Return the next frame, or None if the giver has ended. Blocks."""
+def read_frame(end: socket.socket, device: torch.device = HOST) -> Any:
+    """Return the next frame, its tensors where they were on the giver; None if the giver has ended. Blocks."""
     length = bytearray(_LENGTH_BYTES)
     if not _fill(end, memoryview(length)):
         return None
@@ -310,7 +334,7 @@ def read_frame(end: socket.socket) -> Any:
         tensors.append(tensor)
         if not _fill(end, bytes_of(tensor).data):
             return None
-    return unpack(PackedState(bytes(words), tensors))
+    return unpack(PackedState(bytes(words), tensors), device)
 
 
 def _fill(end: socket.socket, room: memoryview) -> bool:

@@ -6,6 +6,8 @@ Rules
 2. A script's `scheduler.step()` behind the window is undone as well, in the schedule and in the optimizer's groups.
 3. `note` is part of every step, so it copies only what may have changed. Numpy needs 90 us to give out its state, and
    2 us to show that nothing was drawn.
+4. A host that is ahead of its device keeps a note of each step that the device has yet to complete. Copies on the
+   device are made in its order, so a note holds good values if all steps before it are good.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from __future__ import annotations
 import copy
 import ctypes
 import random
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,18 +26,32 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from paceline.comm.device import rng_state, set_rng_state
+
+HOST = torch.device("cpu")
 _NUMPY_BYTES = 624 * 4 + 4  # of a Mersenne twister in memory: its words, and the place of the next one
+_WITHIN_A_STEP = "_per_optimizer_states"  # of a scaler: nothing of it outlives a step
 _PLAIN = (bool, int, float, str, type(None))
 
 
+@dataclass(frozen=True)
+class Place:
+    """The position of training. After the last step of an epoch it is that epoch's end, until the next loop begins."""
+
+    step: int  # steps that have been completed
+    epoch: int  # of the data, for the next step
+    position: int  # samples of it before that step
+
+
 class Randomness:
-    """The states of the generators that a script draws from: torch's on the CPU, numpy's, Python's.
+    """The states of the generators that a script draws from: torch's on the CPU and the device, numpy's, Python's.
 
     Of `earlier` numpy's is taken over, if nothing was drawn from it since.
     """
 
-    def __init__(self, earlier: Randomness | None = None) -> None:
-        self._torch = torch.get_rng_state()
+    def __init__(self, earlier: Randomness | None = None, device: torch.device = HOST) -> None:
+        self._torch, self._device = torch.get_rng_state(), device
+        self._on_device = rng_state(device)
         self._python = random.getstate()
         self._words = _words_of_numpy()
         # A second normal number, which numpy keeps for later, is in none of these words.
@@ -45,16 +63,23 @@ class Randomness:
 
     def restore(self) -> None:
         torch.set_rng_state(self._torch)
+        set_rng_state(self._device, self._on_device)
         np.random.set_state(self._numpy)  # noqa: NPY002
         random.setstate(self._python)
 
     def as_tree(self) -> dict[str, Any]:
         """Return the random states for another rank."""
-        return {"torch": self._torch, "numpy": self._numpy, "python": self._python}
+        return {
+            "torch": self._torch,
+            "numpy": self._numpy,
+            "python": self._python,
+            "device": self._on_device,
+        }
 
     @classmethod
-    def from_tree(cls, tree: Mapping[str, Any]) -> Randomness:
+    def from_tree(cls, tree: Mapping[str, Any], device: torch.device = HOST) -> Randomness:
         made = cls.__new__(cls)
+        made._device, made._on_device = device, tree["device"]
         made._torch, made._numpy, made._python = tree["torch"], tree["numpy"], tree["python"]
         made._words = None
         return made
@@ -107,41 +132,124 @@ def put_extra_state(module: Module, given: Mapping[str, Any]) -> None:
         module.load_state_dict(state)
 
 
+@dataclass
+class Note:
+    """The state in which one step began on this host."""
+
+    step: int  # completed steps before
+    place: Place
+    buffers: dict[tuple[int, str], Tensor]
+    extra_state: dict[str, Any]
+    randomness: Randomness
+    settings: list[list[dict[str, Any]]]  # of each optimizer's groups
+    states: list[Any]  # of what else steps behind a window
+    filled: list[dict[Tensor, int]]  # of each optimizer, how many values it kept for each parameter
+
+
 class Rollback:
-    """Remembers how one step began: buffers, optimizers' settings, and the state of what else steps behind a window."""
+    """Remembers how steps began: buffers, optimizers' settings, and the state of what else steps behind a window.
 
-    def __init__(self, module: Module, optimizers: Sequence[Optimizer], others: Sequence[Any]) -> None:
-        self._module, self._buffers = module, Buffers(module)
+    Args:
+        module: The wrapped one.
+        optimizers: Those that step its parameters.
+        others: Schedules, scalers and averages of the script.
+        device: The accelerator of the module, whose generator counts as well; the CPU if there is none.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        optimizers: Sequence[Optimizer],
+        others: Sequence[Any],
+        device: torch.device = HOST,
+    ) -> None:
+        self._module, self._buffers, self._device = module, Buffers(module), device
         self._optimizers, self._others = optimizers, others
-        self._kept: dict[tuple[int, str], Tensor] = {}
         self._has_extra_state = bool(extra_state(module))
-        self._randomness: Randomness | None = None
+        self._notes: deque[Note] = deque()
+        self._free: list[dict[tuple[int, str], Tensor]] = []  # memory of notes that are not needed any more
+        self._last_randomness: Randomness | None = None
 
-    def note(self) -> None:
-        """A step begins. Local."""
+    def note(self, place: Place, num_known: int | None = None) -> None:
+        """A step begins at `place`. Forget steps before `num_known`; None: all of them. Local."""
+        while self._notes and (num_known is None or self._notes[0].step < num_known):
+            self._free = [self._notes.popleft().buffers]
+        self._last_randomness = Randomness(self._last_randomness, self._device)
+        self._notes.append(
+            Note(
+                place.step,
+                place,
+                self._copied_buffers(),
+                copied(extra_state(self._module)) if self._has_extra_state else {},
+                self._last_randomness,
+                [[settings_of(group) for group in each.param_groups] for each in self._optimizers],
+                [copied(_state_of(each)) for each in self._others],
+                [_filled(each) for each in self._optimizers],
+            )
+        )
+
+    def _copied_buffers(self) -> dict[tuple[int, str], Tensor]:
         now = {place: each for place, each in self._buffers.named().items() if each is not None}
+        kept = self._free.pop() if self._free else {}
         if [(each.shape, each.dtype) for each in now.values()] != [
-            (each.shape, each.dtype) for each in self._kept.values()
+            (each.shape, each.dtype) for each in kept.values()
         ]:
-            self._kept = {place: torch.empty_like(buffer) for place, buffer in now.items()}
+            kept = {place: torch.empty_like(buffer) for place, buffer in now.items()}
         if now:
-            torch._foreach_copy_(list(self._kept.values()), [each.detach() for each in now.values()])
-        self._extra_state = copied(extra_state(self._module)) if self._has_extra_state else {}
-        self._randomness = Randomness(self._randomness)
-        self._settings = [[settings_of(group) for group in each.param_groups] for each in self._optimizers]
-        self._states = [copied(each.state_dict()) for each in self._others]
+            torch._foreach_copy_(list(kept.values()), [each.detach() for each in now.values()])
+        return kept
 
-    def undo(self) -> None:
-        """Restore the state in which the step began. Local."""
-        assert self._randomness is not None
-        self._randomness.restore()
-        self._buffers.put(self._kept)
-        put_extra_state(self._module, copied(self._extra_state))
-        for each, settings in zip(self._optimizers, self._settings, strict=True):
+    def undo(self, step: int | None = None) -> Place:
+        """Restore the state in which a step began, the last one or that after so many; returns its place. Local."""
+        while step is not None and self._notes[-1].step > step:
+            self._notes.pop()
+        note = self._notes[-1]
+        note.randomness.restore()
+        self._buffers.put(note.buffers)
+        put_extra_state(self._module, copied(note.extra_state))
+        for each, settings, filled in zip(self._optimizers, note.settings, note.filled, strict=True):
             for group, kept in zip(each.param_groups, settings, strict=True):
                 group.update(copied(kept))
-        for each, state in zip(self._others, self._states, strict=True):
-            each.load_state_dict(copied(state))
+            # What a masked step has made is not filled: fused SGD's momentum.
+            for parameter, count in _filled(each).items():
+                if count != filled.get(parameter, 0):
+                    del each.state[parameter]
+        for each, state in zip(self._others, note.states, strict=True):
+            _put_state(each, copied(state))
+        return note.place
+
+    @torch.no_grad()
+    def keep_indices(self, is_good: Tensor) -> None:
+        """Take back what a bad step has left in buffers of integers, on the device. Local; does not wait.
+
+        They may be indices. Old bytes in them may be out of range, which ends the process.
+        """
+        now = self._buffers.named()
+        for place, kept in self._notes[-1].buffers.items():
+            buffer = now.get(place)
+            if buffer is not None and not (buffer.is_floating_point() or buffer.is_complex()):
+                buffer.copy_(torch.where(is_good, buffer, kept))
+
+
+def _filled(optimizer: Optimizer) -> dict[Tensor, int]:
+    """Return how many values an optimizer keeps for each parameter."""
+    return {key: len(kept) for key, kept in optimizer.state.items() if isinstance(key, Tensor)}
+
+
+def _state_of(other: Any) -> Any:
+    """Return what is undone of an object with a `state_dict`. A scaler's would make the host wait for the device."""
+    if isinstance(other, torch.amp.GradScaler):
+        return {name: each for name, each in vars(other).items() if name != _WITHIN_A_STEP}
+    return other.state_dict()
+
+
+def _put_state(other: Any, state: Any) -> None:
+    """Take back what `_state_of` was."""
+    if isinstance(other, torch.amp.GradScaler):
+        vars(other).update(state)
+        getattr(other, _WITHIN_A_STEP).clear()
+    else:
+        other.load_state_dict(state)
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,11 @@ def _described(value: Any, where: str, found: dict[int, tuple[int, Tensor]]) -> 
         return value
     if _is_plain_tensor(value):
         place, _ = found.setdefault(id(value), (len(found), value))
-        return {"t": place, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        kind, where_it_is = (
+            str(value.dtype).removeprefix("torch."),
+            {} if value.is_cpu else {"on_device": True},
+        )
+        return {"t": place, "shape": list(value.shape), "dtype": kind, **where_it_is}
     if isinstance(value, Mapping):
         return {"d": [[inner(key), inner(each, key)] for key, each in value.items()]}
     if isinstance(value, (list, tuple)):
@@ -95,9 +99,12 @@ def _tensors_of(node: Any) -> Iterable[Any]:
             yield from _tensors_of(each)
 
 
-def unpack(packed: PackedState) -> Any:
-    """Put a tree together again; its tensors are those given."""
-    return _built(json.loads(packed.words), packed.tensors)
+def unpack(packed: PackedState, device: torch.device | None = None) -> Any:
+    """Put a tree together again; its tensors are those given, copied to `device` if they were on an accelerator."""
+    tree, tensors = json.loads(packed.words), [*packed.tensors]
+    for place in {node["t"] for node in _tensors_of(tree) if "on_device" in node}:
+        tensors[place] = tensors[place].to(device)
+    return _built(tree, tensors)
 
 
 def _built(node: Any, tensors: list[Tensor]) -> Any:

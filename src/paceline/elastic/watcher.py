@@ -7,6 +7,9 @@ Rules
    there for one that has died. Afterwards only connections count that were opened for it.
 3. The connection to the store comes last, if the main thread has not noticed by then. It may ask a store whose host is
    switched off and does not answer.
+4. An accelerator waits for a lost rank for ever. So this thread withdraws the rank's vote at once. Another one aborts
+   the device's collectives, which takes as long as the steps that are queued. The main thread acknowledges the end
+   behind it. Otherwise the abort would meet the groups of the next membership.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from pathlib import Path
 from types import FrameType
 
 from paceline.comm import connections
+from paceline.comm.device_vote import DeviceExit
 from paceline.comm.opened_groups import abort_ours
 from paceline.elastic.agent_connection import (
     AgentConnection,
@@ -69,10 +73,16 @@ class LeavingError(PeerLostError):
 
 
 class Watcher:
-    """This rank's ear for its agent: the `epoch` of its membership, and since when (`since_s`) that is over."""
+    """This rank's ear for its agent: the `epoch` of its membership, and since when (`since_s`) that is over.
 
-    def __init__(self, line: AgentConnection) -> None:
-        self._line = line
+    `leave` ends what an accelerator waits for (rule 4).
+    """
+
+    def __init__(self, line: AgentConnection, leave: DeviceExit | None = None) -> None:
+        self._line, self._leave = line, leave
+        self._device_is_free = threading.Event()  # it waits for no rank of a membership that is over (rule 4)
+        self._device_is_free.set()
+        self._is_aborting = False
         self.epoch = NO_EPOCH
         self._over = NO_EPOCH  # the last epoch that has ended, by the agent's word
         self._why = ""
@@ -124,6 +134,10 @@ class Watcher:
             if self._over >= epoch:
                 self._acknowledged = True
                 raise OverError(f"the membership of epoch {epoch} was over before it began: {self._why}")
+            if self._leave is not None:
+                self._leave.enter()
+                self._is_aborting = False
+                self._device_is_free.clear()
 
     def settle(self, store_port: int) -> None:
         """All of its connections are open. Raises OverError if it is over already."""
@@ -136,10 +150,18 @@ class Watcher:
 
     def acknowledge(self) -> None:
         """The main thread waits for nothing any more. What it has launched, and not waited for, ends."""
+        while not self._has_left():
+            self._device_is_free.wait()
+
+    def _has_left(self) -> bool:
+        """Return False if the device has to be freed first."""
         with self._changed:
             if self.is_over and not self._acknowledged:
                 self._break()
+                if not self._device_is_free.is_set():
+                    return False
             self._acknowledged = True
+            return True
 
     def wait_until_over(self, limit_s: float) -> bool:
         """Return whether the membership is over within a time limit."""
@@ -259,16 +281,28 @@ class Watcher:
             os._exit(128 + told[0])
 
     def _break(self) -> None:
+        if not (self._is_aborting or self._device_is_free.is_set()):
+            self._is_aborting = True
+            threading.Thread(target=self._abort, name="paceline-abort", daemon=True).start()
         abort_ours()
         connections.shut(self._chosen, self._spared)
         if self._chosen is not None and time.monotonic() - self.since_s > _STORE_S:
             connections.shut(self._to_store, self._spared)
+
+    def _abort(self) -> None:
+        assert self._leave is not None
+        try:
+            self._leave.abort()
+        finally:
+            self._device_is_free.set()
 
     def _take(self, message: object) -> None:
         with self._changed:
             if isinstance(message, Stop):
                 if not self.is_over:
                     self.since_s = time.monotonic()
+                if self._leave is not None and message.epoch >= self.epoch:
+                    self._leave.withdraw()
                 self._over, self._why = max(self._over, message.epoch), message.why
             elif isinstance(message, Pause):
                 self._pause = message

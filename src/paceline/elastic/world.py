@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from paceline.comm.collectives import backend_of, timeout_of
 from paceline.errors import ConfigurationError
 
 _TABLES = (
@@ -30,10 +32,25 @@ class WorldKind:
 
     backend: str
     timeout: timedelta
+    device_id: torch.device | None = None  # the accelerator that it is bound to
+
+    @classmethod
+    def of(cls, world: ProcessGroup) -> WorldKind:
+        """Describe a default group. One of several backends is known by all of them, as "cpu:gloo,cuda:nccl"."""
+        name = backend_of(world)
+        known = name if name in dist.Backend.backend_list else str(dist.get_backend_config(world))
+        return cls(known, timeout_of(world), world.bound_device_id)
 
     def open(self, store: dist.Store, rank: int, size: int) -> ProcessGroup:
         """Make the default group, in place of one that was forgotten. Collective over its ranks; blocks."""
-        dist.init_process_group(self.backend, store=store, rank=rank, world_size=size, timeout=self.timeout)
+        dist.init_process_group(
+            self.backend,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=self.timeout,
+            device_id=self.device_id,
+        )
         world = dist.group.WORLD
         assert world is not None
         return world

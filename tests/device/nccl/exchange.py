@@ -28,6 +28,9 @@ from device.nccl.faults import is_broken
 
 FOLDER = "LATE_FOLDER"
 """Environment variable: the folder for the parts; a test whose ranks are killed gives one of its own."""
+GARBAGE = "LATE_GARBAGE"
+"""Environment variable: "wild" for bytes that are huge as numbers, instead of old ones."""
+_WILD = 0x7F
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.004
 
 
@@ -118,6 +121,8 @@ class Exchange:
         if not self._wait(path):
             old = self._old.get(slot)
             garbage = torch.zeros(like.numel(), dtype=like.dtype) if old is None else old.clone()
+            if os.environ.get(GARBAGE) == "wild":
+                garbage.view(torch.uint8).fill_(_WILD)
             if not (is_broken("post") or path.exists()):
                 self.put(step, name, garbage)
             return garbage.view(like.shape)
