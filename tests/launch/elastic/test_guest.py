@@ -144,6 +144,8 @@ class Host:
         record = JobRecord(Path(setting.record), setting.job) if setting.record else None
         with self._listening, deciding(setting, record, self.voice, self.door) as decider:
             lead(Job(setting, decider, record), self.door, self.voice, self.told)
+        for rank in self.door.ranks:  # an agent's process would end here
+            rank.line.close()
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         environment = {

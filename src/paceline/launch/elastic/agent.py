@@ -173,12 +173,11 @@ class Agent:
         self._starts = starter.starts
         # Ranks that leave
         self._told: str | None = None  # why all of this host do
-        self._told_s = 0.0
+        self._told_s, self._has_left = 0.0, False  # since when; whether one of the last membership has left
         self._going: list[Rank] = []  # out of the membership, until the others know it
         self._going_from = NOT_STARTED  # the membership that they have left
         self._saver: Rank | None = None  # of these, which makes a checkpoint
         self._retires_from: int | None = None  # the membership that this host leaves, because it has no rank
-        self._has_left = False  # whether one of the last membership has
         self._saved_at = NOT_STARTED  # the step of the last checkpoint that one has made
         self._seats = RankAssignments(arguments, starter, start, decider.name, note, self._take, self._stop)
 

@@ -48,8 +48,7 @@ class GuestHosts:
         began_s, record = time.monotonic(), self.record
 
         def needs(job: str, num_hosts: int) -> int:
-            has_waited = time.monotonic() - began_s > self.join_timeout_s
-            wanted = self.least if has_waited else most
+            wanted = self.least if time.monotonic() - began_s > self.join_timeout_s else most
             may = num_hosts >= wanted and (record is None or record.claim(job))
             return wanted if may else NEVER
 

@@ -35,6 +35,7 @@ _LINGER_S = 2.0  # without a rank: its engine may be about to start another one
 _PATIENCE_RATIO = (
     10.0  # of the time after which a rank is lost: how long to wait for addresses, hosts or ranks
 )
+_GONE_S = 30.0  # that ranks take at most to end after the job's end
 _SAY_S = 3.0  # without an address, before people are told
 _NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -135,6 +136,11 @@ def lead(job: Job, door: Door, voice: Voice, told: Sequence[int]) -> None:
             voice.speak(door.ranks)
             if door.ranks and not agent.trains and (why := job.is_over()) is not None:
                 send_away(door, voice, why)
+                until_s = time.monotonic() + _GONE_S
+                while time.monotonic() < until_s and not all(each.has_ended() for each in door.sent_away):
+                    time.sleep(
+                        0.01
+                    )  # a rank whose words were not read would see an error if the agent ended now
                 return
             if told:
                 agent.leave(f"{signal.Signals(told[0]).name} received by the agent of this host")

@@ -33,16 +33,13 @@ class JobRecord:
         """Return whether this job may train: no other one has begun. Local; a few file operations."""
         draft = self._file(f"draft-{job}-{os.getpid()}")
         draft.write_text(job)
-        try:
+        with contextlib.suppress(OSError):  # another agent was earlier
             holder = self.holder()
             if holder not in ("", job) and draft.stat().st_mtime - self._born.stat().st_mtime > STALE_S:
                 os.link(self._born, self._file(f"dead-{holder}"))
                 self._born.unlink()
             os.link(draft, self._born)
-        except OSError:  # another agent was earlier
-            pass
-        finally:
-            draft.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         return self.holder() == job
 
     def holder(self) -> str:
