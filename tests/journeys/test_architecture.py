@@ -39,6 +39,7 @@ NO_GROUPS = {
 # Sockets and what sends on them, or is their protocol; import-linter keeps torch from the servers. And a generator.
 SOCKETS = {
     "paceline_servers": {"connected", "connection", "_wake", "_woken"},
+    "elastic": {"_end"},
     "launch": {"connected", "end", "socket", "_end", "_process", "_wake", "_woken"},
     "paceline_lossy": {"endpoint"},
     "preflight": {"accepted", "line"},

@@ -110,8 +110,7 @@ class Buffers:
         self._agreed: _Layout | None = None  # what all ranks had when they compared last (rule 3)
         self._parts: list[list[str]] = []  # their names, cut into messages
         self.hook: BufferHook | None = None  # synchronizes them instead, if the user registered one
-        self.holds_indices_back = False
-        """Whether buffers of integers are sent only with the end of a step, behind which a device votes on them."""
+        self._holds_indices_back = False
 
     def named(self) -> dict[str, Tensor]:
         """The synchronized buffers, each once."""
@@ -133,6 +132,10 @@ class Buffers:
     def exist(self) -> bool:
         """Return whether there are any, as far as the ranks have agreed. Local; the same on every rank."""
         return bool(self.named() if self._agreed is None else self._agreed)
+
+    def hold_indices_back(self) -> None:
+        """Send buffers of integers only with the end of a step, behind which a device votes on them. Local."""
+        self._holds_indices_back = True
 
     def take_layout(self) -> None:
         """All ranks have buffers as this rank has them now. Local."""
@@ -170,7 +173,7 @@ class Buffers:
         members = self._membership
         if not self._parts or members.size == 1:
             return None
-        sent, floats = self._sent(), before_forward and self.holds_indices_back
+        sent, floats = self._sent(), before_forward and self._holds_indices_back
         parts = [[sent[name] for name in part] for part in self._parts]
         parts = [part for part in parts if not (floats and holds_indices(part[0]))]
         return Broadcast(parts, members.process_group, source) if parts else None

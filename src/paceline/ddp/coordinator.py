@@ -432,7 +432,8 @@ class StepCoordinator:
     def handle_faults(self, handler: FaultHandler) -> None:
         """Set the handler that decides whether an error inside a window is recoverable. Local."""
         self._handler = handler
-        self.buffers.holds_indices_back = is_accelerator(self.membership.device)
+        if is_accelerator(self.membership.device):
+            self.buffers.hold_indices_back()
 
     def is_recoverable(self, error: Exception) -> bool:
         """Return whether the step under way is computed again, as ranks were lost; then it is abandoned here."""

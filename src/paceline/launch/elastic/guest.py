@@ -61,11 +61,11 @@ class Door:
 
     def arrived(self) -> list[AgentsRank]:
         """Return the ranks that have connected since the last call."""
-        self.gather()
+        self.accept_ranks()
         found, self._new = self._new, []
         return found
 
-    def gather(self) -> None:
+    def accept_ranks(self) -> None:
         """Accept connections of ranks. Those of other users are refused."""
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -163,7 +163,7 @@ def lead(job: Job, door: Door, voice: Voice, told: Sequence[int]) -> None:
 
 def send_away(door: Door, voice: Voice, why: str) -> None:
     """Let all ranks that are here after the job's end exit with 0."""
-    door.gather()
+    door.accept_ranks()
     late = [each for each in door.ranks if each not in door.sent_away]
     door.sent_away += late
     if late:
@@ -227,7 +227,7 @@ def _where_to_listen(setting: GuestSetting, discovery: Discovery, voice: Voice, 
         if waited_s > _SAY_S and not said:
             said = True
             voice.note(f"{words}; waiting up to {limit_s:g} s")
-        door.gather()
+        door.accept_ranks()
         voice.speak(door.ranks)
         time.sleep(0.2)
 
@@ -252,7 +252,7 @@ def main() -> int:
                 if isinstance(error, PacelineError)
                 else f"the agent of this host failed: {error!r}"
             )
-            door.gather()
+            door.accept_ranks()
             for each in door.ranks:
                 each.tell(Refused(why))
             raise
