@@ -71,7 +71,6 @@ def test_no_healthy_step_waits_for_the_device(tmp_path):
         {"deaths": ("1 7 self-abort",), "hears_late_s": 0.3},
         {"deaths": TWO, "options": ("--ordinary",)},
         {"deaths": TWO, "options": ("--ordinary", "--wrapped", '{"compression": "bf16"}')},
-        {"deaths": TWO, "options": ("--ordinary", "--wrapped", '{"compression": "topk"}')},
         {"deaths": TWO, "options": ("--ordinary", "--wrapped", '{"balance": "auto"}')},
         {"deaths": TWO, "options": ("--ordinary", "--sync-batch-norm")},
     ],
@@ -92,12 +91,14 @@ SHOWN_BY = {
     "a vote over the new group": Run(TWO[:1]),
     "waiting for the device at an epoch's end": Run(("1 9 within last", "2 29 within middle"), lead=5),
     "dropping state that a masked step has made": Run(("1 0 within middle",), optimizer="sgd"),
-    "taking back indices": Run(("0 5 begin last",), lead=5, garbage="wild"),
     "undoing the scale": Run(TWO, lead=5, options=("--scaler",)),
     "taking away found_inf": Run(TWO),
     "what a scaler has found": Run(options=("--scaler",)),
 }
-"""The runs that show what is left out of the loop; `test_device_vote.py` has those of the vote's rules."""
+"""The runs that show what is left out of the loop.
+
+`test_device_vote.py` has those of the vote's rules, `tests/elastic/test_rollback.py` that of taking back indices.
+"""
 
 
 @pytest.mark.lab

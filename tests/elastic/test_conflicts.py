@@ -144,13 +144,17 @@ class Device(types.SimpleNamespace):
     """A model's parameters on a device that this process has not."""
 
 
-def of_device(monkeypatch, backends, *devices, reaches_host=True, **of_parameters):
+def of_device(monkeypatch, backends, *devices, reaches_host=True, keeps_residuals=False, **of_parameters):
     """What is refused of a model with parameters on these devices, over a group of these backends."""
     monkeypatch.setattr(dist, "get_backend_config", lambda _group: backends)
     where = torch.device("cpu" if reaches_host else devices[0])
     monkeypatch.setattr(device_vote, "device_for_metadata", lambda *_: where)
     parameters = [Device(device=torch.device(each), **of_parameters) for each in devices]
-    model = types.SimpleNamespace(module=types.SimpleNamespace(parameters=lambda: parameters))
+    of_model = types.SimpleNamespace(reduction=types.SimpleNamespace(keeps_state=keeps_residuals))
+    model = types.SimpleNamespace(
+        module=types.SimpleNamespace(parameters=lambda: parameters),
+        membership=types.SimpleNamespace(model=of_model),
+    )
     return " ".join(conflicts._of_device(model, None, torch.device(devices[0])))
 
 
@@ -165,6 +169,7 @@ def test_what_is_refused_on_a_device(monkeypatch):
     assert "by a revoke, which was not tried" in of_device(monkeypatch, "cpu:gloo,cuda:nccl2", "cuda:0")
     assert "several devices of this process" in of_device(monkeypatch, mixed, "cuda:0", "cuda:1")
     assert "steps within backward" in of_device(monkeypatch, mixed, "cuda:0", _in_backward_optimizers=[])
+    assert "compression with residuals" in of_device(monkeypatch, mixed, "cuda:0", keeps_residuals=True)
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
     said = of_device(monkeypatch, mixed, "cuda:0")
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING is not set" in said

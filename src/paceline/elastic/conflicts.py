@@ -95,6 +95,8 @@ def _of_device(
     model: DistributedDataParallel, group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[str]:
     yield from why_not_left(group, device)
+    if getattr(model.membership.model.reduction, "keeps_state", False):
+        yield "compression with residuals is not right on an accelerator when a rank comes in. Use bf16 or fp16."
     if len({each.device for each in model.module.parameters()}) > 1:
         yield "the module is on several devices of this process, and one of them votes. Put it on one."
     if any("_in_backward_optimizers" in vars(each) for each in model.module.parameters()):
