@@ -78,7 +78,7 @@ def wait_for(process, stream, words):
 
 def bits_of(finished):
     assert finished.code == 0, finished.err
-    return set(re.findall(r"300 steps, bits (\w+)", finished.out))
+    return set(re.findall(r"300 steps, bits ([0-9a-f]{64})", finished.out))
 
 
 def test_all_ranks_are_killed_and_the_next_launch_has_the_same_bits(folder, undisturbed):

@@ -130,7 +130,7 @@ def _case(seed: int) -> dict[str, Any]:
 
 
 def _bits(out: str) -> set[str]:
-    return set(re.findall(r"bits (\w+)", out)) or {out}
+    return set(re.findall(r"bits ([0-9a-f]{64})", out)) or {out}
 
 
 def _after(stream: Any, pattern: str) -> str:
