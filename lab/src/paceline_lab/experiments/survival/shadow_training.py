@@ -75,7 +75,10 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     elastic = paceline.Elastic(model, optimizer, scheduler, shuffle)
     saves = _Saves(folder, net, optimizer) if is_timed else None
-    print(f"pid {os.getpid()} begins after step {elastic.step}", flush=True)
+    sys.stdout.write(
+        f"pid {os.getpid()} begins after step {elastic.step}\n"
+    )  # in one write: ranks share the pipe
+    sys.stdout.flush()
     with (folder / f"progress-{os.getpid()}").open("wb", buffering=0) as progress:
         for _ in range(shuffle.epoch, num_epochs):
             for batches in elastic.steps(DataLoader(data, batch_sampler=shuffle)):
@@ -89,7 +92,7 @@ def main() -> None:
                 if saves is not None and dist.get_rank() == 0:
                     saves.look()
     bits = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in net.parameters()))
-    print(f"{elastic.step} steps, bits {bits.hexdigest()}", flush=True)
+    sys.stdout.write(f"{elastic.step} steps, bits {bits.hexdigest()}\n")
 
 
 def _train(model: Any, batches: Any, optimizer: torch.optim.Optimizer, is_timed: bool) -> None:
