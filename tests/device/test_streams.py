@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 from dataclasses import dataclass
@@ -321,6 +322,7 @@ def test_a_forked_process_drops_device_memory_in_peace():
 @on_rank_0
 def test_what_is_allocated_is_counted():
     """`torch.accelerator.memory_allocated` says what tensors hold now."""
+    gc.collect()  # tensors of earlier tests
     late.drain()
     before = torch.accelerator.memory_allocated()
     x = torch.empty(1024, device=late.DEVICE)
