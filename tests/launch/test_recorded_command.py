@@ -45,7 +45,10 @@ def test_an_unchanged_script_of_torchs_ddp(tmp_path):
     assert ", between the phases, in Python of its own, because it waits there for something else" in done.err
     run = read_run(tmp_path / "run")
     num_steps = [len(rank.steps) for rank in run.ranks]
-    assert sorted(num_steps) in ([19, 19], [18, 19])  # torchrun ends a rank in its last step, as the other has failed
+    assert sorted(num_steps) in (
+        [19, 19],
+        [18, 19],
+    )  # torchrun ends a rank in its last step, as the other has failed
     assert run.header.command[0] == "torchrun"
 
 
