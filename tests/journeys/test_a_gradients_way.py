@@ -37,8 +37,8 @@ _ROW = re.compile(
 WAYS = {
     "plain": ({}, "gloo", (13, 615)),
     "shared memory": ({}, "paceline", (23, 962)),
-    "int8": ({"compression": "int8"}, "gloo", (17, 875)),
-    "adasum": ({"reduction": "adasum"}, "gloo", (23, 1036)),
+    "int8": ({"compression": "int8"}, "gloo", (17, 870)),
+    "adasum": ({"reduction": "adasum"}, "gloo", (23, 1030)),
 }
 
 
