@@ -19,9 +19,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import DistributedDataParallel, windows
 from paceline.data import GlobalShuffle
-from paceline.optim import Curve, parameter_groups
-from paceline.recipes import LargeMinibatch, convert_ghost_batchnorm, init_output_layer, zero_init_residual
-from paceline.reductions import GradientNoiseScale
+from paceline_recipes import (
+    Curve,
+    GradientNoiseScale,
+    LargeMinibatch,
+    convert_ghost_batchnorm,
+    init_output_layer,
+    parameter_groups,
+    zero_init_residual,
+)
 
 REFERENCE_BATCH = 32  # samples of one step
 REFERENCE_RATE = 0.02  # the learning rate that suits that batch

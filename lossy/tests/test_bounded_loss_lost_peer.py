@@ -9,7 +9,7 @@ import torch
 from harness.models import Mlp, generator, squares
 from harness.ranks import Ranks
 from paceline import DistributedDataParallel
-from paceline.comm.completion import Completion
+from paceline.comm import Completion
 from paceline.optim import overlap
 from paceline_lossy import BoundedLoss
 from paceline_lossy.datagrams.datagram_loop import compile_all
@@ -32,6 +32,7 @@ def strike(rank, _num_ranks, number):
     return "no error"
 
 
+@pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_peer_that_falls_silent_is_named():

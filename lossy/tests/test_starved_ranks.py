@@ -72,7 +72,12 @@ def _train(rank, _num_ranks, compression, starving):
 @pytest.mark.processes
 @pytest.mark.slow(apart=True)
 @pytest.mark.parametrize(
-    "compression", [BoundedLoss(0.05), "int8", None], ids=["bounded loss", "int8", "plain"]
+    "compression",
+    [
+        pytest.param(BoundedLoss(0.05), id="bounded loss"),
+        pytest.param("int8", id="int8", marks=pytest.mark.lab),
+        pytest.param(None, id="plain", marks=pytest.mark.lab),
+    ],
 )
 def test_a_wait_for_a_starved_rank_ends_by_the_timeout(compression):
     with slow_group() as starving, Ranks(2) as ranks:

@@ -36,7 +36,7 @@ import sys
 import paceline_plan.forecast, paceline_plan.script_recording
 from paceline.cli import app
 if sys.argv[1] != "plan":
-    import paceline.observe.workload_recording
+    import paceline_plan.workload_recording
 
 def note(frame, event, argument):
     name = frame.f_code.co_filename
@@ -106,7 +106,7 @@ def test_a_script_is_planned_by_at_most_20_files(tmp_path: Path) -> None:
         if path.is_relative_to(folder)
     )
     assert "paceline_plan/forecast.py" in ours
-    assert "observe/workload_recording.py" in ours
+    assert "paceline_plan/workload_recording.py" in ours
     page = (PACKAGES["paceline_plan/"].parents[1] / "README.md").read_text()
     told = re.findall(
         r"`([\w/]+\.py)`", page.partition("## How a script is planned")[2].partition("\n\n1. ")[2]

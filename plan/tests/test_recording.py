@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-import paceline
 from paceline.errors import ConfigurationError
-from paceline.observe.device_times import HostClock
-from paceline_plan import RecordedWorkload
+from paceline_plan import RecordedWorkload, record_workload
 from paceline_plan.scoring import measured_run
+from paceline_plan.workload_recording import HostClock
 
 
 class Slow(nn.Module):
@@ -40,7 +39,7 @@ def train_micro_steps(model: nn.Module, num_steps: int, micro_steps: int = 1) ->
 
 def test_a_recording_is_the_models(tmp_path: Path) -> None:
     path, model = tmp_path / "trace.jsonl", Slow()
-    with paceline.record_workload(path, name="slow"):
+    with record_workload(path, name="slow"):
         with torch.no_grad():
             model(torch.ones(1, 4))  # evaluation is no step
         train_micro_steps(model, 5, micro_steps=2)
@@ -61,13 +60,13 @@ def test_every_micro_step_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     marks = itertools.count()
     monkeypatch.setattr(HostClock, "mark", lambda _: next(marks))  # a second from one mark to the next
     path, model = tmp_path / "trace.jsonl", Slow()
-    with paceline.record_workload(path):
+    with record_workload(path):
         train_micro_steps(model, 4, micro_steps=1)
         before = next(marks)
         train_micro_steps(model, 1, micro_steps=1)
         num_marks = next(marks) - before - 1
     alone = RecordedWorkload.load(path)
-    with paceline.record_workload(path):
+    with record_workload(path):
         train_micro_steps(model, 6, micro_steps=4)
         train_micro_steps(model, 1, micro_steps=3)  # the end of an epoch
     four = RecordedWorkload.load(path)
@@ -85,7 +84,7 @@ def test_every_micro_step_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_forward_of_which_nothing_follows_is_no_micro_step(tmp_path: Path) -> None:
     path, model = tmp_path / "trace.jsonl", Slow()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with paceline.record_workload(path):
+    with record_workload(path):
         for step in range(6):
             model(torch.ones(2, 4))  # a look at the loss, with gradients left on
             model(torch.ones(16, 4)).sum().backward()
@@ -98,27 +97,27 @@ def test_a_forward_of_which_nothing_follows_is_no_micro_step(tmp_path: Path) -> 
 
 def test_enough_is_enough_and_too_little_is_said(tmp_path: Path) -> None:
     path, ended = tmp_path / "trace.jsonl", []
-    recording = paceline.record_workload(path, num_steps=2)
+    recording = record_workload(path, num_steps=2)
     recording.when_done(lambda: ended.append(True))
     train_micro_steps(Slow(), 6)
     assert ended == [True]
     assert len(path.read_text().splitlines()) == 1 + 2 + 2
-    with paceline.record_workload(path):
+    with record_workload(path):
         Slow()(torch.ones(2, 4))
     with pytest.raises(ConfigurationError, match="empty"):
         RecordedWorkload.load(path)
-    with paceline.record_workload(path):
+    with record_workload(path):
         train_micro_steps(Slow(), 2)
     for read in (RecordedWorkload.load, measured_run):
         with pytest.raises(ConfigurationError, match="no complete step"):
             read(path)
     with pytest.raises(ConfigurationError, match="cannot be written"):
-        paceline.record_workload(tmp_path / "not" / "there")
+        record_workload(tmp_path / "not" / "there")
 
 
 def test_only_a_trace_scores_and_only_one_rank_predicts(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    with paceline.record_workload(path, name="slow"):
+    with record_workload(path, name="slow"):
         train_micro_steps(Slow(), 4)
     header, *steps = path.read_text().splitlines()
     path.write_text(

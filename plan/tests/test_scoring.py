@@ -9,8 +9,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.errors import ConfigurationError
-from paceline.observe import workload_recording
-from paceline_plan import Cluster, HostLink
+from paceline_plan import Cluster, HostLink, workload_recording
 from paceline_plan.forecast import KeptPrediction, keep, kind_of
 from paceline_plan.scoring import MeasuredRun, measured_run, scores
 

@@ -54,8 +54,15 @@ for number in range(10**9):
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("victim", ["server", "rank"])
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        ("server", signal.SIGKILL),
+        ("rank", signal.SIGSTOP),
+        pytest.param("server", signal.SIGSTOP, marks=pytest.mark.lab),
+        pytest.param("rank", signal.SIGKILL, marks=pytest.mark.lab),
+    ],
+)
 def test_all_are_told_who_is_lost(victim, number):
     with as_processes(2) as (addresses, servers):
         # A rank is missed by the servers: however late they are, before the other ranks miss the servers.

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from paceline.elastic import Elastic
     from paceline.integrations.torch_patch import patch_torch
     from paceline.launch.notebook import notebook_launcher
-    from paceline.observe.workload_recording import record_workload
 
 __all__ = [
     "DistributedDataParallel",
@@ -30,21 +29,16 @@ __all__ = [
     "convert_sync_batchnorm",
     "notebook_launcher",
     "patch_torch",
-    "record_workload",
     "windows",
 ]
 
 __getattr__ = on_first_use(
     __name__,
     {
-        "DistributedDataParallel": "ddp",
-        "Elastic": "elastic",
-        "SyncBatchNorm": "ddp",
-        "convert_sync_batchnorm": "ddp",
-        "notebook_launcher": "launch.notebook",
-        "patch_torch": "integrations.torch_patch",
-        "record_workload": "observe.workload_recording",
-        "windows": "ddp",
+        "ddp": "DistributedDataParallel SyncBatchNorm convert_sync_batchnorm windows",
+        "elastic": "Elastic",
+        "integrations.torch_patch": "patch_torch",
+        "launch.notebook": "notebook_launcher",
     },
 )
 

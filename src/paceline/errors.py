@@ -26,9 +26,9 @@ SHOWN_AFTER_S = 5.0  # seconds that an error waits for other ranks before it is 
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Let an error that has been dealt with, and those behind it, keep nothing alive: no tensors, no groups.
+    """Clear the frames of a handled error and of its causes, so that they keep no tensors and no groups alive.
 
-    Frames that still run keep what they have. What the errors say stays.
+    Frames that still run are left as they are, and so are the messages.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -84,15 +84,11 @@ class PeerAbortedError(StepDroppedError):
 
 
 class PeerOutOfMemoryError(PeerAbortedError):
-    """Ranks abandoned a backward because they ran out of memory; gradients are undefined, parameters untouched.
-
-    Attributes:
-        ranks: Which ones; the same on every rank.
-    """
+    """Ranks abandoned a backward because they ran out of memory; gradients are undefined, parameters untouched."""
 
     def __init__(self, message: str = "", ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
-        self.ranks = ranks
+        self.ranks = ranks  # the same on every rank
 
 
 class SkipError(StepDroppedError):
@@ -103,7 +99,7 @@ class SkipError(StepDroppedError):
 
 
 class CollectiveMismatchError(ProtocolError):
-    """Two ranks called different collectives, or one with different tensors; its result is undefined everywhere."""
+    """Two ranks called different collectives, or the same one with different tensors. No rank's result is defined."""
 
 
 class PeerLostError(PacelineError, TimeoutError, RuntimeError):

@@ -29,7 +29,9 @@ _FOLDERS = {
     (COMMANDS, "study"): "lab",
     (COMMANDS, "serve"): "servers",
     (COMMANDS, "svm"): "svm",
+    (REDUCTIONS, "adasum"): "adasum",
     (REDUCTIONS, "bounded_loss"): "lossy",
+    (REDUCTIONS, "noise_scale"): "recipes",
     (REDUCTIONS, "parameter_servers"): "servers",
     (LAUNCH_OPTIONS, "--servers"): "servers",
 }

@@ -14,8 +14,9 @@ from typing import Any
 Action = Callable[[Any], None]
 
 
-def on_first_use(package: str, home_of: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__` (PEP 562) that imports names when used from the modules in `home_of`."""
+def on_first_use(package: str, names_of: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a package's `__getattr__` (PEP 562) that imports names when used. `names_of` has those of each module."""
+    home_of = {name: module for module, names in names_of.items() for name in names.split()}
 
     def public_name(name: str) -> Any:
         if name not in home_of:
@@ -36,7 +37,7 @@ def when_imported(name: str, action: Action) -> None:
 
 
 class _Awaited(MetaPathFinder):
-    """Sees the import of one module once, and lets the other finders find it."""
+    """A finder that runs an action after the import of one module. Other finders find the module."""
 
     def __init__(self, name: str, action: Action) -> None:
         self._name = name

@@ -32,7 +32,7 @@ import fcntl
 import gc
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,18 +58,6 @@ def keep(function: Any, stamp: Stamp) -> None:
         _CompileLock(function)
 
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Python's cyclic garbage collector is off; what others turned off stays off."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 class _CompileLock:
     """Stands between a function made by numba and its stored code: holds a lock from a miss to the end of compiling."""
 
@@ -89,10 +77,14 @@ class _CompileLock:
 
     def compile(self, signature: Any) -> Any:
         """Load or compile; afterwards the lock is free, whatever happened."""
-        with self._threads, _no_collection():
+        with self._threads:
+            collects = gc.isenabled()
+            gc.disable()  # rule 6
             try:
                 return self._compile(signature)
             finally:
+                if collects:
+                    gc.enable()
                 self._release()
 
     def load(self, signature: Any, target: Any) -> Any:
@@ -188,7 +180,7 @@ if (0, 61) <= numba.version_info.short <= (0, 68):
 
     @register_pass(mutates_CFG=False, analysis_only=True)
     class _KnownToCallers(LoweringPass):  # type: ignore[misc]
-        """Lets others call what was lowered: numba knows it by a function of Python, which here has no code."""
+        """A pass of numba that registers a lowered function, so that compiled code can call it. Python cannot."""
 
         _name = "known_to_callers"
 

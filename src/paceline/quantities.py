@@ -27,7 +27,7 @@ def rate(text: str, option: str) -> float:
 
 
 def seconds(text: str, option: str, *, is_bare_possible: bool = False) -> float:
-    """Seconds: `1ms`, `250us`, `2s`; a number without a unit where it can only mean seconds."""
+    """Return the seconds of a text such as `1ms`, `250us` or `2s`. With `is_bare_possible` the unit may be missing."""
     if is_bare_possible and re.fullmatch(r"[\d.eE+\-\s]*", text):
         text = f"{text}s"
     number, unit = split(text, option, "a time such as 1ms or 250us")
@@ -61,17 +61,17 @@ def show_rate(bits_per_s: float, digits: int = 4) -> str:
 
 
 def show_seconds(duration_s: float) -> str:
-    """`1 ms`."""
+    """Return a time as text, such as `1 ms`."""
     return show(duration_s, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
 
 
 def ms(duration_s: float) -> str:
-    """Three digits of a time, in milliseconds below a second: `12.3 ms`, `1.23 s`."""
+    """Return a time as text with three digits: `12.3 ms`, `1.23 s`. Below a second it is in milliseconds."""
     return f"{duration_s * 1e3:,.3g} ms" if duration_s < 1 else f"{duration_s:,.3g} s"
 
 
 def split(text: str, option: str, wanted: str) -> tuple[float, str]:
-    """A number and its unit."""
+    """Return the number and the unit of a text, or raise ConfigurationError."""
     found = _NUMBER.fullmatch(text)
     if found is None or not math.isfinite(float(found[1])):
         raise ConfigurationError(f"{option} {text!r} is not {wanted}.")
@@ -88,7 +88,7 @@ def factor(unit: str, known: dict[str, float], text: str, option: str, units: st
 
 
 def show(value: float, units: tuple[tuple[str, float], ...], digits: int = 4) -> str:
-    """Write a value in the largest unit of which there is about one."""
+    """Return a value as text, in the largest unit that is not larger than the value."""
     for unit, size in units:
         if abs(value) >= size * 0.9995:
             return f"{value / size:.{digits}g} {unit}"

@@ -12,7 +12,7 @@ from harness.installed_smoke import build
 from harness.terminal import REPOSITORY, paceline, run
 from paceline.cli.explain import answers, explain, passages
 
-_FOLDERS = ("src", "lab/src", "lossy/src", "plan/src", "servers/src", "svm/src")
+_FOLDERS = ("src", "adasum/src", "lab/src", "lossy/src", "plan/src", "recipes/src", "servers/src", "svm/src")
 # What torch, a shell or a table's head says, not a message of this repository.
 _NOT_OURS = {
     "terminate called without an active exception",

@@ -2,7 +2,7 @@
 
 import threading
 
-from paceline.comm import peers
+from paceline.comm import failure_detection
 
 
 class HangingStore:
@@ -22,10 +22,10 @@ class HangingStore:
 def test_who_leaves_says_nothing_to_a_store_that_hangs():
     """Of several that wait for a group one asks the store; the others' last words would wait for its lock."""
     store = HangingStore()
-    query = peers._StoreQuery(store, "failure_detection")
-    peers._say_left(store, 0, peers._Progress())
+    query = failure_detection._StoreQuery(store, "failure_detection")
+    failure_detection._say_left(store, 0, failure_detection._Progress())
     assert not store.said
     store.may_answer.set()
     query.join(20)
-    peers._say_left(store, 0, peers._Progress())
+    failure_detection._say_left(store, 0, failure_detection._Progress())
     assert store.said == ["left/0"]

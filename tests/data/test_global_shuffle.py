@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from paceline.data import GlobalBatch, GlobalShuffle
+from paceline.data.global_batch import cut_by
 from paceline.errors import ConfigurationError, ProtocolError
 
 quick = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -147,7 +148,7 @@ def test_it_feeds_a_loader():
 def test_cutting_by_shares(batch, part):
     """Whole samples that add up, within one of the exact share where everybody has enough."""
     num_samples = round(part * batch.size)
-    cut = batch.cut(num_samples)
+    cut = cut_by(batch.local, num_samples)
     assert sum(cut) == num_samples
     assert all(size >= (num_samples >= batch.num_ranks) for size in cut)
     spare = max(0, num_samples - batch.num_ranks)

@@ -204,3 +204,14 @@ def test_a_batch_among_other_ranks_has_as_many_samples_and_no_larger_micro_batch
         assert max(other.local) <= max(batch.local)
         assert batch.among(num_ranks).among(batch.num_ranks).size == batch.size
     assert GlobalBatch((3, 5), 4).among(2) == GlobalBatch((3, 5), 4)
+
+
+def test_of_more_ranks_than_logical_ones_some_train_nothing():
+    """A rank with a number that no logical rank has is no error. It computes one, or none."""
+    found = []
+    for rank, logical in ((0, range(1)), (1, range(1, 1)), (2, range(1, 2)), (0, range(2))):
+        shuffle = GlobalShuffle(16, GlobalBatch.of(8, ranks=2), 0, seed=1)
+        shuffle.move(GlobalBatch.of(8, 2), rank, 0, 8, logical)
+        found.append([i for batches in shuffle.steps(shuffle) for batch in batches for i in batch])
+    assert [len(each) for each in found] == [4, 0, 4, 8]
+    assert sorted(found[0] + found[2]) == sorted(found[3])

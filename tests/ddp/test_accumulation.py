@@ -18,7 +18,7 @@ from harness.models import WORKLOADS, Mlp, conv_net, digest, generator, squares
 from harness.ranks import Ranks, pool
 from paceline import DistributedDataParallel, convert_sync_batchnorm, errors, windows
 from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError, ProtocolError
-from paceline.reductions.adasum import combine
+from paceline_adasum import combine
 
 pytestmark = pytest.mark.processes
 

@@ -19,8 +19,8 @@ from harness.terminal import REPOSITORY
 from paceline import DistributedDataParallel
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.errors import ServerLostError
-from paceline.reductions import GradientNoiseScale
 from paceline_lossy import BoundedLoss
+from paceline_recipes import GradientNoiseScale
 from paceline_servers import ParameterServers
 
 PAGE = REPOSITORY / "docs/reference/combinations.md"

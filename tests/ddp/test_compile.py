@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from harness.models import Mlp, digest, generator, squares
 from harness.ranks import Ranks, pool
@@ -98,23 +99,83 @@ class CountsGraphs:
         return graph
 
 
-def cut_at_buckets(_rank, _num_ranks):
+class SixLayers(nn.Module):
+    """Six layers of 1 MiB each."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def graphs_and_breaks(_rank, _num_ranks, wrap, where):
     torch._dynamo.reset()
-    layers = [nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(6)]
-    compiler = CountsGraphs()
-    model = torch.compile(DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=2), backend=compiler)
+    torch._dynamo.utils.counters.clear()
+    compiler, net = CountsGraphs(), SixLayers()
+    if where == "inside":
+        model = wrap(torch.compile(net, backend=compiler), bucket_cap_mb=2)
+    else:
+        model = torch.compile(wrap(net, bucket_cap_mb=2), backend=compiler)
     squares(model(torch.ones(2, 512))).backward()
-    return compiler.num_graphs
+    return compiler.num_graphs, sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+@pytest.mark.parametrize("where", ["around", "inside"])
+@pytest.mark.filterwarnings("ignore")
+def test_dynamo_cuts_graphs_where_buckets_end(where):
+    """The first bucket has one layer, each other two. They are sent before backward ends, also by torch's class."""
+    expected = [(4, 0)] * 2
+    assert pool(2).run(graphs_and_breaks, DistributedDataParallel, where) == expected
+    assert [cuts for cuts, _ in pool(2).run(graphs_and_breaks, TorchDDP, where)] == [4, 4]
+
+
+def one_whole_graph(_rank, _num_ranks):
+    torch._dynamo.reset()
+    model = torch.compile(DistributedDataParallel(Mlp()), backend="eager", fullgraph=True)
+    squares(model(torch.ones(6, 8))).backward()
+    return digest([p.grad for p in model.parameters()])
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_dynamo_cuts_graphs_where_buckets_end():
-    """Six layers of 1 MiB: one in the first bucket, two in each of 2 MiB, which are sent before backward ends."""
-    assert pool(2).run(cut_at_buckets) == [4, 4]
+def test_the_wrapper_compiles_with_fullgraph():
+    """Dynamo runs the wrapper as it is, and compiles the module in one piece."""
+    first, second = pool(2).run(one_whole_graph)
+    assert first == second
+
+
+def stepped_by(_rank, _num_ranks, overlaps, compiles):
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    model = DistributedDataParallel(Mlp(), overlap_forward=overlaps)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if overlaps:
+        optimizer = overlap(optimizer, model)
+    step = torch.compile(optimizer.step, backend="eager") if compiles else optimizer.step
+    for number in range(4):
+        optimizer.zero_grad()
+        squares(model(torch.randn(6, 8, generator=generator(number)))).backward()
+        step()
+    model.flush()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("overlaps", [False, "always"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_optimizer_makes_the_same_steps(overlaps):
+    """Up to rounding: dynamo computes Adam's bias correction in tensors."""
+    plain, compiled = (pool(2).run(stepped_by, overlaps, compiles) for compiles in (False, True))
+    for ours, theirs in zip(plain, compiled, strict=True):
+        assert max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)) < 1e-4
 
 
 @pytest.mark.parametrize(
-    "options", [{"bucket_cap_mb": 1}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str
+    "options",
+    [{"bucket_cap_mb": 1}, {"static_graph": True}, {"find_unused_parameters": True}, {"compression": "bf16"}],
+    ids=str,
 )
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_with_options(options):

@@ -15,8 +15,9 @@ from harness.held import Held, held, settled
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.optim import overlap
-from paceline.reductions import Adasum, PowerSGD
+from paceline.reductions import PowerSGD
 from paceline.reductions.by_name import COMPRESSIONS
+from paceline_adasum import Adasum
 from paceline_lossy import BoundedLoss
 
 pytestmark = pytest.mark.processes

@@ -13,7 +13,8 @@ from torch import nn
 from harness.ranks import LIMIT_S, pool
 from harness.running_servers import in_threads
 from paceline import DistributedDataParallel
-from paceline.optim import AdasumOptimizer, DiLoCo, LocalSGD
+from paceline_adasum import AdasumOptimizer
+from paceline_recipes import DiLoCo, LocalSGD
 from paceline_servers import ParameterServers, ServerOptimizer
 
 pytestmark = pytest.mark.processes
@@ -92,6 +93,7 @@ def drop_all(rank, num_ranks):
     return found
 
 
+@pytest.mark.lab
 def test_nothing_is_left_of_dropped_optimizers():
     for found in pool(2).run(drop_all, deadline_s=100):
         for name, (before, after) in found.items():

@@ -27,9 +27,10 @@ from paceline.ddp.forward_overlap import agreement, piece_sync
 from paceline.ddp.forward_overlap.agreement import agree
 from paceline.errors import ConfigurationError, PeerAbortedError
 from paceline.observe import timings as timings_module
-from paceline.optim import LAMB, LARS, overlap
+from paceline.optim import overlap
 from paceline.planning import TrialConfig
 from paceline.planning.forward_overlap import Gain
+from paceline_recipes import LAMB, LARS
 
 pytestmark = pytest.mark.processes
 

@@ -101,6 +101,7 @@ def test_a_killed_peer_is_named(num_ranks, victim, where, store):
         check(outcomes, victim, "kill")
 
 
+@pytest.mark.slow
 def test_a_stopped_peer_is_named_at_the_timeout():
     """SIGSTOP: the others raise when the group's timeout has passed, naming the rank that hangs."""
     with Ranks(3, group_timeout_s=STOPPED_TIMEOUT_S) as ranks:
@@ -108,6 +109,7 @@ def test_a_stopped_peer_is_named_at_the_timeout():
         check(outcomes, 0, "stop")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["leave", "exit"])
 def test_a_peer_that_leaves_early_is_named(how):
     """A rank with fewer steps, or one that exits: the others raise within the timeout instead of hanging."""
@@ -131,6 +133,7 @@ def run_backwards(rank, _num_ranks, numbers):
     return ""
 
 
+@pytest.mark.slow
 def test_ranks_with_different_numbers_of_backwards_are_told_them():
     """As with LBFGS, whose closure runs as often as a rank's own loss asks for."""
     with Ranks(2, group_timeout_s=STOPPED_TIMEOUT_S) as ranks:

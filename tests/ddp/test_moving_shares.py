@@ -1,6 +1,8 @@
 """Whoever moves samples between ranks: training is one process's, none is lost or doubled, and all ranks agree."""
 
+import os
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from harness.unequal_oracle import NUM_SAMPLES, dataset, make, make_pair, mean_l
 from paceline import DistributedDataParallel
 from paceline.data import Balance, GlobalBatch, GlobalShuffle
 from paceline.errors import ConfigurationError, PeerOutOfMemoryError, ProtocolError
+from paceline.optim import shard
 
 
 class Slow(torch.nn.Module):
@@ -28,9 +31,10 @@ class Slow(torch.nn.Module):
         return self.body(x)
 
 
-def train_epochs(model, shuffle, loader, num_epochs):
-    """Plain SGD; which samples were trained in each epoch here, and how often a step was repeated."""
+def train_epochs(model, shuffle, loader, num_epochs, is_sharded=False):
+    """Train by SGD. Return which samples were trained in each epoch here, and how often a step was repeated."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    optimizer = shard(optimizer, model) if is_sharded else optimizer
     seen, num_repeats = [], 0
     for _ in range(num_epochs):
         seen.append([])
@@ -78,14 +82,14 @@ class Ahead:
         yield from fetched
 
 
-def balanced(rank, num_ranks):
+def balanced(rank, num_ranks, is_sharded=False):
     """Rank 1 is ten times slower; rank 0 fetches further ahead."""
     shuffle = GlobalShuffle(NUM_SAMPLES, GlobalBatch((5, 5)))
     loader = Ahead(DataLoader(dataset(), batch_sampler=shuffle), num_batches=3 - 2 * rank)
     model = DistributedDataParallel(
         Slow((0.002, 0.02)[rank]), batch_sampler=shuffle, balance=Balance(num_ignored=1)
     )
-    seen, _ = train_epochs(model, shuffle, loader, 3)
+    seen, _ = train_epochs(model, shuffle, loader, 3, is_sharded)
     return {
         "seen": seen,
         "apart": apart(model, as_one_process(3, 10)),
@@ -94,17 +98,19 @@ def balanced(rank, num_ranks):
     }
 
 
-def out_of_memory(rank, num_ranks):
+def out_of_memory(rank, num_ranks, is_sharded=False):
     """Rank 1 has room for two samples, and is first given five; then for none; then nobody makes room."""
     found = {}
     shuffle = GlobalShuffle(NUM_SAMPLES, GlobalBatch((5, 5), accumulation=2))
     loader = Ahead(DataLoader(dataset(), batch_sampler=shuffle), num_batches=2)
     network = Slow(most=(NUM_SAMPLES, 2)[rank])
     model = DistributedDataParallel(network, batch_sampler=shuffle, balance="auto")
-    found["seen"], found["repeats"] = train_epochs(model, shuffle, loader, 2)
+    found["seen"], found["repeats"] = train_epochs(model, shuffle, loader, 2, is_sharded)
     found["apart"] = apart(model, as_one_process(2, 20))
     found["batch"] = shuffle.batch
     found["parameters"] = digest(model.parameters())
+    if is_sharded:
+        return found
 
     network.most = (NUM_SAMPLES, 0)[rank]
     with pytest.raises(ConfigurationError) as no_room:
@@ -146,9 +152,20 @@ def two_ranks(rank, num_ranks):
     return {each.__name__: each(rank, num_ranks) for each in (balanced, out_of_memory, not_in_the_same_step)}
 
 
+def two_sharded_ranks(rank, num_ranks):
+    """The same with a sharded optimizer, on ranks that believe to be on two hosts."""
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"}):
+        return {each.__name__: each(rank, num_ranks, True) for each in (balanced, out_of_memory)}
+
+
 @pytest.fixture(scope="module")
-def pairs():
+def plain_pairs():
     return pool(2).run(two_ranks, deadline_s=180)
+
+
+@pytest.fixture(scope="module", params=["plain", "sharded"])
+def pairs(request, plain_pairs):
+    return plain_pairs if request.param == "plain" else pool(2).run(two_sharded_ranks, deadline_s=180)
 
 
 @pytest.mark.processes
@@ -178,16 +195,18 @@ def test_a_rank_without_memory_trains_less(pairs):
     assert batch.local[1] <= 2  # fewer, if it happened to be slower, too
     assert both[0]["parameters"] == both[1]["parameters"]
     assert max(one["apart"] for one in both) < 1e-12
+    if "no room" not in both[0]:  # with a sharded optimizer the rest is left out
+        return
     assert both[0]["no room"] == both[1]["no room"]
     assert "No room is left" in both[0]["no room"]
     assert [one["unbalanced"] for one in both] == ["PeerOutOfMemoryError", "MemoryError"]
 
 
 @pytest.mark.processes
-def test_ranks_in_different_steps_are_told(pairs):
+def test_ranks_in_different_steps_are_told(plain_pairs):
     """All of them, in the step in which they differ; after that training may go on."""
-    for told, _ in (pair["not_in_the_same_step"] for pair in pairs):
+    for told, _ in (pair["not_in_the_same_step"] for pair in plain_pairs):
         assert "Rank 1 is at sample 0 of epoch 0" in told[0]
         assert "in other shares" in told[0]
         assert "Rank 1 is at sample 10 of epoch 0, rank 0 at 0" in told[1]
-    assert len({bits for _, bits in (pair["not_in_the_same_step"] for pair in pairs)}) == 1
+    assert len({bits for _, bits in (pair["not_in_the_same_step"] for pair in plain_pairs)}) == 1

@@ -54,6 +54,41 @@ def test_programs_that_are_drawn_too_rarely():
         assert not failures, [(one.to_json(), words[0]) for one, words in failures.items()]
 
 
+def sharded(seed, optimizer, options, blocks, *operations):
+    """Return a program on two ranks whose optimizer is sharded as between hosts."""
+    options = {"optimizer": optimizer, "hosts": "several", **options}
+    return Program(seed, "sharded", 2, 6, blocks, "plain", options, operations)
+
+
+SHARDED = [  # found by a search
+    # A late gradient is whole on every rank, and its norm was counted on every rank.
+    sharded(
+        100028,
+        "Adafactor",
+        {"bucket_cap_mb": 0.0001, "find_unused_parameters": True},
+        ("nested",),
+        ("train, clip", 2),
+    ),
+    # An optimizer sharded while parts of gradients were left took them for whole ones.
+    sharded(
+        100039,
+        "Adafactor",
+        {"weight": True},
+        ("tied reentrant",),
+        ("train, overflow", 6),
+        ("save and load", 7),
+        ("train on two micro-batches", 9),
+    ),
+]
+
+
+@pytest.mark.processes
+def test_sharded_programs_that_have_failed():
+    """Faults that a search has found stay away."""
+    failures = find_failures(SHARDED, pool(2))
+    assert not failures, [(one.to_json(), words[0]) for one, words in failures.items()]
+
+
 def test_programs_are_drawn_from_their_seed_and_survive_writing():
     """A seed says everything; so does the line that is printed."""
     for seed in range(50):

@@ -126,6 +126,7 @@ def survive(rank, num_ranks, how, backend, timeout_s):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_others_go_on_without_a_rank_that_has_died(how, backend):
     """The step is made again, with the lost rank's samples of it: the global batches are those of one process."""

@@ -11,7 +11,7 @@ from harness.rebuilding import batch, bits_of, mlp, refused, train_steps
 from paceline import DistributedDataParallel
 from paceline.data import GlobalBatch
 from paceline.optim import overlap
-from paceline.reductions import Adasum
+from paceline_adasum import Adasum
 
 pytestmark = pytest.mark.processes
 

@@ -8,7 +8,8 @@ from harness.models import digest, squares
 from harness.ranks import pool
 from harness.rebuilding import batch, bits_of, mlp, train_steps
 from paceline import DistributedDataParallel
-from paceline.reductions import GradientNoiseScale, PowerSGD
+from paceline.reductions import PowerSGD
+from paceline_recipes import GradientNoiseScale
 from paceline_servers import ParameterServers
 
 pytestmark = pytest.mark.processes

@@ -148,8 +148,10 @@ ASPECTS = [
     what_hooks_are_called,
     what_refusals_leave,
     what_caps_are,
-    what_mixed_precision_leaves,
 ]
+# From torch 2.15 on its class makes a stream for mixed precision, which a CUDA build cannot do without a driver.
+if torch.version.cuda is None or torch.cuda.is_available():
+    ASPECTS.append(what_mixed_precision_leaves)
 
 
 def aspects(rank, _num_ranks):

@@ -10,8 +10,7 @@ from harness.models import Mlp, digest
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.data import Balance, GlobalBatch, GlobalStream, TokenShuffle
-from paceline.optim import Curve
-from paceline.recipes import LargeMinibatch
+from paceline_recipes import Curve, LargeMinibatch
 
 NUM_SAMPLES, BUDGET, IGNORED = 120, 120, -1
 SHARES = [(64, 32, 16, 8), (30, 30, 30, 30), (0, 70, 0, 50), (120, 0, 0, 0), (8, 8, 8, 96)]

@@ -19,7 +19,7 @@ from harness.unequal_oracle import (
 )
 from paceline import DistributedDataParallel
 from paceline.data import GlobalBatch
-from paceline.reductions import GradientNoiseScale
+from paceline_recipes import GradientNoiseScale
 
 SHARES = [(8, 4, 2, 1), (5, 4, 3, 3), (0, 7, 0, 8), (15, 0, 0, 0), (1, 1, 1, 12), (8, 4, 2, 1)]
 

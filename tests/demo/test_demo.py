@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import signal
@@ -14,44 +13,26 @@ from sklearn.datasets import load_digits
 
 from harness.terminal import alive, paceline, started
 from paceline.cli import main
+from paceline.demo import images as demo_images
 from paceline.demo.comparison import difference, heard
-from paceline.demo.images import load_images
-from paceline.errors import ConfigurationError
 from paceline.launch import num_cores
-
-PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def _write_idx(path, array):
-    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
-    content = header + array.astype(np.uint8).tobytes()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-
-
-def _idx_folder(folder, *, ending=".gz", num_test=90):
-    """The digits as MNIST's four files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    bunch = load_digits()
-    for split, part in (("t10k", slice(num_test)), ("train", slice(num_test, None))):
-        _write_idx(folder / f"{split}-images-idx3-ubyte{ending}", bunch.images[part] * 15)
-        _write_idx(folder / f"{split}-labels-idx1-ubyte{ending}", bunch.target[part])
-    return folder
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """One run with the defaults but fewer epochs: its folder and what it printed."""
+    """One run with the defaults but fewer epochs: its folder, what it showed, and its rows."""
     folder = tmp_path_factory.mktemp("demo")
-    return folder, paceline("demo", "--epochs", "4", cwd=folder)
+    done = paceline("demo", "--epochs", "4", "--json", cwd=folder)
+    assert done.code == 0, done.err
+    return folder, done.err, json.loads(done.out)
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_demo_shows_progress_the_promise_and_where_time_goes(shown):
-    folder, done = shown
-    assert done.code == 0, done.err
+    folder, text, _ = shown
     for rank in (0, 1):
-        assert f"rank {rank}  epoch  4/4  loss " in done.out
+        assert f"rank {rank}  epoch  4/4  loss " in text
     for words in (
         "samples/s",
         "test accuracy",
@@ -59,21 +40,15 @@ def test_the_demo_shows_progress_the_promise_and_where_time_goes(shown):
         "summation order, as promised",
         "exposed",
     ):
-        assert words in done.out
-    assert "Warning" not in done.err
+        assert words in text
+    assert "Warning" not in text
     # torch's compiler keeps a cache of its own as soon as an optimizer is imported.
     assert not [path for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor")]
 
 
 @pytest.mark.processes
-def test_the_report_holds_figures_and_rows(shown):
-    folder, _ = shown
-    report = folder / "paceline-report"
-    for figure in ("losses.png", "step.png"):
-        content = (report / figure).read_bytes()
-        assert content.startswith(PNG)
-        assert len(content) > 5_000
-    rows = json.loads((report / "rows.json").read_text())
+def test_the_rows_are_equal(shown):
+    rows = shown[2]
     parallel, single = rows["trainings"]
     assert len(parallel["losses"]) == len(single["losses"]) == 4
     assert parallel["losses"] == pytest.approx(single["losses"], rel=1e-9)
@@ -86,8 +61,7 @@ def test_the_report_holds_figures_and_rows(shown):
 @pytest.mark.processes
 def test_a_steps_parts_are_measured(shown):
     """Every part is there and none is negative; only several processes communicate."""
-    rows = json.loads((shown[0] / "paceline-report" / "rows.json").read_text())
-    parallel, single = (training["step_s"] for training in rows["trainings"])
+    parallel, single = (training["step_s"] for training in shown[2]["trainings"])
     for part in ("forward", "backward", "optimizer"):
         assert parallel[part] > 0
         assert single[part] > 0
@@ -98,8 +72,7 @@ def test_a_steps_parts_are_measured(shown):
 @pytest.mark.slow
 @pytest.mark.processes
 def test_json_alone_goes_to_stdout(tmp_path):
-    """Three ranks of a folder's images, in float32; the progress goes to stderr."""
-    data = _idx_folder(tmp_path / "images")
+    """Three ranks, in float32; the progress goes to stderr."""
     words = (
         "--ranks-per-host",
         "3",
@@ -109,25 +82,22 @@ def test_json_alone_goes_to_stdout(tmp_path):
         "7",
         "--dtype",
         "float32",
-        "--report",
-        "deep/er",
         "--json",
     )
-    done = paceline("demo", "--data", str(data), *words, cwd=tmp_path)
+    done = paceline("demo", *words, cwd=tmp_path)
     assert done.code == 0, done.err
     rows = json.loads(done.out)
-    assert rows == json.loads((tmp_path / "deep" / "er" / "rows.json").read_text())
-    assert rows["settings"] | {"data": ""} == {
-        "data": "",
+    assert rows["settings"] == {
+        "data": "digits",
         "ranks": 3,
         "epochs": 1,
         "seed": 7,
         "dtype": "float32",
-        "report": "deep/er",
     }
     assert "rank 2  epoch  1/1" in done.err
 
 
+@pytest.mark.lab
 @pytest.mark.processes
 def test_one_rank_is_bitwise_one_process(tmp_path):
     done = paceline("demo", "--ranks-per-host", "1", "--epochs", "1", "--json", cwd=tmp_path)
@@ -143,14 +113,10 @@ def test_one_rank_is_bitwise_one_process(tmp_path):
         (["--epochs", "0"], "'--epochs': it has to be at least 1"),
         (["--seed", "-1"], "'--seed': it has to be at least 0"),
         (["--dtype", "float16"], "is not one of 'float64', 'float32'"),
-        (["--data", "cifar"], "neither digits, fashion-mnist nor a folder"),
-        (["--data", "."], "has no train-images-idx3-ubyte.gz"),
-        (["--report", "a-file/report"], "cannot be made"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_work(words, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a-file").touch()
     with pytest.raises(SystemExit) as left:
         main(["demo", *words])
     assert left.value.code == 2
@@ -160,49 +126,13 @@ def test_what_cannot_be_is_refused_before_any_work(words, says, tmp_path, monkey
     assert err.count("\n") == 1
 
 
-def test_absent_fashion_mnist_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.demo.images.FASHION_MNIST_FOLDER", tmp_path / "absent")
-    with pytest.raises(ConfigurationError, match="apt-get install dataset-fashion-mnist"):
-        load_images("fashion-mnist")
-
-
-def test_idx_files_are_read_gzipped_or_not(tmp_path):
-    zipped, plain = (
-        load_images(str(_idx_folder(tmp_path / ending, ending=ending))) for ending in (".gz", "")
-    )
-    np.testing.assert_array_equal(zipped.train_images, plain.train_images)
-    assert zipped.train_images.shape == (1707, 1, 8, 8)
-    assert zipped.num_classes == 10
-    assert zipped.train_images.mean() == pytest.approx(0, abs=1e-5)
-    np.testing.assert_array_equal(plain.test_labels, load_digits().target[:90])
-
-
-@pytest.mark.parametrize(
-    ("spoil", "says"),
-    [
-        (lambda path: path.write_bytes(b"not gzip"), "cannot be read"),
-        (lambda path: path.write_bytes(gzip.compress(b"")), "is not an IDX file"),
-        (lambda path: path.write_bytes(path.read_bytes()[:300]), "cannot be read"),
-        (lambda path: path.unlink(), "has no train-images"),
-        (lambda path: _write_idx(path, np.zeros((5, 8, 8))), "5 train images"),
-        (lambda path: _write_idx(path, np.zeros((1707, 8, 9))), "needs square images"),
-    ],
-)
-def test_spoilt_files_are_refused(spoil, says, tmp_path):
-    folder = _idx_folder(tmp_path / "images")
-    spoil(folder / "train-images-idx3-ubyte.gz")
-    with pytest.raises(ConfigurationError, match=says):
-        load_images(str(folder))
-
-
-@pytest.mark.processes
-def test_too_few_images_for_a_step(tmp_path):
-    """Refused after looking at the data and before starting a process."""
-    folder = _idx_folder(tmp_path / "images", num_test=1_700)
-    done = paceline("demo", "--data", str(folder), cwd=tmp_path)
-    assert done.code == 2
-    assert "has 97 training and 1000 test images of 8 pixels a side; a step of 2 ranks takes 128" in done.err
-    assert not (tmp_path / "paceline-report").exists()
+def test_too_few_images_for_a_step(monkeypatch, capsys):
+    """Refused before starting a process."""
+    monkeypatch.setattr("paceline.demo.comparison.num_cores", lambda: 64)
+    with pytest.raises(SystemExit) as left:
+        main(["demo", "--ranks-per-host", "23"])
+    assert left.value.code == 2
+    assert "there are 1438 training images, and a step of 23 ranks takes 1472" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -265,7 +195,7 @@ def test_an_error_while_receiving_is_raised_and_does_not_block_the_ranks(tmp_pat
 
 
 def test_the_digits_are_those_of_scikit_learn():
-    bunch, images = load_digits(), load_images("digits")
+    bunch, images = load_digits(), demo_images.load_digits()
     order = np.random.default_rng(0).permutation(1797)
     np.testing.assert_array_equal(images.test_labels, bunch.target[order[:359]])
     raw = bunch.images[order[359:]]
@@ -276,16 +206,13 @@ def test_the_digits_are_those_of_scikit_learn():
 
 @pytest.mark.processes
 @pytest.mark.lab
-def test_the_demo_needs_neither_matplotlib_nor_scikit_learn(tmp_path):
-    """In words, with the line that installs the pictures."""
-    for name in ("matplotlib", "sklearn", "scipy"):
+def test_the_demo_does_not_need_scikit_learn(tmp_path):
+    for name in ("sklearn", "scipy"):
         (tmp_path / "without" / name).mkdir(parents=True)
         (tmp_path / "without" / name / "__init__.py").write_text("raise ImportError(__name__)")
     path = os.pathsep.join([str(tmp_path / "without"), os.environ.get("PYTHONPATH", "")])
     done = paceline("demo", "--epochs", "1", cwd=tmp_path, env={"PYTHONPATH": path}, cold=True)
     assert done.code == 0, done.err
-    assert "paceline-report/rows.json. Pictures: pip install matplotlib" in done.out
-    assert [file.name for file in (tmp_path / "paceline-report").iterdir()] == ["rows.json"]
 
 
 def first_report(process):
@@ -310,7 +237,6 @@ def test_ctrl_c_ends_every_process(tmp_path):
     assert process.returncode == 128 + signal.SIGINT
     assert "SIGINT received; all 2 rank(s)" in err
     assert "Traceback" not in err
-    assert not list((tmp_path / "paceline-report").glob("*.png"))
 
 
 @pytest.mark.processes

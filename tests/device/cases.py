@@ -264,10 +264,10 @@ def clipped_by(name: str) -> Callable[[Here, str], list[Tensor]]:
     """An optimizer that scales by norms of parameters and gradients."""
 
     def case(here: Here, side: str) -> list[Tensor]:
-        from paceline import optim
+        import paceline_recipes
 
         model = wrapped(made(Mlp, here), here, side)
-        return steps(here, model, getattr(optim, name)(model.parameters(), lr=0.05))
+        return steps(here, model, getattr(paceline_recipes, name)(model.parameters(), lr=0.05))
 
     return case
 

@@ -21,6 +21,8 @@ from device.ranks import Here
 from harness.models import Mlp, sgd, squares
 from harness.running_servers import in_threads
 from paceline.comm import store_of_job
+from paceline.compression import TopK
+from paceline.reductions import Compressed
 from paceline_lossy import Bound, LossyTransport, Sum
 from paceline_lossy.lossy_transport import Losses
 
@@ -41,11 +43,11 @@ def overlapped(here: Here, side: str) -> list[Tensor]:
     return [*found, *state(model)]
 
 
-def sharded(here: Here, side: str, overlap_forward: bool | str = False) -> list[Tensor]:
+def sharded(here: Here, side: str, **how: Any) -> list[Tensor]:
     """Steps of an optimizer that is divided among the ranks, with the norm of all gradients."""
     from paceline import optim
 
-    model = wrapped(made(Mlp, here), here, side, overlap_forward=overlap_forward)
+    model = wrapped(made(Mlp, here), here, side, **how)
     optimizer, found = optim.shard(torch.optim.AdamW(model.parameters(), lr=0.01), model), []
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
@@ -59,7 +61,12 @@ def sharded(here: Here, side: str, overlap_forward: bool | str = False) -> list[
 
 def sharded_overlapped(here: Here, side: str) -> list[Tensor]:
     """The same behind the next forward."""
-    return sharded(here, side, "always")
+    return sharded(here, side, overlap_forward="always")
+
+
+def sharded_compressed(here: Here, side: str) -> list[Tensor]:
+    """The same with gradients that go to their owners in 16 bits, through two threads."""
+    return sharded(here, side, compression="bf16")
 
 
 def dropped_overlap(here: Here, side: str) -> list[Tensor]:
@@ -165,6 +172,18 @@ def shortened(compression: str) -> Callable[[Here, str], list[Tensor]]:
         return steps(here, wrapped(made(Mlp, here), here, side, compression=compression), num_steps=6)
 
     return case
+
+
+def kept_residuals(here: Here, side: str) -> list[Tensor]:
+    """Residuals are saved and loaded, and follow into another group. The streams that use them are other ones then."""
+    reduction = Compressed(TopK(0.1))
+    model = wrapped(made(Mlp, here), here, side, compression=reduction)
+    optimizer = sgd(model)
+    found = steps(here, model, optimizer, num_steps=2)
+    reduction.load_state_dict(reduction.state_dict())
+    found += steps(here, model, optimizer, num_steps=2)
+    model.membership.rebuild(here.another_group())
+    return [*found, *steps(here, model, optimizer, num_steps=2)]
 
 
 def failed_step(here: Here, side: str) -> list[Tensor]:
@@ -358,11 +377,11 @@ def local_steps(name: str, **options: Any) -> Callable[[Here, str], list[Tensor]
     """An optimizer that averages parameters every other step, and not gradients."""
 
     def case(here: Here, side: str) -> list[Tensor]:
-        from paceline import optim
+        import paceline_recipes
 
         model = made(Mlp, here)
         inner = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, foreach=False)
-        optimizer = getattr(optim, name)(inner, every=2, process_group=here.group, **options)
+        optimizer = getattr(paceline_recipes, name)(inner, every=2, process_group=here.group, **options)
         return steps(here, model, optimizer)
 
     return case
@@ -370,11 +389,11 @@ def local_steps(name: str, **options: Any) -> Callable[[Here, str], list[Tensor]
 
 def adasum_optimizer(here: Here, side: str) -> list[Tensor]:
     """What optimizers did is combined, during backward."""
-    from paceline import optim
+    from paceline_adasum import AdasumOptimizer
 
     model = made(Mlp, here)
     inner = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, foreach=False)
-    return steps(here, model, optim.AdasumOptimizer(inner, here.group, overlap=True))
+    return steps(here, model, AdasumOptimizer(inner, here.group, overlap=True))
 
 
 CASES: dict[str, Callable[[Here, str], list[Tensor]]] = {
@@ -382,6 +401,7 @@ CASES: dict[str, Callable[[Here, str], list[Tensor]]] = {
     "dropped overlap": dropped_overlap,
     "sharded": sharded,
     "sharded, overlapped": sharded_overlapped,
+    "sharded, compressed": sharded_compressed,
     "weighed": weighed,
     "late gradients": late_gradients,
     "accumulated window": accumulated_window,
@@ -402,5 +422,6 @@ CASES: dict[str, Callable[[Here, str], list[Tensor]]] = {
     "local SGD": local_steps("LocalSGD"),
     "DiLoCo": local_steps("DiLoCo", compression="bf16"),
     "compressed and sparse": sparse(compression="bf16"),
+    "kept residuals": kept_residuals,
     **{f"shortened {name}": shortened(name) for name in ("onebit", "randomk")},
 }

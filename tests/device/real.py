@@ -339,6 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--minutes", type=float, default=4, help="begin no case after so long; 0: no limit (4)"
     )
     parser.add_argument("--cases", nargs="*", help="only these (all)")
+    parser.add_argument("--no-times", action="store_true", help="leave out step times")
     given = parser.parse_args(arguments)
     device = find(given.device)
     if isinstance(device, str):
@@ -355,7 +356,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try_cases(report, device, {}, first, until_s - 60 if given.minutes else math.inf)
         try_vote(report, device)
-        take_times(report, device)
+        if not given.no_times:
+            take_times(report, device)
         try_cases(report, device, {}, [name for name in names if name not in first], until_s)
         if device.kind == "cuda":
             try_cases(

@@ -16,7 +16,9 @@ from device.marks import device
 from device.nccl import moments
 from device.nccl.exchange import FOLDER, Pause
 from device.ranks import on_device, ranks
+from paceline.comm.device_steps import DeviceSteps
 from paceline.comm.device_vote import DeviceExit, DeviceVote
+from paceline.errors import ConfigurationError
 
 pytestmark = device
 
@@ -198,19 +200,51 @@ def test_a_parameter_is_that_of_the_last_good_step(how, hears_late):
     assert what_is_wrong(ranks(3).run(steps, how, hears_late, "")) == ""
 
 
-@pytest.mark.parametrize(
-    ("mutant", "how"),
-    [
-        ("the vote", "before its gradients"),
-        ("numbers that cannot be guessed", "by its own abort"),
-        ("numbers of the step", "by its own abort"),
-        ("withdrawing the vote", "for the others alone"),
-        ("a bad step for good", "its abort, and lives"),
-    ],
-)
+SHOWN_BY = [
+    ("the vote", "before its gradients"),
+    ("numbers that cannot be guessed", "by its own abort"),
+    ("numbers of the step", "by its own abort"),
+    ("withdrawing the vote", "for the others alone"),
+    ("a bad step for good", "its abort, and lives"),
+]
+"""By mutant, the loss that shows it."""
+
+
+@pytest.mark.parametrize(("mutant", "how"), SHOWN_BY)
 def test_what_is_left_out_of_the_vote_is_noticed(mutant, how):
     """Each rule of the vote has a loss that shows it. The abort posts old bytes in all of them."""
     assert what_is_wrong(ranks(3).run(steps, how, True, mutant)) != ""
+
+
+def captured(rank, _num_ranks):
+    """Step an optimizer of elastic training while the device says that a graph is captured, and once more."""
+    here = on_device(rank, "latenccl")
+    leave = DeviceExit(here.device)
+    leave.enter()
+    parameter = torch.nn.Parameter(torch.ones(3, device=here.device))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    steps = DeviceSteps([optimizer], has_scaler=False)
+    steps.begin(DeviceVote(leave, here.group, "captured", here.device), 0)
+    parameter.grad = torch.ones_like(parameter)
+    steps.complete_window()
+    module = torch.get_device_module(here.device)
+    module.is_current_stream_capturing = lambda: True
+    try:
+        with pytest.raises(ConfigurationError) as refused:
+            optimizer.step()
+    finally:
+        del module.is_current_stream_capturing
+    unchanged = parameter[0].item()
+    optimizer.step()
+    return str(refused.value), unchanged, parameter[0].item()
+
+
+@pytest.mark.brief
+def test_a_step_that_is_captured_into_a_graph_is_refused():
+    """No vote would stop the graph when it is run again. The same step outside of a graph is done."""
+    ((words, unchanged, stepped),) = ranks(1).run(captured)
+    assert "this optimizer's step is captured into a CUDA graph" in words
+    assert (unchanged, stepped) == (1.0, 0.0)
 
 
 def of_one_rank(rank, num_ranks):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from device.elastic.mutants import MUTANTS
+from device import test_device_vote
+from device.elastic.mutants import MUTANTS, left_out
 from device.elastic.runs import Run, perform
 from device.marks import device
+from elastic import test_replay, test_rollback
 
 pytestmark = device
 
 TWO = ("1 5 within middle", "2 13 begin first")
 SLOWLY = ("--pause", "0.05")  # so that a replacement comes in while the others train
+TOPK = ("--ordinary", "--wrapped", '{"compression": "topk"}', *SLOWLY)
 
 
 def survive(folder, run, num_deaths):
@@ -20,7 +23,6 @@ def survive(folder, run, num_deaths):
     outcome = perform(run, folder)
     assert not outcome.wrong, f"{run}: {outcome.wrong}\n{outcome.said[-4000:]}"
     assert outcome.num_killed == num_deaths, outcome.said[-4000:]
-    assert outcome.ends[0]["ahead"] <= run.lead
     return outcome
 
 
@@ -71,6 +73,9 @@ def test_no_healthy_step_waits_for_the_device(tmp_path):
         {"deaths": ("1 7 self-abort",), "hears_late_s": 0.3},
         {"deaths": TWO, "options": ("--ordinary",)},
         {"deaths": TWO, "options": ("--ordinary", "--wrapped", '{"compression": "bf16"}')},
+        {"deaths": TWO, "options": TOPK},
+        {"deaths": TWO, "options": ("--ordinary", "--wrapped", '{"compression": "powersgd"}', *SLOWLY)},
+        {"deaths": TWO, "options": ("--autocast", *SLOWLY)},
         {"deaths": TWO, "options": ("--ordinary", "--wrapped", '{"balance": "auto"}')},
         {"deaths": TWO, "options": ("--ordinary", "--sync-batch-norm")},
     ],
@@ -81,7 +86,16 @@ def test_options_survive_losses(tmp_path, options, lead):
     survive(tmp_path, Run(**options, lead=lead), len(options["deaths"]))
 
 
+def test_a_rank_whose_device_fails_since_a_peer_died_is_replaced(tmp_path):
+    """Each later wait of its host is an error, as after an illegal address. The error counts the rank as lost."""
+    run = Run(TWO[:1], options=("--fails-with-peer", "2", *SLOWLY))
+    outcome = survive(tmp_path, run, 1)
+    assert "DeviceLostError: this rank's device fails since another rank was lost" in outcome.said
+    assert sum(len(lost) for _, lost, _, _ in outcome.ends[0]["history"]) == 2
+
+
 SHOWN_BY = {
+    "the bound of the host's lead": Run(),
     "the abort": Run(TWO[:1]),
     "the count of the device, instead of the host's": Run(TWO, lead=5),
     "waiting for the count": Run(("1 5 end vote", "2 13 end vote"), lead=5, hears_late_s=0.3),
@@ -90,15 +104,25 @@ SHOWN_BY = {
     "undoing buffers": Run(TWO, lead=5),
     "a vote over the new group": Run(TWO[:1]),
     "waiting for the device at an epoch's end": Run(("1 9 within last", "2 29 within middle"), lead=5),
-    "dropping state that a masked step has made": Run(("1 0 within middle",), optimizer="sgd"),
+    "dropping state that a masked step has made": Run(
+        ("1 0 within middle",), optimizer="sgd", hears_late_s=3.0
+    ),
     "undoing the scale": Run(TWO, lead=5, options=("--scaler",)),
     "taking away found_inf": Run(TWO),
     "what a scaler has found": Run(options=("--scaler",)),
+    "keeping residuals until they are copied": Run(TWO, options=TOPK),
 }
 """The runs that show what is left out of the loop.
 
-`test_device_vote.py` has those of the vote's rules, `tests/elastic/test_rollback.py` that of taking back indices.
+`test_device_vote.py` has those of the vote's rules, and SHOWN_BY_TESTS those that a test on the host shows.
 """
+
+
+SHOWN_BY_TESTS = {
+    "taking back indices": test_rollback.test_indices_of_a_bad_step_are_taken_back_on_the_device,
+    "sending the vote to a replacement": test_replay.test_what_a_fused_optimizer_is_told_travels_with_the_gradients,
+}
+"""Without the second, a replacement has other bits, which is noticed: it then receives everything instead."""
 
 
 @pytest.mark.lab
@@ -108,3 +132,14 @@ def test_what_is_left_out_is_noticed(tmp_path, mutant):
     run = SHOWN_BY[mutant]
     assert mutant in MUTANTS
     assert perform(Run(**{**vars(run), "mutant": mutant, "limit_s": 90.0}), tmp_path).wrong
+
+
+@pytest.mark.parametrize("mutant", SHOWN_BY_TESTS)
+def test_what_is_left_out_is_noticed_on_the_host(mutant, monkeypatch):
+    test = SHOWN_BY_TESTS[mutant]
+    with left_out(mutant), pytest.raises(AssertionError):
+        test(*([monkeypatch] if "monkeypatch" in test.__code__.co_varnames else []))
+
+
+def test_each_mutant_has_a_test():
+    assert {*SHOWN_BY, *SHOWN_BY_TESTS, *(each for each, _ in test_device_vote.SHOWN_BY)} == {*MUTANTS}

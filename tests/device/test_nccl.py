@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -190,6 +191,68 @@ def several_groups(rank, _num_ranks):
 
 def test_groups_do_not_wait_for_each_other():
     assert ranks().run(several_groups) == [[3.0, 5.0]] * 2
+
+
+def on_two_devices(rank, _num_ranks):
+    """One group on the first device, then on the second, where rank 1 is late to take what rank 0 has put."""
+    group = on_device(rank, "latenccl") and dist.new_group(backend="latenccl")
+    tensors = [torch.full((4,), float(rank + 10 * i), device=torch.device(late.DEVICE, i)) for i in range(2)]
+    dist.all_reduce(tensors[0], group=group)
+    late.drain()
+    unlisten = moments.listen(lambda *_: time.sleep(0.3 * rank))
+    dist.all_reduce(tensors[1], group=group)
+    late.drain()
+    unlisten()
+    return [t[0].item() for t in tensors]
+
+
+def test_a_group_has_a_communicator_for_each_device():
+    """Neither finds what the other has left. Ranks that did waited for ever, now and then."""
+    assert ranks().run(on_two_devices) == [[1.0, 21.0]] * 2
+
+
+def launched_by_one(rank, _num_ranks):
+    """Rank 1 asks whether its collective is over, before rank 0 launches that."""
+    here = on_device(rank, "latenccl")
+    tensor = torch.full((4,), float(rank + 1), device=here.device)
+    with late.scheduled("latest"):
+        works = [dist.all_reduce(tensor, group=here.group, async_op=True)] if rank else []
+        answers = [work.is_completed() for work in works for _ in range(6)]
+        dist.barrier()  # over Gloo
+        for work in works or [dist.all_reduce(tensor, group=here.group, async_op=True)]:
+            work.wait()
+        return answers, tensor[0].item()
+
+
+def test_asking_does_not_wait_for_a_peer():
+    """Otherwise the host stands in a collective whose peer waits for this host."""
+    assert ranks().run(launched_by_one) == [([], 3.0), ([False] * 6, 3.0)]
+
+
+def behind_another(rank, _num_ranks):
+    """Rank 0 launches a second group's collective when it has the first one's result; rank 1 launches both at once."""
+    here = on_device(rank, "latenccl")
+    first, second = (dist.new_group(backend="latenccl") for _ in range(2))
+    one, other = (torch.full((4,), float(rank + number), device=here.device) for number in (1, 10))
+    with late.scheduled("others"):
+        works = [dist.all_reduce(one, group=first, async_op=True)]
+        if rank:
+            works.append(dist.all_reduce(other, group=second, async_op=True))
+        dist.barrier()  # over Gloo, as the next one
+        if not rank:
+            works[0].wait()
+            one[0].item()
+        dist.barrier()
+        if not rank:
+            works.append(dist.all_reduce(other, group=second, async_op=True))
+        for work in works:
+            work.wait()
+        return one[0].item(), other[0].item()
+
+
+def test_a_collective_that_nothing_has_demanded_holds_up_no_other():
+    """A device runs what it may in any order, and goes on beside a collective that waits for a peer."""
+    assert ranks().run(behind_another) == [(3.0, 21.0)] * 2
 
 
 def with_a_time_limit(rank, _num_ranks):

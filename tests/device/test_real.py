@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from device import cases, our_cases
+from device.late import build
 from device.real import FIRST, Device, Report, table, try_cases
+from harness.terminal import REPOSITORY
 
 
 def test_what_comes_first_are_cases():
@@ -34,3 +38,32 @@ def test_the_table_counts_by_what_a_user_wants_to_know():
     assert "DDP 1 of 1 passed" in lines
     assert "forward overlap 0 of 1 passed" in lines
     assert "all 1 of 2 passed" in lines
+
+
+@pytest.mark.processes
+@pytest.mark.compiles
+@pytest.mark.lab
+@pytest.mark.timeout(600)  # the first test of a run builds the device for a minute
+@pytest.mark.skipif(build.missing() is not None, reason="no C++ compiler to build the emulated device with")
+@pytest.mark.filterwarnings("ignore")  # Jupyter's, about itself
+def test_the_notebook_for_a_hosted_gpu_runs_and_leaves_a_report(tmp_path, monkeypatch):
+    """All cells but the installation, which would change this environment; the device is the emulated one."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.reads((REPOSITORY / "examples" / "gpu_report.ipynb").read_text(), 4)
+    nbformat.validate(notebook)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    notebook.cells = [cell for cell in notebook.cells if "install" not in cell.metadata.get("tags", ())]
+    assert len(notebook.cells) == 8
+    for name, value in {
+        "DEVICE": "late",
+        "ARGS": "--no-times --cases mlp",
+        "PACELINE_SOURCE": str(REPOSITORY),
+    }.items():
+        monkeypatch.setenv(name, value)
+    where = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=550, kernel_name="python3", resources=where).execute()
+    shown = [output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ())]
+    text = "".join(shown)
+    assert "exit code 0" in text, text
+    assert "plain     nccl      mlp                        ok" in text
+    assert (tmp_path / "paceline-late.json").exists()

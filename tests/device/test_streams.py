@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import gc
 import os
 import signal
 from dataclasses import dataclass
@@ -213,7 +212,7 @@ def test_time_passes_on_the_device():
         second.record()
         with pytest.raises(RuntimeError, match="must be completed"):
             first.elapsed_time(second)
-        assert any(second.query() for _ in range(10))
+        assert any(second.query() for _ in range(10))  # a thread of its own has a second for it
         assert first.elapsed_time(second) >= 0
 
 
@@ -319,16 +318,20 @@ def test_a_forked_process_drops_device_memory_in_peace():
     assert host_sum(x) == 64
 
 
-@on_rank_0
-def test_what_is_allocated_is_counted():
-    """`torch.accelerator.memory_allocated` says what tensors hold now."""
-    gc.collect()  # tensors of earlier tests
-    late.drain()
+def allocated(_rank, _num_ranks):
+    """Return by how many bytes the device's use grows with a tensor of 4 KiB, and without it."""
+    late.start()
     before = torch.accelerator.memory_allocated()
     x = torch.empty(1024, device=late.DEVICE)
-    assert torch.accelerator.memory_allocated() == before + x.nbytes
+    with_it = torch.accelerator.memory_allocated()
     del x
-    assert torch.accelerator.memory_allocated() == before
+    return with_it - before, torch.accelerator.memory_allocated() - before
+
+
+def test_what_is_allocated_is_counted():
+    """`torch.accelerator.memory_allocated` says what tensors hold now. A fresh process: threads of other tests free."""
+    with Ranks(1, env={"LATE_DEVICES": "1"}) as alone:
+        assert alone.run(allocated) == [(4096, 0)]
 
 
 @on_rank_0

@@ -36,11 +36,12 @@ def _trained(here, model, optimizer, batches):
 
 def steps_of(rank, _num_ranks, side, options, optimizer_name):
     """What each step of a model with these options waits for, on this rank."""
+    import paceline_recipes
     from paceline import optim
 
     here = on_device(rank, SIDES[side])
     model = wrapped(made(Mlp, here), here, side, **options)
-    kinds = {"LARS": optim.LARS, "LAMB": optim.LAMB}
+    kinds = {"LARS": paceline_recipes.LARS, "LAMB": paceline_recipes.LAMB}
     optimizer = kinds[optimizer_name](model.parameters(), lr=0.1) if optimizer_name in kinds else sgd(model)
     if optimizer_name == "shard":
         optimizer = optim.shard(optimizer, model)

@@ -358,7 +358,7 @@ def test_the_first_gradient_that_is_not_finite():
     [
         (MadeRun(), "No rank and no link delays steps by 5% or more: 37 steps of "),
         (MadeRun(num_steps=9), "6 steps can be compared, and 12 are needed"),
-        (MadeRun(num_ranks=1), "1 rank left records: there is nobody to compare it with."),
+        (MadeRun(num_ranks=1), "1 rank left records: there is no other rank to compare it with."),
         (MadeRun(num_ranks=0), "No rank left a record."),
     ],
 )

@@ -10,11 +10,11 @@ def test_messages_arrive_as_they_were_sent():
     """In order, with tuples."""
     agent, theirs = AgentConnection.pair()
     rank = AgentConnection(theirs)
-    seat = RankAssignment(3, 1, 2, 2, ("127.0.0.1", 5), (0, 2), 1, "rank 0 ended", ("a:1", "b:0"))
+    assignment = RankAssignment(3, 1, 2, 2, ("127.0.0.1", 5), (0, 2), 1, "rank 0 ended", ("a:1", "b:0"))
     agent.tell(Stop(2, "why"))
-    agent.tell(seat, waits=False)
+    agent.tell(assignment, waits=False)
     assert rank.hear() == Stop(2, "why")
-    assert rank.hear() == seat
+    assert rank.hear() == assignment
     rank.tell(Ready("a card"))
     assert agent.hear() == Ready("a card")
     rank.close()

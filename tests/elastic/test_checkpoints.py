@@ -15,7 +15,7 @@ from paceline.elastic import checkpoints
 from paceline.elastic.checkpoints import CheckpointFolder, RankCheckpoints, snapshot
 from paceline.elastic.conflicts import check_given
 from paceline.elastic.handover import Carried
-from paceline.elastic.rollback import Place
+from paceline.elastic.rollback import TrainingPosition
 from paceline.errors import ConfigurationError
 
 CARD = "torch 2\nmodel of 3 parameters\nGlobalShuffle of 64 samples"
@@ -40,7 +40,7 @@ def training(num_steps, dtype=torch.float32, batch=8):
 
 
 def taken(carried, step):
-    return snapshot(carried, carried.rest_tree(Place(step, 0, 8 * step), GlobalBatch((8,))))
+    return snapshot(carried, carried.rest_tree(TrainingPosition(step, 0, 8 * step), GlobalBatch((8,))))
 
 
 def folder_of(path, **more):
@@ -114,13 +114,16 @@ def test_the_oldest_are_removed(tmp_path):
     assert sorted(each.name for each in tmp_path.glob("step-*")) == ["step-000000005", "step-000000030"]
 
 
-def test_other_jobs_and_other_writers_are_refused(tmp_path):
+def test_other_jobs_and_other_writers_are_refused(tmp_path, capsys):
     """Another version of torch is no other job."""
     _, _, carried = training(1)
     folder = folder_of(tmp_path)
     assert folder.write(taken(carried, 1)) == ""
     with pytest.raises(ConfigurationError, match="another process writes checkpoints into"):
         folder_of(tmp_path)
+    RankCheckpoints(tmp_path, carried, CARD).save(TrainingPosition(2, 0, 16), GlobalBatch((8,)), waits=True)
+    assert "step 2 was not written: another process writes" in capsys.readouterr().err  # a shadow does
+    assert not (tmp_path / "step-000000002").exists()
     folder.close()
     CheckpointFolder(tmp_path, CARD.replace("torch 2", "torch 3")).open()
     for other in (CARD.replace("3 parameters", "4 parameters"), CARD + "\nmore"):
@@ -152,12 +155,12 @@ def test_a_rank_saves_aside_and_resumes(tmp_path):
     model, _, carried = training(2)
     made = RankCheckpoints(tmp_path, carried, CARD)
     assert made.resume(0, 2) is None
-    made.save(Place(2, 0, 16), GlobalBatch((8,)), waits=False)
-    made.save(Place(3, 0, 24), GlobalBatch((8,)), waits=True)
+    made.save(TrainingPosition(2, 0, 16), GlobalBatch((8,)), waits=False)
+    made.save(TrainingPosition(3, 0, 24), GlobalBatch((8,)), waits=True)
     assert sorted(each.name for each in tmp_path.glob("step-*")) == ["step-000000002", "step-000000003"]
     other, _, theirs = training(0)
     tree = RankCheckpoints(tmp_path, theirs, CARD).resume(1, 2)
-    assert tree["place"] == [3, 0, 24]
+    assert tree["position"] == [3, 0, 24]
     assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))
     with pytest.raises(ConfigurationError, match="steps with 8 samples, and this job's have 16"):
         RankCheckpoints(tmp_path, training(0, batch=16)[2], CARD).resume(0, 1)
@@ -169,7 +172,7 @@ def test_each_rank_resumes_with_its_own_random_numbers(tmp_path):
     """Of a shadow's checkpoint; on another number of ranks all take those of rank 0."""
     _, _, carried = training(1)
     folder = folder_of(tmp_path)
-    rest = carried.rest_tree(Place(1, 0, 8), GlobalBatch((8,)))
+    rest = carried.rest_tree(TrainingPosition(1, 0, 8), GlobalBatch((8,)))
     states = []
     for seed in (5, 6):
         torch.manual_seed(seed)
@@ -190,3 +193,9 @@ def test_a_checkpoint_is_a_folder_or_a_function():
         check_given(3, None)
     with pytest.raises(ConfigurationError, match="notice=3"):
         check_given(None, 3)
+    check_given("folder", None, shadow=1)
+    with pytest.raises(ConfigurationError, match=r"shadow=2\): a job has one shadow, or none"):
+        check_given("folder", None, shadow=2)
+    for nothing in (None, print):
+        with pytest.raises(ConfigurationError, match=r"shadow=1\): a shadow needs a folder to write into"):
+            check_given(nothing, None, shadow=1)

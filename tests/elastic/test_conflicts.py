@@ -16,16 +16,33 @@ from paceline import DistributedDataParallel, convert_sync_batchnorm
 from paceline.comm import device_vote
 from paceline.comm.device_steps import check_lead
 from paceline.data import GlobalBatch, GlobalShuffle, GlobalStream
-from paceline.elastic import conflicts
+from paceline.elastic import conflicts, elastic
 from paceline.elastic.agent_connection import AgentConnection, Ready, difference
+from paceline.elastic.checkpoints import RankCheckpoints
 from paceline.errors import ConfigurationError
 from paceline.optim import shard
-from paceline.reductions import GradientNoiseScale
+from paceline_adasum import AdasumOptimizer
+from paceline_recipes import GradientNoiseScale, LocalSGD
 from paceline_servers import ParameterServers
 
 
 def layers():
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize("is_guest", [True, False])
+def test_logical_ranks_have_to_be_known(is_guest):
+    """A guest begins as rank 0 of 1, so it cannot count the others. Without an agent, all have to be there."""
+    words = (
+        r"Write GlobalBatch\.of\(8, ranks=4\), with your number"
+        if is_guest
+        else "the batch is for 3 logical ranks"
+    )
+    refused = GlobalBatch.of(8, 1) if is_guest else GlobalBatch.of(8, ranks=3)
+    sampler = GlobalShuffle(range(8), refused)
+    with pytest.raises(ConfigurationError, match=words):
+        elastic._check_logical(sampler, is_guest=is_guest, is_plain=not is_guest)
+    elastic._check_logical(GlobalShuffle(range(8), GlobalBatch.of(8, ranks=3)), is_guest=True, is_plain=False)
 
 
 def said(_rank, num_ranks, cases):
@@ -144,17 +161,13 @@ class Device(types.SimpleNamespace):
     """A model's parameters on a device that this process has not."""
 
 
-def of_device(monkeypatch, backends, *devices, reaches_host=True, keeps_residuals=False, **of_parameters):
+def of_device(monkeypatch, backends, *devices, reaches_host=True, **of_parameters):
     """What is refused of a model with parameters on these devices, over a group of these backends."""
     monkeypatch.setattr(dist, "get_backend_config", lambda _group: backends)
     where = torch.device("cpu" if reaches_host else devices[0])
     monkeypatch.setattr(device_vote, "device_for_metadata", lambda *_: where)
     parameters = [Device(device=torch.device(each), **of_parameters) for each in devices]
-    of_model = types.SimpleNamespace(reduction=types.SimpleNamespace(keeps_state=keeps_residuals))
-    model = types.SimpleNamespace(
-        module=types.SimpleNamespace(parameters=lambda: parameters),
-        membership=types.SimpleNamespace(model=of_model),
-    )
+    model = types.SimpleNamespace(module=types.SimpleNamespace(parameters=lambda: parameters))
     return " ".join(conflicts._of_device(model, None, torch.device(devices[0])))
 
 
@@ -169,7 +182,6 @@ def test_what_is_refused_on_a_device(monkeypatch):
     assert "by a revoke, which was not tried" in of_device(monkeypatch, "cpu:gloo,cuda:nccl2", "cuda:0")
     assert "several devices of this process" in of_device(monkeypatch, mixed, "cuda:0", "cuda:1")
     assert "steps within backward" in of_device(monkeypatch, mixed, "cuda:0", _in_backward_optimizers=[])
-    assert "compression with residuals" in of_device(monkeypatch, mixed, "cuda:0", keeps_residuals=True)
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
     said = of_device(monkeypatch, mixed, "cuda:0")
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING is not set" in said
@@ -195,6 +207,17 @@ def test_optimizers_that_no_vote_can_stop_are_refused_on_a_device():
     for words, optimizer in refused.items():
         assert words in " ".join(conflicts._of_optimizers([optimizer], on_device=True))
         assert list(conflicts._of_optimizers([optimizer], on_device=False)) == []
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, AdasumOptimizer])
+def test_optimizers_that_communicate_in_their_step_are_refused(kind):
+    refused = list(conflicts._of_optimizers([object.__new__(kind)], on_device=False))
+    assert refused[0].startswith(f"{kind.__name__} communicates in its step")
+
+
+def test_a_folder_for_checkpoints_is_refused_on_a_device():
+    with pytest.raises(ConfigurationError, match="on an accelerator is a function, not a folder"):
+        RankCheckpoints.of("checkpoints", types.SimpleNamespace(device=torch.device("cuda:0")), "")
 
 
 @pytest.mark.parametrize("lead", [0, -1, 1.5, True, None])

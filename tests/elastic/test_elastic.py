@@ -1,4 +1,4 @@
-"""What `Elastic` does on one rank, without processes: its crew is the test's."""
+"""What `Elastic` does on one rank, without processes: its client is the test's."""
 
 import types
 
@@ -7,8 +7,8 @@ import pytest
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.elastic import Elastic
 from paceline.elastic.agent_connection import Saved
-from paceline.elastic.elastic import ElasticClient
-from paceline.elastic.rollback import Place
+from paceline.elastic.client import ElasticClient
+from paceline.elastic.rollback import TrainingPosition
 from paceline.errors import ProtocolError
 
 
@@ -17,9 +17,12 @@ def elastic_of(**attributes):
     told = []
     made = Elastic.__new__(Elastic)
     shuffle = GlobalShuffle(20, GlobalBatch((4,)), 0)
-    line = types.SimpleNamespace(tell=told.append)
+    connection = types.SimpleNamespace(tell=told.append)
     vars(made).update(
-        _sampler=shuffle, _place=Place(3, 0, 12), _is_given_up=False, _crew=types.SimpleNamespace(line=line)
+        _sampler=shuffle,
+        _position=TrainingPosition(3, 0, 12),
+        _is_given_up=False,
+        _client=types.SimpleNamespace(connection=connection),
     )
     vars(made).update(attributes)
     return made, told
@@ -44,11 +47,11 @@ def test_a_checkpoint_that_raises_is_told():
 
 def test_a_further_step_than_the_others_is_refused():
     """A rank that had counted other epochs than the others trained them alone."""
-    crew = ElasticClient.__new__(ElasticClient)
-    crew._others_ended = False
-    crew.check_others_train(9, 1)
-    crew._others_ended = True
+    client = ElasticClient.__new__(ElasticClient)
+    client._others_ended = False
+    client.check_others_train(9, 1)
+    client._others_ended = True
     with pytest.raises(
         ProtocolError, match=r"asks for step 10, of epoch 1, after the other ranks have ended .*range"
     ):
-        crew.check_others_train(9, 1)
+        client.check_others_train(9, 1)

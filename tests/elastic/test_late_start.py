@@ -9,7 +9,7 @@ import torch.distributed as dist
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.elastic.handover import Carried
 from paceline.elastic.late_start import LateStart
-from paceline.elastic.rollback import Place, Rollback
+from paceline.elastic.rollback import Rollback, TrainingPosition
 from paceline.elastic.world import forget_world
 from paceline.errors import ConfigurationError
 
@@ -24,22 +24,22 @@ def world():
 
 
 class Replacement:
-    """A rank that comes in at `place`; its script had loaded the sampler's state of `loaded` before."""
+    """A rank that comes in at `position`; its script had loaded the sampler's state of `loaded` before."""
 
-    def __init__(self, place, loaded=0):
+    def __init__(self, position, loaded=0):
         self.sampler = GlobalShuffle(SAMPLES, GlobalBatch((4,)), 0)
         self.sampler.load_state_dict(self.sampler.state_dict() | {"epoch": loaded})
         own = self.sampler.epoch
         net = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
         self.schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        for _ in range(place.epoch):
+        for _ in range(position.epoch):
             with contextlib.suppress(UserWarning):
                 self.schedule.step()
-        self.sampler.move(GlobalBatch((4,)), 0, place.epoch, place.position)
+        self.sampler.move(GlobalBatch((4,)), 0, position.epoch, position.num_samples)
         carried = Carried(net, [optimizer], [self.schedule], self.sampler)
         rollback = Rollback(net, [optimizer], [self.schedule])
-        self.late = LateStart(carried, self.sampler, own, place, rollback)
+        self.late = LateStart(carried, self.sampler, own, position, rollback)
         self.weight = net.weight
         self.trained = []
 
@@ -86,21 +86,30 @@ def counts_from_a_checkpoint(rank):
 @pytest.mark.usefixtures("world")
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("script", [counts, reads, names, asks, counts_from_a_checkpoint])
-@pytest.mark.parametrize("place", [Place(0, 0, 0), Place(4, 1, 4), Place(6, 1, 12), Place(11, 3, 8)], ids=str)
-def test_it_trains_what_the_others_train(script, place):
+@pytest.mark.parametrize(
+    "position",
+    [
+        TrainingPosition(0, 0, 0),
+        TrainingPosition(4, 1, 4),
+        TrainingPosition(6, 1, 12),
+        TrainingPosition(11, 3, 8),
+    ],
+    ids=str,
+)
+def test_it_trains_what_the_others_train(script, position):
     """Each with its own number of the epoch; a schedule that was stepped behind epochs that are over is as theirs."""
-    if script is counts_from_a_checkpoint and not place.epoch:
+    if script is counts_from_a_checkpoint and not position.epoch:
         pytest.skip("the checkpoint is of a later epoch")
-    rank = Replacement(place, loaded=int(script is counts_from_a_checkpoint))
+    rank = Replacement(position, loaded=int(script is counts_from_a_checkpoint))
     script(rank)
     everything = [(epoch, epoch, at) for epoch in range(EPOCHS) for at in range(0, SAMPLES, 4)]
-    assert rank.trained == [each for each in everything if each[1:] >= (place.epoch, place.position)]
+    assert rank.trained == [each for each in everything if each[1:] >= (position.epoch, position.num_samples)]
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_communication_that_no_other_rank_meets_is_refused(world):
     """It had waited for the others, which waited for it in their step. What asks for ranks and sizes is answered."""
-    rank, one = Replacement(Place(4, 1, 4)), torch.ones(1)
+    rank, one = Replacement(TrainingPosition(4, 1, 4)), torch.ones(1)
     rank.loop(0)
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
     calls = [dist.barrier, lambda: dist.all_reduce(one), lambda: dist.broadcast_object_list([1])]
@@ -119,7 +128,7 @@ def test_communication_that_no_other_rank_meets_is_refused(world):
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_parameters_that_a_script_changes_before_the_first_step_are_noticed():
     """A checkpoint that is loaded behind `Elastic(...)` is older than what the others train."""
-    rank = Replacement(Place(4, 1, 4))
+    rank = Replacement(TrainingPosition(4, 1, 4))
     rank.loop(0)
     with torch.no_grad():
         rank.weight.add_(1e-6)

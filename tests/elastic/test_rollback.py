@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from paceline.elastic.rollback import Place, Randomness, Rollback
+from paceline.elastic.rollback import Randomness, Rollback, TrainingPosition
 from paceline.elastic.state_tree import pack, unpack
 
 
@@ -38,7 +38,7 @@ def test_what_a_given_up_step_has_changed_is_undone():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     rollback = Rollback(model, [optimizer], [schedule])
-    rollback.note(Place(0, 0, 0))
+    rollback.note(TrainingPosition(0, 0, 0))
     before = {name: each.clone() for name, each in model.named_buffers()}
     numbers = drawn()
     model(torch.randn(4, 3))
@@ -57,7 +57,7 @@ def test_a_learning_rate_that_is_a_tensor_is_undone_as_well():
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=torch.tensor(0.5))
     rollback = Rollback(torch.nn.Module(), [optimizer], [])
-    rollback.note(Place(0, 0, 0))
+    rollback.note(TrainingPosition(0, 0, 0))
     optimizer.param_groups[0]["lr"].fill_(0.1)
     rollback.undo()
     assert float(optimizer.param_groups[0]["lr"]) == 0.5
@@ -69,10 +69,10 @@ def test_a_normal_number_that_numpy_keeps_is_drawn_again():
     np.random.seed(4)  # noqa: NPY002
     first, second = np.random.randn(2)  # noqa: NPY002
     np.random.seed(4)  # noqa: NPY002
-    rollback.note(Place(0, 0, 0))
+    rollback.note(TrainingPosition(0, 0, 0))
     assert np.random.randn() == first  # noqa: NPY002
     for _ in range(2):
-        rollback.note(Place(0, 0, 0))
+        rollback.note(TrainingPosition(0, 0, 0))
         assert np.random.randn() == second  # noqa: NPY002
         rollback.undo()
     assert np.random.randn() == second  # noqa: NPY002
@@ -94,18 +94,18 @@ def test_a_host_that_is_ahead_goes_back_to_the_step_that_counts():
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     rollback = Rollback(model, [optimizer], [schedule])
     for step in range(5):
-        rollback.note(Place(step, 0, 8 * step), num_known=step - 2)
+        rollback.note(TrainingPosition(step, 0, 8 * step), num_known=step - 2)
         model(torch.full((4, 3), float(step)))
         model.num_batches_tracked.fill_(step + 1)
         optimizer.step()
         schedule.step()
-    assert rollback.undo(3) == Place(3, 0, 24)
+    assert rollback.undo(3) == TrainingPosition(3, 0, 24)
     assert (model.num_batches_tracked, optimizer.param_groups[0]["lr"], model.counts) == (
         3,
         0.125,
         {"forwards": 3},
     )
-    rollback.note(Place(3, 0, 24), num_known=3)
+    rollback.note(TrainingPosition(3, 0, 24), num_known=3)
     assert rollback.undo().step == 3
 
 
@@ -114,7 +114,7 @@ def test_state_that_a_masked_step_has_made_is_dropped():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, fused=True)
     rollback = Rollback(model, [optimizer], [])
-    rollback.note(Place(0, 0, 0))
+    rollback.note(TrainingPosition(0, 0, 0))
     optimizer.found_inf = torch.ones(())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
@@ -130,7 +130,7 @@ def test_a_scaler_is_undone_without_asking_its_device():
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     rollback = Rollback(torch.nn.Module(), [optimizer], [scaler])
     for expected in (8.0, 16.0):
-        rollback.note(Place(0, 0, 0))
+        rollback.note(TrainingPosition(0, 0, 0))
         scaler.scale(parameter.sum()).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -150,7 +150,7 @@ def test_indices_of_a_bad_step_are_taken_back_on_the_device():
     model.register_buffer("index", torch.tensor([1, 2]))
     model.register_buffer("mean", torch.tensor([0.5]))
     rollback = Rollback(model, [], [])
-    rollback.note(Place(0, 0, 0))
+    rollback.note(TrainingPosition(0, 0, 0))
     for is_good, expected in ((True, 99), (False, 1)):
         model.index.fill_(99)
         model.mean.fill_(99.0)

@@ -11,7 +11,7 @@ from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.elastic.checkpoints import CheckpointFolder
 from paceline.elastic.handover import Carried
 from paceline.elastic.replay import Giver, Share
-from paceline.elastic.rollback import Place
+from paceline.elastic.rollback import TrainingPosition
 from paceline.elastic.shadow import Shadow, ShadowOrders
 from paceline.errors import ConfigurationError, ReplicaMismatchError
 
@@ -76,9 +76,9 @@ class Job:
         self.thread.start()
 
     def turn(self, rank):
-        place = Place(rank.step, 0, rank.step * 8)
+        position = TrainingPosition(rank.step, 0, rank.step * 8)
         for giver in rank.givers:
-            giver.go_on(place, BATCH)
+            giver.go_on(position, BATCH)
 
     def train(self, num_steps):
         for _ in range(num_steps):
@@ -91,7 +91,7 @@ class Job:
     def end(self):
         for rank in self.members:
             for giver in rank.givers:
-                giver.end(Place(rank.step, 0, rank.step * 8), BATCH)
+                giver.end(TrainingPosition(rank.step, 0, rank.step * 8), BATCH)
         self.thread.join(30)
         assert not self.thread.is_alive()
 
@@ -114,7 +114,7 @@ class Job:
         torch.manual_seed(99)
         resumed.carried.take(tree, is_new=True)
         assert torch.equal(tree["randomnesses"][-1]["torch"], torch.get_rng_state())
-        assert tree["place"] == [step, 0, step * 8]
+        assert tree["position"] == [step, 0, step * 8]
         assert resumed.schedule.state_dict() == rank.schedule.state_dict()
         assert all(map(torch.equal, resumed.model.buffers(), rank.model.buffers()))
         return resumed.carried.digest() == self.followed.carried.digest() == rank.carried.digest()
@@ -147,6 +147,26 @@ def test_it_goes_on_with_fewer_ranks_without_a_snapshot(tmp_path, capfd):
     job.end()
     assert job.is_equal(7)
     assert "snapshot" not in capfd.readouterr().err
+
+
+def test_it_is_whole_again_if_one_giver_begins_a_step_after_the_others(tmp_path, capfd):
+    """The first giver has begun behind the step that the shadow holds, so it sends no snapshot by itself."""
+    job = Job(tmp_path)
+    job.begin()
+    job.train(4)
+    job.end()
+    job.begin()
+    late = job.ranks[2].givers
+    job.ranks[2].givers = []
+    for rank in job.ranks:
+        job.turn(rank)
+    for rank in job.ranks:
+        train(rank)
+    job.ranks[2].givers = late
+    job.train(5)
+    job.end()
+    assert job.is_equal(10)
+    assert "fell behind after step 4" in capfd.readouterr().err
 
 
 def test_a_rank_that_dies_behind_its_gradients_costs_nothing(tmp_path):
@@ -203,19 +223,23 @@ def test_a_step_that_one_rank_has_completed_and_others_give_up_is_not_applied(tm
 
 def test_a_shadow_that_does_not_read_takes_a_new_snapshot(tmp_path, monkeypatch, capfd):
     """No giver waits for it, and what waits to be read is bounded."""
-    monkeypatch.setattr("paceline.elastic.replay._LEAST_BYTES", 20_000)
-    monkeypatch.setattr("paceline.elastic.replay._DRAIN_S", 0.0)
-    job, goes_on = Job(tmp_path), threading.Event()
+    job, follows, goes_on = Job(tmp_path), threading.Event(), threading.Event()
     apply = job.shadow._apply
 
     def applying(*given):
         apply(*given)
-        goes_on.wait(30)
+        if job.shadow.is_whole:
+            follows.set()
+            goes_on.wait(30)
 
     monkeypatch.setattr(job.shadow, "_apply", applying)
+    monkeypatch.setattr("paceline.elastic.replay._DRAIN_S", 0.01)
     job.begin()
     for rank in job.ranks:
         rank.givers[0]._end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    while not follows.is_set():
+        job.train(1)
+    monkeypatch.setattr("paceline.elastic.replay._LEAST_BYTES", 20_000)
     while not all(rank.givers[0]._is_behind for rank in job.ranks):
         job.train(1)
     most = max(rank.givers[0]._posted - rank.givers[0]._sent for rank in job.ranks)
@@ -227,6 +251,46 @@ def test_a_shadow_that_does_not_read_takes_a_new_snapshot(tmp_path, monkeypatch,
     assert not job.failed
     assert job.is_equal(job.ranks[0].step)
     assert "fell behind" in capfd.readouterr().err
+
+
+def test_words_that_wait_are_bounded_as_tensors_are(monkeypatch):
+    """A schedule has long words, and no shadow reads."""
+    monkeypatch.setattr("paceline.elastic.replay._LEAST_BYTES", 100_000)
+    it, (here, there) = training(), socket.socketpair()
+    monkeypatch.setattr(it.schedule, "state_dict", lambda: {"words": "x" * 1_000_000})
+    it.givers = [Giver(here, it.carried, Share(0, 1))]
+    with there:
+        for _ in range(2):
+            Job.turn(None, it)
+        assert it.givers[0]._is_behind
+
+
+def test_it_is_whole_again_only_with_a_snapshot_of_a_share_that_fell_behind(tmp_path, capfd):
+    """One giver drops three steps, and the others' come before its snapshot. So each says "whole" with right bits."""
+    job, digests, said = Job(tmp_path), {}, []
+    job.shadow._says_whole = lambda is_whole: said.append(
+        (is_whole, job.shadow.step, job.followed.carried.digest())
+    )
+
+    def train(num_steps):
+        for _ in range(num_steps):
+            job.train(1)
+            digests[job.ranks[0].step] = job.ranks[0].carried.digest()
+
+    job.begin()
+    train(4)
+    late = job.ranks[1].givers[0]
+    while late._sent < late._posted:
+        late.drain()
+    late._is_behind, late._turn = True, lambda *_: None
+    train(3)
+    del late._turn
+    train(6)
+    job.end()
+    assert job.is_equal(13)
+    assert [is_whole for is_whole, _, _ in said] == [True, False, True]
+    assert all(digests[step] == digest for is_whole, step, digest in said if is_whole)
+    assert capfd.readouterr().err.count("fell behind after step 3: step 4 did not come from all ranks") == 1
 
 
 def test_one_bit_that_differs_is_named(tmp_path, capfd):
@@ -263,9 +327,41 @@ def test_it_says_how_much_memory_it_needs(tmp_path, monkeypatch):
         raise job.failed[0]
 
 
+def test_training_on_an_accelerator_is_refused():
+    """The ranks say so, also to a shadow whose script found no accelerator on its own host."""
+    it, (here, there) = training(), socket.socketpair()
+    it.model.to("meta")
+    giver = Giver(here, it.carried, Share(0, 1))
+    shadow = Shadow(
+        training().carried, CheckpointFolder("unused", "a card"), ShadowOrders("unused", 3, 9.0, "none")
+    )
+    shadow.begin([there])
+    with pytest.raises(
+        ConfigurationError, match=r"cannot follow: the ranks train on an accelerator, whose bits"
+    ):
+        shadow.follow()
+    assert giver.is_over
+
+
+def test_what_it_holds_becomes_a_ranks_state(tmp_path):
+    """It says when it holds all of it. The folder is free for the next shadow when the write has ended."""
+    job, said = Job(tmp_path), []
+    job.shadow._says_whole = said.append
+    job.begin()
+    job.train(3)
+    job.end()
+    held = job.shadow.release()
+    assert (held.step, held.digest, said) == (3, job.ranks[0].carried.digest(), [True])
+    while any(each.name == "paceline-checkpoint" for each in threading.enumerate()):
+        threading.Event().wait(0.01)
+    CheckpointFolder(tmp_path, "a card").open()
+    job.shadow.is_whole = False
+    assert job.shadow.release() is None
+
+
 def test_shares_are_about_equal_and_leave_nothing_out():
     """One large parameter is one share."""
     sizes = [100, 5, 5, 5, 90, 30]
-    shares = [Share(index, 3).places(sizes) for index in range(3)]
+    shares = [Share(index, 3).indices(sizes) for index in range(3)]
     assert sorted(place for each in shares for place in each) == list(range(6))
     assert sorted(sum(sizes[place] for place in each) for each in shares) == [45, 90, 100]

@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass, field, replace
 
 from paceline.launch.elastic.council import Beginning, Council
-from paceline.launch.elastic.decree import Voter
+from paceline.launch.elastic.decision import AgentInfo
 from paceline.launch.elastic.plan import NOT_STARTED, Address, Member, Plan, Proposal
 from paceline.launch.elastic.vote import NEVER, Quorum
 from paceline.launch.elastic.wire import Packet, decode, encode
@@ -80,12 +80,12 @@ class World:
         name, address = f"{place}-{number}", Address(f"host{place}", 1)
         first = None if place == 0 else Address("host0", 1)
         if self.least is None:
-            council = Council(Voter(name, address), self.needs, first, self.now_s)
+            council = Council(AgentInfo(name, address), self.needs, first, self.now_s)
         else:
             address = Address(f"host{place}", number + 1)  # another one at each start
             needs = replace(self.needs, hosts=NEVER)
             guest = Beginning(self._needed, lambda: self.holder)
-            council = Council(Voter(name, address), needs, None, self.now_s, guest)
+            council = Council(AgentInfo(name, address), needs, None, self.now_s, guest)
         host = Host(council, [Member(name, 0)], address)
         host.steps = {Member(name, 0): NOT_STARTED}
         before = self.hosts[place : place + 1]
@@ -166,14 +166,15 @@ class World:
         is_out = host.plan is not None and not any(m.host == host.council.own.name for m in host.plan.members)
         if not (waits or is_out):
             return
-        if host.council.decree is not None and host.plan is not None and self._is_fenced(host):
+        if host.council.decision is not None and host.plan is not None and self._is_fenced(host):
             host.members = [Member(host.council.own.name, next(self._numbers))]
             host.steps = {host.members[0]: NOT_STARTED}
         store = Address(host.address.host, 2)
         if host.is_told:
             host.steps = {}
+        left = tuple(host.members) if host.is_told else ()
         proposal = Proposal(
-            host.epoch + 1, dict(host.steps), store, host.has_paused, host.is_told, host.is_told
+            host.epoch + 1, dict(host.steps), store, host.has_paused, host.is_told, host.is_told, left
         )
         plan = host.council.decide(proposal, self.now_s)
         if plan is not None:
@@ -181,11 +182,11 @@ class World:
             host.steps = {m: plan.step if m in plan.members else s for m, s in host.steps.items()}
 
     def _is_fenced(self, host: Host) -> bool:
-        """Return whether its ranks are outside a decree by which others train."""
-        decree = host.council.decree
-        assert decree is not None
-        names = {candidate.member for candidate in decree.members}
-        return decree.epoch > host.epoch and bool(names) and not names & set(host.members)
+        """Return whether its ranks are outside a decision by which others train."""
+        decision = host.council.decision
+        assert decision is not None
+        names = {candidate.member for candidate in decision.members}
+        return decision.epoch > host.epoch and bool(names) and not names & set(host.members)
 
     def _train(self) -> None:
         if self.now_s < self._step_s:

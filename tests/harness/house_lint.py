@@ -32,6 +32,7 @@ REPOSITORY = Path(__file__).parents[2]
 BUDGET = Path(__file__).with_name("house_budget.json")
 MOST_PARAMETERS, SMALL_FILE_LINES = 7, 60
 _WORD = re.compile(r"[A-Za-z_]\w*")
+_NAMES = ("id", "attr", "arg", "name", "module", "asname")  # fields of nodes that hold identifiers
 _LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -41,6 +42,7 @@ _LAYOUT = {
     tokenize.ENDMARKER,
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Documented = ast.Module | ast.ClassDef | Function
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,35 @@ class Source:
         """Syntax tree of the file."""
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of that tree."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def docstrings(self) -> list[tuple[Documented, ast.Constant]]:
+        """Every module, class and function that has a docstring, with the docstring's node."""
+        found: list[tuple[Documented, ast.Constant]] = []
+        for node in self.nodes:
+            if isinstance(node, Documented) and node.body and isinstance(node.body[0], ast.Expr):
+                value = node.body[0].value
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    found.append((node, value))
+        return found
+
+    @cached_property
+    def words(self) -> set[str]:
+        """Every identifier, and the words of the strings other than docstrings."""
+        skipped = {id(constant) for _, constant in self.docstrings}
+        found: set[str] = set()
+        for node in self.nodes:
+            for field in _NAMES:
+                if isinstance(value := getattr(node, field, None), str):
+                    found.update(value.split("."))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+                found.update(_WORD.findall(node.value))
+        return found
+
     def __str__(self) -> str:
         return str(self.path.relative_to(REPOSITORY))
 
@@ -91,23 +122,13 @@ def sources(folders: Sequence[str]) -> list[Source]:
     ]
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[ast.Module | ast.ClassDef | Function, ast.Constant]]:
-    """Yield every module, class and function that has a docstring, with the docstring's node."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | Function) and node.body:
-            first = node.body[0]
-            value = first.value if isinstance(first, ast.Expr) else None
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                yield node, value
-
-
 def num_code_lines(source: Source) -> int:
     """Count the lines that hold code: without blanks, comments, docstrings and imports."""
     left_out: set[int] = set()
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    for _, docstring in docstrings(source.tree):
+    for _, docstring in source.docstrings:
         left_out.update(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
@@ -158,7 +179,7 @@ def over_budget(rooms: dict[str, dict[str, int]], budgets: dict[str, dict[str, i
 def _defined_privately(file: Source) -> set[str]:
     """Return the private names that a file defines, as attributes, methods, functions, classes or fields."""
     found = set()
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.ClassDef | Function):
             found.add(node.name)
         elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
@@ -177,7 +198,7 @@ def private_access(files: Sequence[Source], foreign_names: Sequence[str]) -> Ite
     packages = {file.package for file in files}
     for file in files:
         foreign = anywhere - defined[file.room] - set(foreign_names)
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             if isinstance(node, ast.Attribute) and node.attr in foreign:
                 yield f"{file}:{node.lineno}: {node.attr} is private to another room"
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -195,7 +216,7 @@ def many_parameters(files: Sequence[Source], mirrors: Sequence[str]) -> Iterator
     """
     found = set()
     for file in files:
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             if isinstance(node, Function):
                 listed = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 counted = [
@@ -225,7 +246,7 @@ def small_files(files: Sequence[Source], lone: Sequence[str]) -> Iterator[str]:
     modules = {file.module for file in files}
     importers: dict[str, set[str]] = {}
     for file in files:
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -242,19 +263,6 @@ def small_files(files: Sequence[Source], lone: Sequence[str]) -> Iterator[str]:
             yield f"{file}: {lines} lines, and only {min(by)} imports it: move it there"
 
 
-def _words(tree: ast.AST) -> Iterator[str]:
-    """Yield every identifier of a syntax tree, and the words of its strings other than docstrings."""
-    skipped = {id(node) for _, node in docstrings(tree)} if isinstance(tree, ast.Module) else set()
-    for node in ast.walk(tree):
-        for value in (
-            getattr(node, field, None) for field in ("id", "attr", "arg", "name", "module", "asname")
-        ):
-            if isinstance(value, str):
-                yield from value.split(".")
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
-            yield from _WORD.findall(node.value)
-
-
 def unknown_names(files: Sequence[Source], foreign_words: Sequence[str]) -> Iterator[str]:
     """Yield the names in backticks that nothing defines or uses.
 
@@ -263,15 +271,15 @@ def unknown_names(files: Sequence[Source], foreign_words: Sequence[str]) -> Iter
     """
     known = {*dir(builtins), *foreign_words, "self", "cls"}
     for file in files:
-        known.update(file.parts, _words(file.tree))
+        known.update(file.parts, file.words)
     for file in files:
         here = known
         if file.parts[-1] == "__init__":
             inside = [each for each in files if each.path.is_relative_to(file.path.parent)]
             here = {file.package, *dir(builtins), *foreign_words}
             for each in inside:
-                here.update(each.parts, _words(each.tree))
-        for node, docstring in docstrings(file.tree):
+                here.update(each.parts, each.words)
+        for node, docstring in file.docstrings:
             names = here if isinstance(node, ast.Module) else known
             for quoted in re.findall(r"``?([^`]+)``?", str(docstring.value)):
                 if re.fullmatch(r"[A-Za-z_][\w.]*(\(\))?", quoted):

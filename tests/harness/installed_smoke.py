@@ -24,17 +24,19 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 # The folder of each package of this repository, and what it is built from.
 PACKAGES = {
     "paceline": ".",
+    "paceline_adasum": "adasum",
     "paceline_lossy": "lossy",
     "paceline_plan": "plan",
+    "paceline_recipes": "recipes",
     "paceline_servers": "servers",
     "paceline_lab": "lab",
     "paceline_svm": "svm",
 }
-BUILT_FROM = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "src")
+BUILT_FROM = ("pyproject.toml", "hatch_build.py", "README.md", "CHANGELOG.md", "LICENSE", "src")
 PAGES = ("docs/glossary.md", "docs/troubleshooting.md")  # which the package holds links to
 FIT = "from paceline_svm import SVC; print(SVC().fit([[0.0], [1], [2], [3]], [0, 0, 1, 1]).predict([[0.5], [2.5]]))"
 CHOOSE = """from paceline.reductions import choose_reduction as choose
-print(choose("bounded_loss"), choose("parameter_servers"))"""
+print(choose("adasum"), choose("bounded_loss"), choose("parameter_servers"))"""
 _BUILD = "import sys; from hatchling import build; print(build.build_{kind}(sys.argv[1]))"
 
 
@@ -143,7 +145,7 @@ def smoke(python: str, wheel: Path, others: Sequence[Path]) -> None:
             ((str(own / "paceline"), "plan", "resnet50", "--to", "8"), "devices"),
             ((str(own / "paceline"), "svm", "--help"), "cross-validate"),
             ((str(own / "paceline"), "serve", "--help"), "--listen"),
-            ((str(own / "python"), "-c", CHOOSE), "BoundedLoss(bound=0.01"),
+            ((str(own / "python"), "-c", CHOOSE), "Adasum(hosts=None) BoundedLoss(bound=0.01"),
             ((str(own / "python"), "-c", FIT), "[0 1]"),
         ):
             out = _run(folder, *command)

@@ -27,7 +27,7 @@ from harness.program_model import (
 )
 from harness.random_programs import Program
 from paceline import DistributedDataParallel
-from paceline.optim import DiLoCo, LocalSGD
+from paceline_recipes import DiLoCo, LocalSGD
 
 ALONE = {"train twice forward", "train, backward twice"}  # not what torch's class can do
 
@@ -85,7 +85,7 @@ def with_torch(program: Program, rank: int, num_ranks: int, compare: Comparison)
             if theirs is not None:
                 theirs.module.load_state_dict(model.module.state_dict())  # running statistics have moved
             continue
-        train_on(program, name, seed, _Cast(model, precision), [rank], whole=False)
+        train_on(program, name, seed, Cast(model, precision), [rank], whole=False)
         taken = take(model.module)
         train_on(program, name, seed, alone, who, whole=True)
         expected = [p.grad for p in alone.parameters()]
@@ -128,7 +128,7 @@ def _left_early(reducer: Any, compare: Comparison) -> None:
             compare.fail(f"buckets {late} of a static graph waited for the end of backward")
 
 
-class _Cast:
+class Cast:
     """A wrapped model whose inputs come in another dtype."""
 
     def __init__(self, model: DistributedDataParallel, dtype: torch.dtype) -> None:

@@ -290,7 +290,8 @@ def wrap(
     program: Program, net: nn.Module, process_group: Any = None, copies: bool = True
 ) -> DistributedDataParallel:
     """Wrap the model, or a copy of it, with the program's options."""
-    given = {k: v for k, v in program.options.items() if k not in ("hook", "optimizer", "divided", "weight")}
+    not_ours = ("hook", "optimizer", "divided", "weight", "hosts", "whole_gradients")
+    given = {k: v for k, v in program.options.items() if k not in not_ours}
     if "compression" in given:
         given["compression"] = codec(given["compression"])
     if "weight" in program.options:

@@ -19,6 +19,7 @@ from harness.program_kinds import gan, local_steps, with_torch
 from harness.program_model import LEFT
 from harness.program_overlapped import forward_overlap, overlapped_pair
 from harness.program_resumed import resumed
+from harness.program_sharded import sharded
 from harness.random_programs import Program, shrink
 from harness.ranks import Ranks
 
@@ -29,6 +30,7 @@ KINDS: dict[str, Callable[[Program, int, int, Comparison], None]] = {
     "gan": gan,
     "local steps": local_steps,
     "overlap": forward_overlap,
+    "sharded": sharded,
     "overlapped pair": overlapped_pair,
     "dropped": dropped,
     "resumed": resumed,

@@ -209,11 +209,12 @@ def read_one(
     rank: int,
     pairs: Sequence[tuple[nn.Module, nn.Module]],
     compare: Comparison,
+    kinds: Sequence[dict[str, Callable[[Any], Tensor]]] = (SEEN, SEEN, UNSEEN),
 ) -> None:
     """Read parameters in drawn ways, on this thread or another. Each rank reads others. Local."""
     source = random.Random(f"{program.seed} {seed} {rank} readers")
     for _ in range(3):
-        kind = source.choice((SEEN, SEEN, UNSEEN))
+        kind = source.choice(kinds)
         way = source.choice(list(kind))
         name, found, expected = source.choice(list(_named(pairs)))
         value = _on_a_thread(kind[way], found) if source.random() < 0.3 else kind[way](found)

@@ -88,7 +88,25 @@ OPERATIONS: dict[str, dict[str, int]] = {
         "read": 1,
         "read one": 4,
     },
-    # Two such models, with optimizers that have parameters of both.
+    # The optimizer's state and step are divided among the ranks.
+    "sharded": {
+        "train": 6,
+        "train on two micro-batches": 2,
+        "accumulate": 2,
+        "train, clip": 2,
+        "train, scale": 1,
+        "train, overflow": 1,
+        "train, zero in place": 1,
+        "evaluate": 1,
+        "read": 1,
+        "read one": 2,
+        "change rates": 1,
+        "freeze": 1,
+        "unfreeze": 2,
+        "save and load": 1,
+        "checkpoint": 1,
+    },
+    # Two models with deferred steps, with optimizers that have parameters of both.
     "overlapped pair": {
         "train both": 6,
         "train the critic": 2,
@@ -117,6 +135,7 @@ NUM_OPERATIONS = {
     "gan": 6,
     "local steps": 7,
     "overlap": 9,
+    "sharded": 10,
     "overlapped pair": 9,
     "dropped": 8,
     "mixed precision": 3,
@@ -128,6 +147,7 @@ WEIGHTS = {
     "gan": 3,
     "local steps": 2,
     "overlap": 3,
+    "sharded": 4,
     "overlapped pair": 3,
     "dropped": 2,
     "mixed precision": 1,
@@ -174,10 +194,10 @@ class Program:
         return cls(**fields)
 
 
-def draw(seed: int) -> Program:
-    """Return the program of a seed, the same in every process and on every machine."""
+def draw(seed: int, only: str | None = None) -> Program:
+    """Return the program of a seed, the same in every process and on every machine; of one kind alone if given."""
     source = random.Random(seed)
-    kind = source.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+    kind = only or source.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     options = dict(_options(kind, source))
     names, often = list(OPERATIONS[kind]), list(OPERATIONS[kind].values())
     takes_turns = "auto" in options.values()  # what was chosen changes from step to step
@@ -211,6 +231,9 @@ def _options(kind: str, source: random.Random) -> Iterator[tuple[str, Any]]:
         if kind == "overlapped pair":
             yield "divided", source.choice(DIVIDED)
         return
+    if kind == "sharded":
+        yield from _sharded_options(source)
+        return
     if kind == "dropped":
         yield from _dropped_options(source)
         return
@@ -239,6 +262,36 @@ def _options(kind: str, source: random.Random) -> Iterator[tuple[str, Any]]:
             yield "skip_all_reduce_unused_params", True
 
 
+def _sharded_options(source: random.Random) -> Iterator[tuple[str, Any]]:
+    yield "optimizer", source.choice(("SGD", "AdamW", "AdamW", "Adagrad", "Adafactor", "LAMB"))
+    if source.random() < 0.7:
+        yield "hosts", "several"
+    if source.random() < 0.2:
+        yield "whole_gradients", True
+    extra = source.choice(
+        (
+            "overlap_forward",
+            "overlap_forward",
+            "compression",
+            "weight",
+            "find_unused",
+            "mixed_precision",
+            "none",
+            "none",
+        )
+    )
+    if extra == "overlap_forward":
+        yield extra, "always"
+    elif extra == "compression":
+        yield extra, "bf16"
+    elif extra == "weight":
+        yield extra, True
+    elif extra == "mixed_precision":
+        yield extra, "bfloat16"
+    elif extra == "find_unused":
+        yield "find_unused_parameters", True
+
+
 def _dropped_options(source: random.Random) -> Iterator[tuple[str, Any]]:
     if source.random() < 0.5:
         yield "part", True
@@ -253,7 +306,7 @@ def _dropped_options(source: random.Random) -> Iterator[tuple[str, Any]]:
 
 def _blocks(kind: str, options: dict[str, Any], source: random.Random) -> list[str]:
     """Up to three. Batch norm amplifies the rounding of 16 bits, and depends on who has which samples."""
-    known = list(BLOCKS[:-1] if kind in ("mixed precision", "resumed") else BLOCKS)
+    known = list(BLOCKS[:-1] if kind in ("mixed precision", "resumed", "sharded") else BLOCKS)
     if not {"compression", "hook"} & set(options):
         known.append(LATE)
     if kind == "free":

@@ -28,7 +28,7 @@ def version_of(source: str) -> str:
 
 
 def notes(changelog: str, version: str) -> str:
-    """Return the changelog's section of a version.
+    """Return the changelog's section of a version, without its links, which lead nowhere outside of the repository.
 
     Raises:
         SystemExit: There is none, or its heading still says that it is unreleased.
@@ -40,7 +40,8 @@ def notes(changelog: str, version: str) -> str:
         raise SystemExit(f"CHANGELOG.md has no section `## {version}`. Write it, then tag.")
     if "unreleased" in found[1]:
         raise SystemExit(f"CHANGELOG.md calls {version} unreleased. Put the date there, commit, then tag.")
-    return found[2].strip() + "\n"
+    text = re.sub(r"\s*\((?:\[[^\]]+\]\([^)]*\)(?:,\s+)?)+\)", "", found[2])  # "([guide](docs/guide/x.md))"
+    return re.sub(r"\[([^\]]+)\]\((?!https:)[^)]*\)", r"\1", text).strip() + "\n"
 
 
 def check_commit(version: str, tags: str, uncommitted: str) -> None:

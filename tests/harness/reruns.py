@@ -1,4 +1,7 @@
-"""Runs failed tests marked `clock` again. Each rerun is printed with its failure; more than three fail the run."""
+"""Runs failed tests marked `clock` again. Each rerun is printed with its failure; more than three fail the run.
+
+It also prints each failure as it happens: a run that is ended from outside never comes to its summary.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,27 @@ TRIES = 3  # of a test marked `clock`
 MOST_RERUNS = 3  # of all tests together
 
 _reruns: list[tuple[str, str]] = []
+
+
+class _Failures:
+    """Prints each failure at once."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._plugins = config.pluginmanager
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Print one failure; its end has the reason."""
+        terminal = self._plugins.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.write_line("")
+            terminal.write_line(f"FAILED {report.nodeid} ({report.when})", red=True)
+            terminal.write_line(report.longreprtext[-4000:])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Print failures in the process that has the terminal, not in its workers."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Failures(config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Keep the first failure."""
+    """Keep the failure before a rerun."""
     if str(report.outcome) == "rerun":  # of pytest-rerunfailures
         _reruns.append((report.nodeid, report.longreprtext))
 

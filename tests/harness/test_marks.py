@@ -42,7 +42,16 @@ def test_each_declared_mark_is_used():
     """An undeclared mark is an error of pytest itself (`--strict-markers`)."""
     sources = [
         path
-        for folder in ("tests", "lab/tests", "lossy/tests", "plan/tests", "servers/tests", "svm/tests")
+        for folder in (
+            "tests",
+            "adasum/tests",
+            "lab/tests",
+            "lossy/tests",
+            "plan/tests",
+            "recipes/tests",
+            "servers/tests",
+            "svm/tests",
+        )
         for path in REPOSITORY.glob(f"{folder}/**/*.py")
     ]
     used = {name for path in sources if path != Path(__file__) for name in MARK.findall(path.read_text())}
@@ -84,9 +93,10 @@ def test_a_rerun_is_printed_and_a_fourth_fails_the_run(tmp_path):
 
 @pytest.mark.processes
 def test_nothing_else_is_run_again(tmp_path):
-    """Report a failure once, and refuse the mark `flaky`."""
+    """Report a failure at once and one time, and refuse the mark `flaky`."""
     code, said = run_pytest(tmp_path, CLOCK.format(tests=1).replace("@pytest.mark.clock\n", ""))
     assert code == 1, said
+    assert said.index("(call)") < said.index("= FAILURES =")
     assert "was run again" not in said
     flaky = CLOCK.format(tests=1).replace("mark.clock", "mark.flaky(reruns=2)")
     code, said = run_pytest(tmp_path, flaky)

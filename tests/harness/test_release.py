@@ -7,12 +7,15 @@ import pytest
 from harness.release import REPOSITORY, check_commit, notes, version_of
 
 CHANGELOG = (
-    "# Changelog\n\n## 0.2.0 (2026-12-01)\n\nnew\n\n### Training\n- x\n\n## 0.1.0 (unreleased)\n\nold\n"
+    "# Changelog\n\n## 0.2.0 (2026-12-01)\n\nnew\n\n### Training\n- x, ([a](docs/a.md),\n  [b](docs/b.md)) and "
+    "[a page](docs/c.md) and [pip](https://pip.pypa.io)\n\n## 0.1.0 (unreleased)\n\nold\n"
 )
 
 
 def test_notes_are_the_section_of_that_version_alone():
-    assert notes(CHANGELOG, "0.2.0") == "new\n\n### Training\n- x\n"
+    assert notes(CHANGELOG, "0.2.0") == (
+        "new\n\n### Training\n- x, and a page and [pip](https://pip.pypa.io)\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ bounded.
 A host may also end for good, if it has decided nothing that the others do not know. Those are told (rule 8 of
 `vote.py`). What it has sent may still arrive.
 
-Every combination is checked. An epoch has one decree. No host trains by a decree while a later one with members is
+Every combination is checked. An epoch has one decision. No host trains by a decision while a later one with members is
 decided. From every n-th combination the network heals, with every set of hosts dead that leaves a quorum of each
-decree that may still be decided. Then the other hosts have to come to a decree of live hosts that train.
+decision that may still be decided. Then the other hosts have to come to a decision of live hosts that train.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.launch.elastic import vote
-from paceline.launch.elastic.decree import Candidate, Decree, Voter
+from paceline.launch.elastic.decision import AgentInfo, Candidate, Decision
 from paceline.launch.elastic.plan import NOT_STARTED, Member
 from paceline.launch.elastic.vote import Message, Quorum, Report, State
 
@@ -34,11 +34,11 @@ Node = tuple[tuple[int, ...], int, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Scene:
-    """The start of an exploration: a decree of hosts that train.
+    """The start of an exploration: a decision of hosts that train.
 
     Attributes:
         steps: The number of steps that each host's rank has completed. `NOT_STARTED` is a new rank that is not in the
-            decree, None a host without a rank.
+            decision, None a host without a rank.
         joiners: Number of other hosts, which ask to join.
         suspicions: How often a host leads an attempt.
         ends: How many hosts may end for good.
@@ -55,22 +55,22 @@ class Scene:
             for i, step in enumerate(self.steps)
         ]
         members = tuple(one for report in reports for one in report.candidates if one.step != NOT_STARTED)
-        voters = tuple(report.voter for report in reports)
-        decree = Decree(0, members, voters, "h0", trained=0)
+        voters = tuple(report.agent for report in reports)
+        decision = Decision(0, members, voters, "h0", trained=0)
         new = [reported(f"h{len(reports) + i}", NOT_STARTED, NOT_STARTED) for i in range(self.joiners)]
-        return *(State(report, Quorum(), decree) for report in reports), *(State(report) for report in new)
+        return *(State(report, Quorum(), decision) for report in reports), *(State(report) for report in new)
 
 
 @dataclass(frozen=True)
 class Ended(State):
     """A host that has ended for good: nothing happens there any more."""
 
-    known: int = NOT_STARTED  # the epoch of the newest decree that it knew
+    known: int = NOT_STARTED  # the epoch of the newest decision that it knew
 
 
 def reported(name: str, epoch: int, step: int | None) -> Report:
     """Return the report of a host with one rank, or with none."""
-    return Report(Voter(name), () if step is None else (Candidate(Member(name, 0), epoch, step),))
+    return Report(AgentInfo(name), () if step is None else (Candidate(Member(name, 0), epoch, step),))
 
 
 @dataclass
@@ -171,50 +171,58 @@ class Explorer:
     def _after_end(self, numbers: tuple[int, ...], place: int) -> tuple[int, ...]:
         """Let a host end for good, and tell all others that know what it had decided."""
         state = self._states.items[numbers[place]]
-        ended = Ended(Report(Voter(state.name)), known=state.decree.epoch if state.decree else NOT_STARTED)
+        ended = Ended(
+            Report(AgentInfo(state.name)), known=state.decision.epoch if state.decision else NOT_STARTED
+        )
         self._ended.add(self._states.number(ended))
         after = [_told(self._states.items[each], ended) for each in numbers]
         after[place] = ended
         return tuple(self._states.number(each) for each in after)
 
     def _trained(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """Let all members of a decree train. A member with older state takes the holder's."""
+        """Let all members of a decision train. A member with older state takes the holder's."""
         for number in numbers:
-            decree = self._states.items[number].decree
-            if decree is None or not decree.members:
+            decision = self._states.items[number].decision
+            if decision is None or not decision.members:
                 continue
-            hosts = {self._hosts[member.member.host] for member in decree.members}
+            hosts = {self._hosts[member.member.host] for member in decision.members}
             states = [self._states.items[numbers[host]] for host in hosts]
-            if all(state.trains and state.decree == decree for state in states):
+            if all(state.trains and state.decision == decision for state in states):
                 return tuple(
-                    self._states.number(_caught_up(self._states.items[each], decree)) if i in hosts else each
+                    self._states.number(_caught_up(self._states.items[each], decision))
+                    if i in hosts
+                    else each
                     for i, each in enumerate(numbers)
                 )
         return numbers
 
     def _check(self, numbers: tuple[int, ...]) -> None:
         states = [self._states.items[number] for number in numbers]
-        decrees: dict[int, Decree] = {}
+        decisions: dict[int, Decision] = {}
         for state in states:
-            if (decree := state.decree) is not None and decrees.setdefault(decree.epoch, decree) != decree:
-                raise AssertionError(f"two decrees of one epoch: {decree} and {decrees[decree.epoch]}")
-        with_members = [decree for decree in decrees.values() if decree.members]
-        for decree in with_members:
-            hosts = {self._hosts[member.member.host] for member in decree.members}
-            trains = all(states[host].trains and states[host].decree == decree for host in hosts)
-            if trains and (later := [each for each in with_members if each.epoch > decree.epoch]):
-                raise AssertionError(f"two trainings: {decree} and {later}")
-        self.found.highest_epoch = max(self.found.highest_epoch, *decrees)
+            if (decision := state.decision) is not None and decisions.setdefault(
+                decision.epoch, decision
+            ) != decision:
+                raise AssertionError(
+                    f"two decisions of one epoch: {decision} and {decisions[decision.epoch]}"
+                )
+        with_members = [decision for decision in decisions.values() if decision.members]
+        for decision in with_members:
+            hosts = {self._hosts[member.member.host] for member in decision.members}
+            trains = all(states[host].trains and states[host].decision == decision for host in hosts)
+            if trains and (later := [each for each in with_members if each.epoch > decision.epoch]):
+                raise AssertionError(f"two trainings: {decision} and {later}")
+        self.found.highest_epoch = max(self.found.highest_epoch, *decisions)
 
     def _check_progress(self, node: Node, prefer: int) -> None:
         """Check that the others go on if any hosts die, as long as they are a majority of all that may be decided."""
         states = [self._states.items[number] for number in node[0]]
         network = [self._messages.items[i] for i in range(node[1].bit_length()) if node[1] >> i & 1]
         newest = _newest(states)
-        may_be = {newest, *(each for s in states for each in (s.accepted_decree, s.offered) if each)}
-        may_be |= {m.decree for m in network if m.decree is not None and m.decree.epoch > newest.epoch}
+        may_be = {newest, *(each for s in states for each in (s.accepted_decision, s.offered) if each)}
+        may_be |= {m.decision for m in network if m.decision is not None and m.decision.epoch > newest.epoch}
         answered = {
-            m.promise.report.voter for m in network if m.promise is not None and m.epoch == newest.epoch
+            m.promise.report.agent for m in network if m.promise is not None and m.epoch == newest.epoch
         }
         may_be.add(replace(newest, voters=(*newest.voters, *sorted(answered - {*newest.voters}, key=str))))
         ended = [state for state in states if isinstance(state, Ended)]
@@ -226,7 +234,7 @@ class Explorer:
                 suffice = all(
                     each.has_quorum(names) or _are_all_that_live(each, names, ended) for each in may_be
                 )
-                if suffice and any(states[i].decree == newest for i in live):
+                if suffice and any(states[i].decision == newest for i in live):
                     self.found.healed_from += 1
                     if not heals(list(states), network, dead, prefer):
                         raise AssertionError(f"stuck with {set(dead)} dead: {states} {network}")
@@ -248,7 +256,7 @@ class Explorer:
         """Go through all combinations, or the first `limit`.
 
         Raises:
-            AssertionError: Two decrees of an epoch, two trainings, or stuck.
+            AssertionError: Two decisions of an epoch, two trainings, or stuck.
         """
         seen, front, popped = {self._start}, deque([self._start]), 0
         while front and len(seen) <= limit:
@@ -264,37 +272,37 @@ class Explorer:
         return self.found
 
 
-def _are_all_that_live(decree: Decree, names: list[str], ended: list[Ended]) -> bool:
+def _are_all_that_live(decision: Decision, names: list[str], ended: list[Ended]) -> bool:
     """Return whether these are all voters but those that are known to have ended for good."""
-    gone = {each.name for each in ended if each.known <= decree.epoch}
-    return bool({*names} & {*decree.names}) and {*decree.names} <= {*names} | gone
+    gone = {each.name for each in ended if each.known <= decision.epoch}
+    return bool({*names} & {*decision.names}) and {*decision.names} <= {*names} | gone
 
 
 def _told(state: State, ended: Ended) -> State:
     """Return the state of a host that is told that another has ended for good."""
-    mine = state.decree
+    mine = state.decision
     if mine is None or ended.name not in mine.names or ended.known > mine.epoch:
         return state
     return vote.bury(state, ended.name)
 
 
-def _caught_up(state: State, decree: Decree) -> State:
-    mine = {member.member for member in decree.members}
+def _caught_up(state: State, decision: Decision) -> State:
+    mine = {member.member for member in decision.members}
     candidates = tuple(
-        Candidate(each.member, decree.epoch, max(decree.holder.step, 0)) if each.member in mine else each
+        Candidate(each.member, decision.epoch, max(decision.holder.step, 0)) if each.member in mine else each
         for each in state.report.candidates
     )
     return replace(state, report=replace(state.report, candidates=candidates))
 
 
-def _newest(states: list[State]) -> Decree:
-    return max((state.decree for state in states if state.decree), key=lambda decree: decree.epoch)
+def _newest(states: list[State]) -> Decision:
+    return max((state.decision for state in states if state.decision), key=lambda decision: decision.epoch)
 
 
 def heals(states: list[State], network: list[Message], dead: frozenset[int], prefer: int) -> bool:
-    """Return whether live hosts come to a decree of live hosts by which all train; with members if their state lives.
+    """Return whether live hosts come to a decision of live hosts by which all train; with members if their state lives.
 
-    From now on no message is lost. A host without the newest decree is told it, and a host that is not in it asks to
+    From now on no message is lost. A host without the newest decision is told it, and a host that is not in it asks to
     join. Time-outs come to one host at a time, as random delays make them.
     """
     places = {state.name: i for i, state in enumerate(states)}
@@ -316,13 +324,13 @@ def heals(states: list[State], network: list[Message], dead: frozenset[int], pre
         for i in live:
             for each in ended:
                 states[i] = _told(states[i], each)
-            deliver([Message("decree", states[i].name, states[i].name, decree=newest)])
+            deliver([Message("decision", states[i].name, states[i].name, decision=newest)])
             if not states[i].is_voter:
                 deliver(vote.ask_to_join(states[i], newest.names)[1])
         newest = _newest([states[i] for i in live])
         hosts = [places[name] for name in newest.names]
         lives = any(c.epoch == newest.trained for i in live for c in states[i].report.candidates)
-        all_train = all(states[i].decree == newest and states[i].trains for i in hosts)
+        all_train = all(states[i].decision == newest and states[i].trains for i in hosts)
         if all_train and not set(hosts) & dead and (newest.members or not lives):
             return True
         for i in sorted(live, key=lambda i: (i - prefer) % len(states)):

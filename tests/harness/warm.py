@@ -75,7 +75,7 @@ PRELOADED = (
     "paceline_plan",
     "paceline.optim",
     "paceline.process_group.backend",
-    "paceline.recipes",
+    "paceline_recipes",
     "paceline_lab.bench.commands",
     "paceline_lab.emulation",
     "paceline_svm.classifier",
@@ -331,6 +331,8 @@ def _become(folder: Path, request: dict[str, Any], fds: list[int]) -> None:
         if any(Path(path, "sitecustomize.py").exists() for path in added):  # it would begin with this
             sys.modules.pop("sitecustomize", None)
             importlib.import_module("sitecustomize")
+        if request["name"] == "python" and "PACELINE_PEERS" in os.environ:  # as `import paceline` does
+            importlib.import_module("paceline.elastic.guest").prepare()
         code = _run(request["name"], request["words"])
     finally:
         os._exit(code)

@@ -12,6 +12,7 @@ import array
 import fcntl
 import marshal
 import os
+import select
 import sys
 
 FOLDER = os.path.dirname(os.path.abspath(sys.argv[0]))
@@ -53,12 +54,10 @@ def become_a_real_one(name: str, words: list[str]) -> None:
     os.execv(real, [real, *(["-m", MODULES[name]] if name in MODULES else []), *words])
 
 
-def pass_on(server: socket.socket, received: int) -> None:
-    """Send a signal to the fork, which may have ended meanwhile."""
-    try:
-        server.sendall(bytes([received]))
-    except OSError:  # the answer, which says how it ended, is on its way
-        return
+def receive(server: socket.socket) -> bytes:
+    """Return the next two bytes from the server, whose socket does not block."""
+    select.select([server], [], [])
+    return server.recv(2)
 
 
 def main() -> None:
@@ -76,18 +75,21 @@ def main() -> None:
         {"name": name, "words": words, "cwd": os.getcwd(), "env": dict(os.environ), "files": numbers}
     )
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # or its byte would be taken for one of the request
-    for passed in PASSED_ON:
-        if signal.getsignal(passed) != signal.SIG_IGN:
-            signal.signal(passed, lambda received, _: pass_on(server, received))
     files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers).tobytes())]
     server.sendmsg([len(request).to_bytes(4, "big")], files)
     server.sendall(request)
+    # The interpreter's own handler sends a signal's number, so none is lost that comes just before a call that blocks.
+    server.setblocking(False)
+    signal.set_wakeup_fd(server.fileno(), warn_on_full_buffer=False)
+    for passed in PASSED_ON:
+        if signal.getsignal(passed) != signal.SIG_IGN:
+            signal.signal(passed, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-    answer = server.recv(2)
+    answer = receive(server)
     if answer[:1] == b"b":  # begun: the fork has the files, and no process waits for this one to close them
         for fd in numbers[3:]:
             os.close(fd)
-        answer = server.recv(2)
+        answer = receive(server)
     if answer[:1] == b"r":  # refused
         become_a_real_one(name, words)
     kind, number = answer or bytes([ord("s"), signal.SIGKILL])

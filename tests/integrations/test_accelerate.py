@@ -127,8 +127,7 @@ def test_training_accumulation_and_handlers():
 
 def train_by_our_recipe(rank, num_ranks):
     """Windows counted by samples, and a rate that follows the global batch; both beside what Accelerate prepared."""
-    from paceline.optim import Curve
-    from paceline.recipes import LargeMinibatch
+    from paceline_recipes import Curve, LargeMinibatch
 
     as_launched(rank, num_ranks)
     with side("ours"):
@@ -254,3 +253,26 @@ def wrap_twice(rank, num_ranks):
 def test_a_model_that_is_wrapped_already_is_refused():
     """Accelerate wraps what it is given; a wrapper around ours, of either class, would communicate twice."""
     assert pool(2).run(wrap_twice, deadline_s=110) == [6, 6]
+
+
+def elastic_after_prepare(rank, num_ranks):
+    from paceline.data import GlobalBatch, GlobalShuffle
+    from paceline.errors import ConfigurationError
+
+    as_launched(rank, num_ranks)
+    shuffle = GlobalShuffle(range(48), GlobalBatch.of(8, num_ranks))
+    with side("ours"):
+        training = Training()
+        for model, optimizer in (
+            (training.model, torch.optim.SGD(training.model.parameters(), lr=0.1)),
+            (paceline.DistributedDataParallel(a_model(), batch_sampler=shuffle), training.optimizer),
+        ):
+            with pytest.raises(
+                ConfigurationError, match="was prepared by Accelerate, which counts the ranks once"
+            ):
+                paceline.Elastic(model, optimizer, sampler=shuffle)
+    return True
+
+
+def test_elastic_rejects_what_accelerate_has_prepared():
+    assert pool(2).run(elastic_after_prepare, deadline_s=110) == [True, True]

@@ -2,9 +2,11 @@
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from harness.ranks import pool
-from paceline.optim import Curve
-from paceline.recipes import LargeMinibatch
+from paceline_recipes import Curve, LargeMinibatch
 
 pytestmark = [
     pytest.mark.processes,
@@ -37,7 +38,7 @@ def data():
     )
 
 
-def a_module(manual=False, recipe=False):
+def a_module(manual=False, recipe=False, tell=None):
     import pytorch_lightning as lightning
 
     class Classifier(lightning.LightningModule):
@@ -50,6 +51,8 @@ def a_module(manual=False, recipe=False):
 
         def training_step(self, batch, index):
             x, y = batch
+            if tell is not None and self.global_step == 2:
+                tell()
             loss = nn.functional.cross_entropy(self.net(x), y)
             self.losses.append(loss.item())
             if not manual:
@@ -81,11 +84,11 @@ def a_module(manual=False, recipe=False):
     return Classifier()
 
 
-def fit(folder, strategy, epochs=1, manual=False, recipe=False, resume=None, **options):
+def fit(folder, strategy, epochs=1, manual=False, recipe=False, resume=None, tell=None, **options):
     """Train as Lightning's guide does it; returns the module and the trainer."""
     import pytorch_lightning as lightning
 
-    module = a_module(manual, recipe)
+    module = a_module(manual, recipe, tell)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
@@ -132,6 +135,7 @@ def train_with_lightning(rank, num_ranks, folder):
     return seen
 
 
+@pytest.mark.slow
 def test_training_accumulation_and_manual_optimization():
     """By its name, with arguments, and under a patch; validation goes around the wrapper."""
     with tempfile.TemporaryDirectory() as folder:
@@ -170,6 +174,47 @@ def test_a_checkpoint_goes_on_under_either_strategy():
             for saved in ("ddp", "paceline"):
                 for loaded in ("ddp", "paceline"):
                     assert seen[saved, loaded] == straight, (saved, loaded)
+
+
+def leave_on_notice(rank, num_ranks, folder):
+    """Rank 1 alone is told, by a signal; then all by a file. Afterwards training goes on."""
+    from paceline.integrations.lightning_strategy import PacelineStrategy
+
+    as_launched(rank, num_ranks)
+    straight = fit(f"{folder}/straight", "paceline", epochs=2)[0].result()
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
+    seen = {"straight": straight, "left": [], "steps": []}
+    for told in ("signal", "file"):
+        notice = Path(folder, "notice")
+
+        def tell(told=told, notice=notice):
+            if told == "file":
+                notice.touch()
+            elif rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        strategy = PacelineStrategy(notice=notice if told == "file" else None)
+        with pytest.raises(SystemExit) as left:
+            fit(f"{folder}/{told}", strategy, epochs=1000 if told == "file" else 2, tell=tell)
+        seen["left"].append(left.value.code)
+        assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)] == handlers
+        seen["steps"].append(
+            torch.load(f"{folder}/{told}/hpc_ckpt_1.ckpt", weights_only=False)["global_step"]
+        )
+    seen["resumed"] = fit(f"{folder}/signal", "paceline", epochs=2, resume="hpc")[0].result()
+    return seen
+
+
+@pytest.mark.slow
+def test_all_ranks_leave_if_one_is_told_to_and_training_goes_on_from_there():
+    with tempfile.TemporaryDirectory() as folder:
+        for seen in pool(2).run(leave_on_notice, folder, deadline_s=110):
+            assert seen["left"] == [143, 143]
+            assert seen["steps"][0] == 4  # the signal came in step 3; all knew of it a step later
+            assert seen["steps"][1] > 3
+            assert (
+                len(seen["straight"]) - len(seen["resumed"]) == 4
+            )  # losses of steps that did not come again
 
 
 def test_the_strategy_is_known_by_name_if_lightning_was_imported_first():

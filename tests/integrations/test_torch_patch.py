@@ -19,7 +19,8 @@ from harness.terminal import REPOSITORY, run
 from harness.terminal import paceline as command
 from paceline.errors import ConfigurationError
 from paceline.integrations import at_start, torch_patch
-from paceline.reductions import Adasum, Mean
+from paceline.reductions import Mean
+from paceline_adasum import Adasum
 
 OURS = paceline.DistributedDataParallel
 

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import os
+import signal
 import tempfile
 
 import pytest
@@ -82,6 +83,44 @@ def train_with_trainer(rank, num_ranks, folder):
         trainer.train()
         seen["codec"] = type(trainer.model_wrapped.reduction).__name__
     return seen
+
+
+def leave_on_notice(rank, num_ranks, folder):
+    """Rank 1 alone is told, by a signal. Afterwards training goes on."""
+    from transformers import TrainerCallback
+
+    from paceline.integrations.trainer_callback import LeaveOnNotice
+
+    class Tell(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if rank == 1 and state.global_step == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), HF_HUB_OFFLINE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    # A rank of the pool may have trained by Lightning before, and has its handler still.
+    handler = signal.SIG_DFL
+    signal.signal(signal.SIGTERM, handler)
+    with side("ours"):
+        straight = a_trainer(f"{folder}/straight", steps=5)
+        straight.train()
+        trainer = a_trainer(f"{folder}/left", steps=5, callbacks=[Tell(), LeaveOnNotice()])
+        with pytest.raises(SystemExit) as left:
+            trainer.train()
+        signal.signal(signal.SIGTERM, handler)
+        resumed = a_trainer(f"{folder}/left", steps=5, callbacks=[LeaveOnNotice()])
+        resumed.train(resume_from_checkpoint=True)
+    assert signal.getsignal(signal.SIGTERM) == handler
+    return left.value.code, trainer.state.global_step, curve(resumed), curve(straight)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_all_ranks_leave_if_one_is_told_to_and_training_goes_on_from_there():
+    with tempfile.TemporaryDirectory() as folder:
+        for code, step, resumed, straight in pool(2).run(leave_on_notice, folder, deadline_s=160):
+            assert (code, step) == (143, 3)  # the signal came in step 2; all knew of it a step later
+            assert resumed == straight
 
 
 @pytest.mark.slow

@@ -9,15 +9,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "paceline"
 OTHERS = {
+    "paceline_adasum": ROOT / "adasum/src/paceline_adasum",
     "paceline_lab": ROOT / "lab/src/paceline_lab",
     "paceline_lossy": ROOT / "lossy/src/paceline_lossy",
     "paceline_plan": ROOT / "plan/src/paceline_plan",
+    "paceline_recipes": ROOT / "recipes/src/paceline_recipes",
     "paceline_servers": ROOT / "servers/src/paceline_servers",
     "paceline_svm": ROOT / "svm/src/paceline_svm",
 }
 
-# Who may call a process group's methods. The laboratory, and plan's measurement, use torch.distributed as a user would.
-CALLERS = {"comm", "process_group", "paceline_plan", "paceline_lab"}
+# The callers of a process group's methods. The laboratory, plan's measurement and the frameworks' notice use
+# torch.distributed as a user would.
+CALLERS = {"comm", "process_group", "integrations", "paceline_plan", "paceline_lab"}
 # Names that only process groups have; and those that other things have, too, with the receivers that are no group.
 METHODS = {
     *(
@@ -39,7 +42,7 @@ NO_GROUPS = {
 # Sockets and what sends on them, or is their protocol; import-linter keeps torch from the servers. And a generator.
 SOCKETS = {
     "paceline_servers": {"connected", "connection", "_wake", "_woken"},
-    "elastic": {"_end"},
+    "elastic": {"_end", "end"},
     "launch": {"connected", "end", "socket", "_end", "_process", "_wake", "_woken"},
     "paceline_lossy": {"endpoint"},
     "preflight": {"accepted", "line"},
@@ -261,9 +264,11 @@ def test_public_names_and_other_packages_private_ones_are_no_offence():
 # What each folder of tests may import of the other packages. The SVM's ranks can be threads of one process.
 # Options are tested with every reduction that they go together with.
 TESTS = {
-    "tests": ("paceline_lossy", "paceline_servers"),
+    "tests": ("paceline_adasum", "paceline_lossy", "paceline_recipes", "paceline_servers"),
+    "adasum/tests": ("paceline_adasum", "paceline_recipes"),
     "lossy/tests": ("paceline_lossy",),
     "plan/tests": ("paceline_plan",),
+    "recipes/tests": ("paceline_recipes", "paceline_servers", "paceline_lossy", "paceline_adasum"),
     "servers/tests": ("paceline_lossy", "paceline_servers"),
     "svm/tests": ("paceline_svm", "paceline_lab.doubles"),
 }
@@ -307,13 +312,13 @@ def test_every_name_that_is_imported_late_is_there():
         for path in folder.rglob("__init__.py"):
             for call in ast.walk(ast.parse(path.read_text())):
                 if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "on_first_use":
-                    for name, module in ast.literal_eval(call.args[1]).items():
+                    for module, names in ast.literal_eval(call.args[1]).items():
                         home = path.parent.joinpath(*module.split("."))
-                        source = (
-                            home.with_suffix(".py")
-                            if home.with_suffix(".py").is_file()
-                            else home / "__init__.py"
-                        )
-                        if not source.is_file() or not re.search(rf"\b{name}\b", source.read_text()):
-                            missing.append(f"{path.relative_to(ROOT)}: {name} of {module}")
+                        files = [home.with_suffix(".py"), home / "__init__.py"]
+                        source = "".join(file.read_text() for file in files if file.is_file())
+                        missing += [
+                            f"{path.relative_to(ROOT)}: {name} of {module}"
+                            for name in names.split()
+                            if not re.search(rf"\b{name}\b", source)
+                        ]
     assert missing == []

@@ -25,7 +25,7 @@ from paceline_lab.errors import UnsupportedError
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
 _ROOTS = (
     REPOSITORY / "src" / "paceline",
-    *(REPOSITORY / name / "src" for name in ("lab", "lossy", "plan", "servers", "svm")),
+    *(REPOSITORY / name / "src" for name in ("adasum", "lab", "lossy", "plan", "recipes", "servers", "svm")),
     REPOSITORY,
 )
 _FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -48,10 +48,19 @@ def _name(page):
 
 _REAL = [page for page in PAGES if re.match(r"README|docs/(guide|index|explain)", _name(page))]
 
-# Each of these trains or simulates for minutes.
+# Some of these train or simulate for minutes; the others take from ten to forty seconds.
 _LONG = [
     REPOSITORY / "docs" / name
-    for name in ("guide/bench.md", "notebook/large-batches.md", "notebook/papers.md")
+    for name in (
+        "guide/bench.md",
+        "guide/bounded-loss.md",
+        "guide/collective-timeout.md",
+        "guide/demo.md",
+        "guide/svm.md",
+        "guide/unequal-machines.md",
+        "notebook/large-batches.md",
+        "notebook/papers.md",
+    )
 ]
 _RUN_PAGES = [pytest.param(page, marks=[pytest.mark.lab] * (page in _LONG), id=_name(page)) for page in PAGES]
 
@@ -188,7 +197,16 @@ def test_every_link_leads_somewhere(page):
 def test_every_message_that_points_into_the_docs_points_at_a_heading():
     sources = [
         path
-        for folder in ("src", "lab/src", "lossy/src", "plan/src", "servers/src", "svm/src")
+        for folder in (
+            "src",
+            "adasum/src",
+            "lab/src",
+            "lossy/src",
+            "plan/src",
+            "recipes/src",
+            "servers/src",
+            "svm/src",
+        )
         for path in (REPOSITORY / folder).rglob("*.py")
     ]
     for source in sorted(sources):

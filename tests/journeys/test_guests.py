@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import re
 import signal
 import socket
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.terminal import environment, started
+from harness.terminal import environment, run, started
 from paceline.elastic.guest import GuestSetting
 
 # It trains 40 steps, and writes down each step with its samples, once the optimizer has stepped. In step 5, which is
@@ -70,6 +72,13 @@ def steps_of(folder: Path) -> dict[int, list[int]]:
     return found
 
 
+def living_children(pid: int) -> list[str]:
+    """Return the command lines of a process's children. Those that have ended have none."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    words = [Path(f"/proc/{child}/cmdline").read_text() for child in children]
+    return [each for each in words if each]
+
+
 def wait_for_step(folder: Path, step: int, num_ranks: int) -> None:
     """Wait until so many ranks have written down that step."""
     while sum(f"\n{step} [" in file.read_text() for file in folder.glob("log-*")) < num_ranks:
@@ -85,13 +94,27 @@ def check_once(folder: Path, num_steps: int) -> None:
         assert samples == list(range(240))
 
 
+RUN = ["paceline", "run", "--nproc-per-node", "3", "--min-ranks", "2"]
+TORCHRUN = ["torchrun", "--nnodes", "1", "--master-port", "0", "--nproc-per-node", "3"]
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_to_the_launcher_saves_and_leaves(tmp_path: Path, number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        (RUN, signal.SIGTERM, 143),
+        (RUN, signal.SIGINT, 130),
+        pytest.param([*RUN, "--peers", "local"], signal.SIGTERM, 143, marks=pytest.mark.lab),
+        pytest.param(TORCHRUN, signal.SIGTERM, 1, marks=pytest.mark.lab),  # torch's own code for any signal
+    ],
+)
+def test_a_signal_to_the_launcher_saves_and_leaves(
+    tmp_path: Path, command: list[str], number: signal.Signals, code: int
+) -> None:
     """All ranks leave between two steps: one makes a checkpoint, once. Nothing is computed again."""
     (tmp_path / "train.py").write_text(TRAIN)
-    command = ["paceline", "run", "--nproc-per-node", "3", "--min-ranks", "2", "train.py", str(tmp_path)]
-    with started(command, tmp_path) as process:
+    peers = {"PACELINE_PEERS": "local", "PACELINE_JOB": str(tmp_path)} if command is TORCHRUN else {}
+    with started([*command, "train.py", str(tmp_path)], tmp_path, peers) as process:
         wait_for_step(tmp_path, 5, 3)
         process.send_signal(number)
         process.wait()
@@ -103,10 +126,66 @@ def test_a_signal_to_the_launcher_saves_and_leaves(tmp_path: Path, number: signa
     assert not re.findall(rf"^{saved} ", logs, re.MULTILINE)
 
 
+@pytest.mark.processes
+def test_launchers_of_two_hosts_find_each_other(tmp_path: Path) -> None:
+    """The same command on each, by `--peers`. A rank dies, and another one starts. A late host exits with 0."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    for name in ("peers", "record"):
+        (tmp_path / name).mkdir()
+    command = [
+        "paceline",
+        "run",
+        "--ranks-per-host",
+        "1",
+        "--peers",
+        f"file:{tmp_path / 'peers'}",
+        "--nodes",
+        "2",
+    ]
+    command += ["--min-ranks", "1", "--job", "two", "--job-folder", str(tmp_path / "record")]
+    script = ["train.py", str(tmp_path)]
+    with contextlib.ExitStack() as stack:
+        here, there = (
+            stack.enter_context(started([*command, "--local-addr", f"127.0.0.{i}", *script], tmp_path))
+            for i in (1, 2)
+        )
+        wait_for_step(tmp_path, 5, 2)
+        os.kill(min(int(file.name.removeprefix("log-")) for file in tmp_path.glob("log-*")), signal.SIGKILL)
+        while len(list(tmp_path.glob("log-*"))) < 3:
+            pass
+        (tmp_path / "goes on").touch()
+        said = "".join(each.communicate()[1] for each in (here, there))
+    assert (here.returncode, there.returncode) == (0, 0), said
+    assert "1 ranks go on after step" in said, said
+    check_once(tmp_path, 40)
+    late = run([*command, "--local-addr", "127.0.0.3", *script], tmp_path)
+    assert (late.code, len(list(tmp_path.glob("log-*")))) == (0, 3), late.err
+    assert "the job has ended well before" in late.err
+
+
+@pytest.mark.processes
+def test_a_script_without_elastic_says_that_nothing_is_elastic(tmp_path: Path) -> None:
+    """Its process is alone, whatever its engine says. It says so although it has destroyed its group."""
+    (tmp_path / "plain.py").write_text(
+        "import paceline, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "paceline.DistributedDataParallel(torch.nn.Linear(1, 1))\n"
+        "print(dist.get_world_size())\n"
+        "dist.destroy_process_group()\n"
+    )
+    numbers = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    ended = run(["python", "plain.py"], tmp_path, {"PACELINE_PEERS": "local", **numbers})
+    assert (ended.code, ended.out) == (0, "1\n"), ended.err
+    assert ended.err.count("this script made no paceline.Elastic") == 1
+    launched = run(["paceline", "run", "--nproc-per-node", "2", "--peers", "local", "plain.py"], tmp_path)
+    assert (launched.code, launched.out) == (0, "1\n1\n"), launched.err
+    assert launched.err.count("plain.py made no paceline.Elastic") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_shell_starts_ranks_of_which_one_dies_and_one_is_told_to_go(tmp_path: Path) -> None:
-    """A loss costs a step, a notice none; parameters have the bits of a run that lost nobody. Nothing is left."""
+    """A loss costs a step, a notice none; parameters have the bits of a run that lost no rank. Nothing is left."""
     (tmp_path / "train.py").write_text(TRAIN)
     setting = {"PACELINE_PEERS": "local", "PACELINE_RANKS_PER_HOST": "3", "PACELINE_JOB": str(tmp_path)}
     ranks = []
@@ -116,8 +195,11 @@ def test_a_shell_starts_ranks_of_which_one_dies_and_one_is_told_to_go(tmp_path: 
         ranks.append(subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True))
     try:
         wait_for_step(tmp_path, 5, 3)
+        assert not any(living_children(rank.pid) for rank in ranks)  # an engine may end them with the rank
         ranks[0].kill()
-        wait_for_step(tmp_path, 8, 2)
+        ranks[0].wait()
+        later = max(steps_of(tmp_path)) + 3  # without rank 0, however late it was killed
+        wait_for_step(tmp_path, later, 2)
         (tmp_path / f"notice-{ranks[1].pid}").touch()
         assert ranks[1].wait() == 143
         (tmp_path / "goes on").touch()
@@ -132,7 +214,7 @@ def test_a_shell_starts_ranks_of_which_one_dies_and_one_is_told_to_go(tmp_path: 
     assert "1 ranks go on after step" in words, words
     logs = {rank.pid: (tmp_path / f"log-{rank.pid}").read_text() for rank in ranks}
     assert sum(log.count("repeats") for log in logs.values()) <= 2  # one step, on two ranks
-    assert "repeats" not in logs[ranks[1].pid].rpartition("\n8 [")[2]
+    assert "repeats" not in logs[ranks[1].pid].rpartition(f"\n{later} [")[2]
     check_once(tmp_path, 40)
     assert not (tmp_path / "saved").exists()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:  # the agent ends with its last rank

@@ -13,7 +13,7 @@ from harness.terminal import REPOSITORY
 from paceline import DistributedDataParallel
 
 REFERENCE = REPOSITORY / "docs/reference"
-ROOTS = ("src", "lab/src", "lossy/src", "plan/src", "servers/src", "svm/src")
+ROOTS = ("src", "adasum/src", "lab/src", "lossy/src", "plan/src", "recipes/src", "servers/src", "svm/src")
 SOURCES = [path for root in ROOTS for path in (REPOSITORY / root).rglob("*.py")]
 
 

@@ -3,7 +3,9 @@
 import os
 import re
 import signal
+import socket
 import threading
+import time
 
 import pytest
 
@@ -24,28 +26,36 @@ from paceline.data import GlobalBatch, GlobalShuffle
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(960, 8), torch.randint(0, 3, (960,)))
-shuffle = GlobalShuffle(data, GlobalBatch.of(64, dist.get_world_size()))
+shuffle = GlobalShuffle(data, GlobalBatch.of(64, ranks=2))
 loader = DataLoader(data, batch_sampler=shuffle)
 net = torch.nn.Sequential(torch.nn.Linear(8, 30), torch.nn.ReLU(), torch.nn.Linear(30, 3 + ("other" in sys.argv)))
 model = paceline.DistributedDataParallel(net, batch_sampler=shuffle)
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300)
 more = dict(checkpoint="checkpoints") if "names" in sys.argv else {}
-if "without" not in sys.argv:
+more |= dict(shadow=1) if "spare" in sys.argv else {}
+hurries = lambda: os.path.exists("hurry")
+if "without" in sys.argv:
+    print("runs", flush=True)
+    while not hurries():
+        time.sleep(0.1)
+else:
+    sizes = set()
     elastic = paceline.Elastic(model, optimizer, scheduler, shuffle, **more)
     print(f"pid {os.getpid()} begins after step {elastic.step}", flush=True)
     for epoch in range(shuffle.epoch, 20):
         for batches in elastic.steps(loader):
             with model.accumulate(batches) as micro_batches:
+                time.sleep(0 if hurries() else float(os.environ["PACE_S"]))
                 for x, y in micro_batches:
                     torch.nn.functional.cross_entropy(model(x), y).backward()
-            time.sleep(float(os.environ["PACE_S"]))
+            sizes.add(dist.get_world_size())
             torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
     bits = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in net.parameters())).hexdigest()
-    print(f"{elastic.step} steps, bits {bits}", flush=True)
+    print(f"{elastic.step} steps, bits {bits} on {sizes} ranks\\n", end="", flush=True)
 """
 SLOW, FAST = {"PACE_S": "0.2"}, {"PACE_S": "0"}
 RUN = ["run", "--nproc-per-node", "2", "--min-ranks", "1", "train.py"]
@@ -65,26 +75,47 @@ def undisturbed(tmp_path_factory):
     return bits_of(paceline(*RUN, cwd=folder, env=FAST))
 
 
+class Read:
+    """What a process writes, read in a thread."""
+
+    def __init__(self, stream):
+        self.text, self._seen = "", 0
+        threading.Thread(target=self._read, args=(stream,), daemon=True).start()
+
+    def _read(self, stream):
+        for line in stream:
+            self.text += line
+
+    def wait_for(self, words):
+        """Return the match of these words, behind those of the last call."""
+        until_s = time.monotonic() + DEADLINE_S
+        while time.monotonic() < until_s:
+            if found := re.compile(words).search(self.text, self._seen):
+                self._seen = found.end()
+                return found
+            time.sleep(0.05)
+        raise AssertionError(f"{words!r} did not come: {self.text}")
+
+
 def wait_for(process, stream, words):
-    """Return what the process has written when it has written these words. Reads on in a thread."""
-    found, lines = "", iter(getattr(process, stream).readline, "")
-    for line in lines:
-        found += line
-        if re.search(words, found):
-            threading.Thread(target=lambda: [None for _ in lines], daemon=True).start()
-            return found
-    raise AssertionError(f"{words!r} did not come: {found}")
+    """Return the match of these words in what the process writes from now on. Reads on in a thread."""
+    return Read(getattr(process, stream)).wait_for(words)
+
+
+def bits_in(out):
+    return set(re.findall(r"300 steps, bits ([0-9a-f]{64})", out))
 
 
 def bits_of(finished):
     assert finished.code == 0, finished.err
-    return set(re.findall(r"300 steps, bits ([0-9a-f]{64})", finished.out))
+    return bits_in(finished.out)
 
 
+@pytest.mark.slow
 def test_all_ranks_are_killed_and_the_next_launch_has_the_same_bits(folder, undisturbed):
     """By a shadow of its own launch; the disk is not asked for anything while the ranks train."""
     with started(["paceline", *RUN, "a"], folder, SLOW) as job:
-        pids = wait_for(job, "stdout", r"(?s)pid \d+ .*pid \d+ ")
+        pids = wait_for(job, "stdout", r"(?s)pid \d+ .*pid \d+ ")[0]
         command = ["paceline", "shadow", "checkpoints", "--write-every", "1000s", "--", "train.py", "a"]
         with started(command, folder, SLOW) as shadow:
             wait_for(shadow, "stderr", "follows the training from step")
@@ -101,6 +132,7 @@ def test_all_ranks_are_killed_and_the_next_launch_has_the_same_bits(folder, undi
     assert "holds checkpoints of another job: for this job's, it has" in refused.err
 
 
+@pytest.mark.lab
 def test_the_launch_starts_a_shadow_and_waits_until_it_has_written(folder, undisturbed):
     """The launcher is interrupted. Without a shadow that is killed, no process is left."""
     with started(["paceline", "run", "--shadow", "checkpoints", *RUN[1:]], folder, SLOW) as job:
@@ -113,20 +145,110 @@ def test_the_launch_starts_a_shadow_and_waits_until_it_has_written(folder, undis
     assert bits_of(resumed) == undisturbed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.lab)])
+def test_a_shadow_takes_the_place_of_a_lost_rank_in_one_step(folder, undisturbed, number):
+    """No step has one rank. The launch starts another shadow, and a second rank is lost.
+
+    Ranks wait within a window, so one is killed there: the shadow holds the step that the others go back to.
+    """
+    with started(["paceline", *RUN, "names", "spare"], folder, SLOW) as job:
+        out, err = Read(job.stdout), Read(job.stderr)
+        pids = re.findall(r"pid (\d+)", out.wait_for(r"(?s)pid \d+ .*pid \d+ ")[0])
+        err.wait_for("follows the training from step")
+        os.kill(int(pids[number]), signal.SIGKILL)
+        promoted = err.wait_for(r"the shadow \(pid (\d+)\) takes the place of local rank \d")[1]
+        err.wait_for(r"2 ranks go on after step \d+, without rank\(s\) \d and with 1 that came in")
+        out.wait_for(f"pid {promoted} begins after step")
+        err.wait_for("follows the training from step")
+        os.kill(int(promoted), signal.SIGKILL)
+        err.wait_for(r"the shadow \(pid \d+\) takes the place of local rank \d")
+        (folder / "hurry").touch()
+        assert job.wait(DEADLINE_S) == 0, err.text
+    assert bits_in(out.text) == undisturbed
+    assert re.findall(r"on (\S+) ranks", out.text) == ["{2}", "{2}"], out.text
+    assert "fell behind" not in err.text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)  # two shadows and four ranks begin
+@pytest.mark.parametrize("is_elsewhere", [False, pytest.param(True, id="elsewhere")])
+def test_ranks_of_an_engine_are_all_killed_and_those_that_it_starts_have_the_same_bits(
+    folder, undisturbed, is_elsewhere
+):
+    """The shadow writes at once, follows the ranks that resume, and ends with the job. A shell is the engine here.
+
+    The shadow may be on another host: it knows the address at which the agent of the ranks listens. Then it meets the
+    ranks that resume a little later, and may need a new snapshot.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        there = f"127.0.0.1:{probe.getsockname()[1]}"
+    engine = SLOW | {"PACELINE_PEERS": there if is_elsewhere else "local", "PACELINE_RANKS_PER_HOST": "2"}
+    engine |= {"PACELINE_JOB": str(folder), "PACELINE_LOST_AFTER": "300"}
+    command, resumes = ["python", "train.py", "a"], {"PACELINE_RESUME": "checkpoints"}
+    options = ["--peers", there, "--write-every", "0.5s"] if is_elsewhere else ["--write-every", "1000s"]
+
+    def written():
+        return sorted(int(each.name[5:]) for each in folder.glob("checkpoints/step-*"))
+
+    with started(command, folder, engine) as first, started(command, folder, engine) as second:
+        for each in (first, second):
+            wait_for(each, "stdout", "begins after step 0")
+        shadow = ["paceline", "shadow", "checkpoints", "--keep", "1000", *options, "--", "train.py", "a"]
+        with started(shadow, folder, engine) as following:
+            err = Read(following.stderr)
+            followed = int(err.wait_for(r"follows the training from step (\d+)")[1])
+            time.sleep(1.0)  # some steps
+            first.send_signal(signal.SIGKILL)
+            second.send_signal(signal.SIGKILL)
+            again = [started(command, folder, engine | resumes) for _ in range(2)]
+            with again[0] as third, again[1] as fourth:
+                out = [Read(each.stdout) for each in (third, fourth)]
+                begun = {int(each.wait_for(r"begins after step (\d+)")[1]) for each in out}
+                before = [step for step in written() if step <= max(begun)]
+                while is_elsewhere and written()[-1] == before[-1]:
+                    assert following.poll() is None, err.text
+                    time.sleep(0.05)
+                (folder / "hurry").touch()
+                assert (third.wait(DEADLINE_S), fourth.wait(DEADLINE_S)) == (0, 0)
+            if is_elsewhere:  # it would wait for another agent
+                following.send_signal(signal.SIGTERM)
+            assert following.wait(DEADLINE_S) == (128 + signal.SIGTERM if is_elsewhere else 0), err.text
+    assert begun == {before[-1]}
+    assert before[-1] > followed
+    assert written()[-1] > before[-1]
+    assert bits_in(out[0].text) == bits_in(out[1].text) == undisturbed, err.text
+    assert is_elsewhere or (len(before) == 2 and "fell behind" not in err.text)
+
+
 def test_what_cannot_be_followed_is_refused(folder):
-    """Another script, another model, no job, a job without `Elastic`; the job trains on."""
+    """Another script or model, no job, one without `Elastic`, another's folder; the job trains on."""
     shadow = ["shadow", "checkpoints", "--", "train.py"]
     nothing = paceline(*shadow, "a", cwd=folder, env=FAST)
     assert (nothing.code, "trains train.py with these arguments" in nothing.err) == (2, True)
     assert paceline("shadow", "checkpoints", cwd=folder).code == 2
+    words = ["shadow", "elsewhere", "--peers", "127.0.0.1:9", "--", "train.py"]
+    alone = paceline(*words, cwd=folder, env=FAST | {"PACELINE_LOST_AFTER": "1"})
+    assert "no host of the job answers at 127.0.0.1:9: it has ended, or has another" in alone.err
     with started(["paceline", *RUN, "without"], folder, FAST) as job:
-        found = paceline(*shadow, "without", cwd=folder, env=FAST)
-        job.wait(DEADLINE_S)
-    assert found.code == 2
+        wait_for(job, "stdout", "runs")
+        with started(["paceline", *shadow, "without"], folder, FAST) as waiting:
+            err = Read(waiting.stderr)
+            err.wait_for("waits for the job's ranks to reach")
+            (folder / "hurry").touch()
+            assert (waiting.wait(DEADLINE_S), job.wait(DEADLINE_S)) == (2, 0)
+            err.wait_for("the job of train.py ended, and its ranks had not reached paceline.Elastic")
+    (folder / "hurry").unlink()
     with started(["paceline", *RUN, "a"], folder, SLOW) as job:
         wait_for(job, "stdout", "begins after")
         other = paceline(*shadow, "b", cwd=folder, env=FAST)
         assert (other.code, "These do:" in other.err) == (2, True)
+        (folder / "others").mkdir()
+        (folder / "others" / "job.json").write_text('{"card": "torch 2\\nmodel of 9 parameters"}')
+        foreign = paceline("shadow", "others", "--", "train.py", "a", cwd=folder, env=FAST)
+        assert foreign.code == 1
+        assert "the folder others holds checkpoints of another job: for this job's, it has" in foreign.err
         (folder / "train.py").write_text(SCRIPT.replace("Linear(30, 3", "Linear(30, 4"))
         changed = paceline(*shadow, "a", cwd=folder, env=FAST)
         assert changed.code == 1

@@ -3,13 +3,16 @@
 import json
 import os
 import shlex
+import signal
 import subprocess
 
 import pytest
 import torch
 import yaml
+from torch.distributed.run import get_args_parser
 
 from harness.terminal import REPOSITORY
+from paceline.elastic.guest import GuestSetting
 from paceline.launch import parse
 
 FOLDER = REPOSITORY / "examples" / "clusters"
@@ -107,6 +110,102 @@ def test_kubernetes(machine):
     assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
 
 
+def is_elastic(container, known):
+    """Check that torchrun takes the command of a container, and Paceline its variables."""
+    words = [*container["command"], *container["args"]]
+    assert words[0] == "torchrun"
+    args = get_args_parser().parse_args(words[1:])
+    assert (args.nnodes, args.training_script, args.training_script_args[0]) == (
+        "1",
+        "train.py",
+        "--checkpoint",
+    )
+    given = {each["name"]: each.get("value", "given") for each in container["env"]}
+    mounted = {each["mountPath"] for each in container["volumeMounts"]}
+    assert given["PACELINE_JOB_FOLDER"] in mounted
+    setting = GuestSetting.of(given | {"PACELINE_JOB_FOLDER": ""}, "train.py")
+    assert setting.peers == f"dns:{known}"
+    assert {"PACELINE_TOKEN", "PACELINE_JOB", "PACELINE_LOCAL_ADDR"} <= given.keys()
+    return setting
+
+
+def check_elastic_pods(spec, known):
+    """Check a Job whose pods may be lost; `known` is the name behind which they are."""
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    setting = is_elastic(container, known)
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"] == setting.most_nodes  # all nodes at once
+    assert setting.least_nodes < setting.most_nodes
+    assert setting.grace_s < pod["terminationGracePeriodSeconds"]
+    # A budget of restarts for each pod, which Kubernetes has only with pods that are not restarted in place.
+    assert (pod["restartPolicy"], "backoffLimitPerIndex" in spec, "backoffLimit" in spec) == (
+        "Never",
+        True,
+        False,
+    )
+    assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+    return pod
+
+
+def test_kubernetes_elastic():
+    service, job = yaml.safe_load_all((FOLDER / "elastic_job.yaml").read_text())
+    pod = check_elastic_pods(job["spec"], service["metadata"]["name"])
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
+
+
+def test_jobset_elastic():
+    """JobSet makes the service, with its own name. These are the words of its version v1alpha2 that the recipe uses."""
+    given = yaml.safe_load((FOLDER / "elastic_jobset.yaml").read_text())
+    assert (given["apiVersion"], given["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert given["spec"].keys() == {"network", "failurePolicy", "replicatedJobs"}
+    assert given["spec"]["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
+    assert given["spec"]["failurePolicy"].keys() == {"maxRestarts"}
+    (job,) = given["spec"]["replicatedJobs"]
+    assert (job.keys(), job["replicas"], job["template"].keys()) == (
+        {"name", "replicas", "template"},
+        1,
+        {"spec"},
+    )
+    check_elastic_pods(job["template"]["spec"], given["metadata"]["name"])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("is_told", [True, False])
+def test_slurm_elastic(machine, is_told):
+    """A task that Slurm has told to end queues itself again, once its ranks have left. One that fails does not."""
+    ranks = """
+        trap 'echo left; exit 1' TERM
+        echo "$PACELINE_PEERS $PACELINE_NODES $*"
+        until [ -e told ]; do sleep 0.02; done
+        exit 3
+    """
+    stubs = {"torchrun": ranks, "scontrol": 'echo "scontrol $*"'}
+    for name, body in stubs.items():
+        (machine / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (machine / "bin" / name).chmod(0o755)
+    env = {"PATH": os.pathsep.join((str(machine / "bin"), os.environ["PATH"])), "SLURM_JOB_ID": "42"} | {
+        "SLURM_ARRAY_JOB_ID": "42",
+        "SLURM_ARRAY_TASK_ID": "3",
+    }
+    command = ["bash", str(FOLDER / "elastic.sbatch")]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as job:
+        assert (
+            job.stdout.readline() == "slurm 2:4 --nnodes 1 --nproc-per-node 8 --max-restarts 100 train.py\n"
+        )
+        if is_told:
+            job.send_signal(signal.SIGTERM)
+        else:
+            (machine / "told").touch()
+        said = job.stdout.read()
+    assert (said, job.returncode) == (("left\nscontrol requeue 42_3\n", 0) if is_told else ("", 3))
+    script = (FOLDER / "elastic.sbatch").read_text()
+    for option in ("--requeue", "--signal=B:TERM@25", "--array=0-3", "--nodes=1", "--open-mode=append"):
+        assert f"#SBATCH {option}\n" in script
+
+
 def test_container(machine):
     lines = [line for line in (FOLDER / "Containerfile").read_text().splitlines() if not line.startswith("#")]
     instructions = [line.partition(" ")[::2] for line in lines]
@@ -117,7 +216,7 @@ def test_container(machine):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["two_nodes.sh", "job.sbatch"])
+@pytest.mark.parametrize("name", ["two_nodes.sh", "job.sbatch", "elastic.sbatch"])
 def test_shell_files_parse(name):
     subprocess.run(["bash", "-n", str(FOLDER / name)], check=True, timeout=20)
 

@@ -19,7 +19,7 @@ from harness.models import Mlp
 from harness.ranks import Ranks
 from harness.terminal import TORCHS_ABORT, run
 from paceline import DistributedDataParallel
-from paceline.comm import gradient_group, peers, rendezvous
+from paceline.comm import failure_detection, gradient_group, rendezvous
 from paceline.comm.sealed_store import TOKEN, SealedStore
 from paceline.errors import PeerLostError
 from paceline.host.processes import GONE, ProcessIdentity
@@ -212,25 +212,25 @@ class SlowStore:
     """Answers, but only after more than a slice."""
 
     def get(self, _key):
-        time.sleep(peers.SLICE_S + 0.3)
+        time.sleep(failure_detection.SLICE_S + 0.3)
 
 
 def test_a_store_that_is_late_is_not_gone():
     """A query that takes longer than a slice, on a busy machine, is waited for before anybody is blamed."""
     group = mock.Mock(**{"rank.return_value": 0, "size.return_value": 2})
-    call = peers._FailureDetection(group, "model", "wrapping")
+    call = failure_detection.FailureDetection(group, "model", "wrapping")
     call._has_store = True
     call._store.set("here/1", "waiting")
-    call._query = peers._StoreQuery(SlowStore(), "failure_detection")
+    call._query = failure_detection._StoreQuery(SlowStore(), "failure_detection")
     assert call.who_is_gone("waiting", None, None) == ("every rank still answers", True)
 
 
 @pytest.mark.parametrize("how", ["dead", "left", "answers and dies"])
 def test_who_has_ended_is_not_waited_for(how, monkeypatch):
     """The others' grace, here longer than any test may take, is for those that may still answer."""
-    monkeypatch.setattr(peers, "GRACE_S", 600.0)
+    monkeypatch.setattr(failure_detection, "GRACE_S", 600.0)
     group = mock.Mock(**{"rank.return_value": 0, "size.return_value": 2})
-    call = peers._FailureDetection(group, "model", "wrapping")
+    call = failure_detection.FailureDetection(group, "model", "wrapping")
     call._has_store = True
     me = ProcessIdentity.of_this_process()
     call._store.set("who/1", (me if how == "left" else ProcessIdentity(me.pid, "1", me.where, me.host)).words)
@@ -256,7 +256,7 @@ def test_who_has_ended_is_not_waited_for(how, monkeypatch):
 def test_rank_0_does_not_blame_itself():
     """The store is gone and nobody's process is known to be."""
     group = mock.Mock(**{"rank.return_value": 0, "size.return_value": 2})
-    call = peers._FailureDetection(group, "model", "wrapping")
+    call = failure_detection.FailureDetection(group, "model", "wrapping")
     assert "rank 0" not in call._without_store(None)
     me = ProcessIdentity.of_this_process()
     call._cards[1] = ProcessIdentity(me.pid, "1", me.where, me.host)
@@ -310,7 +310,7 @@ def test_a_refused_wrap_ends_the_program_at_once(backend, tmp_path):
 
 HANGS = """
     import os, socket, sys, time, torch.distributed as dist
-    from paceline.comm.peers import _StoreQuery
+    from paceline.comm.failure_detection import _StoreQuery
     from paceline.comm.sealed_store import SealedStore
     port, port_of_signal = map(int, sys.argv[1:])
     store = SealedStore(dist.PrefixStore("of a model", dist.TCPStore("127.0.0.1", port, is_master=False)), "model")

@@ -12,6 +12,7 @@ import pytest
 from harness.recorded_runs import write_run
 from harness.terminal import DEADLINE_S, environment, paceline
 from paceline.launch.live_view import LiveView, table_of_ranks
+from paceline.observe.run_folder import header_of
 from paceline.observe.run_reading import read_run
 
 TRAINS = """\
@@ -37,11 +38,11 @@ def test_the_last_steps_of_every_rank(tmp_path):
     """Of long files, too, of which the end is read only."""
     view = LiveView(tmp_path / "live", ["train.py"])
     write_run(tmp_path / "run", num_ranks=2, num_steps=400, late_s=lambda rank, _: 0.03 * (rank == 1))
+    ours, theirs = (header_of(tmp_path / name).run_id.encode() for name in ("live", "run"))
     for rank in range(2):
         path = tmp_path / "run" / f"rank{rank}.jsonl"
-        (tmp_path / "live" / path.name).write_bytes(
-            path.read_bytes() + b'{"kind":"step","st'
-        )  # being written
+        written = path.read_bytes().replace(theirs, ours) + b'{"kind":"step","st'  # being written
+        (tmp_path / "live" / path.name).write_bytes(written)
         assert path.stat().st_size > 64 * 1024
     run = view.read()
     assert [rank.steps[-1].step for rank in run.ranks] == [400, 400]

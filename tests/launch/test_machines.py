@@ -173,7 +173,8 @@ def test_a_stranger_is_not_counted_and_another_token_is_an_error():
         found, notes = hold(machine("b", num_machines=2), store=store)
         assert found == [["a", "b"]]
         assert (
-            "somebody came to 10.0.0.1:29400 without this job's PACELINE_TOKEN; that does not count" in notes
+            "a process connected to 10.0.0.1:29400 without this job's PACELINE_TOKEN; it does not count"
+            in notes
         )
     for nonsense in (
         "[1]",
@@ -230,9 +231,6 @@ def test_how_machines_find_each_other_follows_from_what_was_said(
     assert patience_s(args) == 600
     args.rdzv_conf = "is_host=1, join_timeout=90"
     assert patience_s(args) == 90
-    args.rdzv_conf = "join_timeout=soon"
-    with pytest.raises(ConfigurationError, match="join_timeout=soon is not a number of seconds"):
-        patience_s(args)
 
 
 def test_a_file_is_what_torch_s_own_options_would_say(tmp_path, monkeypatch):

@@ -49,6 +49,7 @@ def test_what_ranks_return_comes_back_in_their_order(capsys):
     assert all(f"rank {rank} prints" in said for rank in range(3))
 
 
+@pytest.mark.lab
 @pytest.mark.processes
 def test_a_rank_that_fails_is_named_below_its_own_words(capsys):
     with pytest.raises(LaunchError, match=r"^rank 1 of .* exited with code 1"):
@@ -79,6 +80,7 @@ paceline.notebook_launcher(wait)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("sent", [pytest.param(signal.SIGINT, marks=pytest.mark.lab), signal.SIGKILL])
 def test_ranks_end_with_the_cell(sent):

@@ -137,7 +137,8 @@ def test_what_the_launcher_started_before_is_not_of_the_launch():
     sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
     processes = [subprocess.Popen(sleeps)]
     try:
-        kin = watchdog.LaunchProcesses("id", os.getpid(), watchdog._children(os.getpid()))
+        own = os.getpid(), watchdog._start(os.getpid())
+        kin = watchdog.LaunchProcesses("id", own, watchdog._children(os.getpid()))
         processes.append(subprocess.Popen(sleeps, env={}, start_new_session=True))
         kin.look()
         assert watchdog.LaunchProcesses.from_words(kin.words).living() == kin.living() == [processes[1].pid]

@@ -5,7 +5,9 @@ import copy
 import functools
 import itertools
 import os
+import pickle
 import sys
+import time
 from unittest import mock
 
 import pytest
@@ -16,9 +18,14 @@ from torch import nn
 from harness.models import digest, generator
 from harness.ranks import pool
 from paceline import DistributedDataParallel
+from paceline.comm import gradient_group
+from paceline.compression import Bf16
 from paceline.errors import ConfigurationError
-from paceline.optim import LAMB, LARS, full_state_dict, shard, shares
+from paceline.optim import full_state_dict, shard, shares
+from paceline.reductions import Compressed, owned_mean
+from paceline.reductions.by_name import choose_reduction
 from paceline.reductions.ordered_mean import LogicalMean
+from paceline_recipes import LAMB, LARS
 
 pytestmark = pytest.mark.processes
 BACKENDS = ("gloo", "paceline")
@@ -128,8 +135,7 @@ def size_of(state):
 def same_bits(rank, num_ranks, backend, large, overlaps=False):
     """Train with each optimizer. Return what differs, and this rank's fraction of the state."""
     group, wrong = group_of(backend), {}
-    before, shares.LARGE_ELEMENTS = shares.LARGE_ELEMENTS, large
-    try:
+    with mock.patch.multiple(shares, LARGE_ELEMENTS=large, NETWORK_ELEMENTS=large // num_ranks):
         for name, make in {**ELEMENTWISE, **WHOLE}.items():
             models, optimizers = pair(make, group, overlaps=overlaps)
             schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.7) for each in optimizers]
@@ -143,8 +149,6 @@ def same_bits(rank, num_ranks, backend, large, overlaps=False):
             plain, sharded = (size_of(each.__dict__["state"]) for each in optimizers)
             if name in ELEMENTWISE and sharded > plain * (1 / num_ranks) + 1000:
                 wrong[name, "state"] = plain, sharded
-    finally:
-        shares.LARGE_ELEMENTS = before
     return wrong
 
 
@@ -176,36 +180,56 @@ class Matrices(nn.Module):
 
 @on_hosts
 def muon_and_adamw(rank, num_ranks, backend):
-    """Both optimizers over one model. Return whether bits are equal, and the matrices that this rank holds state of."""
-    group, models = group_of(backend), []
-    sets = []
-    for _ in range(2):
-        torch.manual_seed(1)
-        ordered = LogicalMean(num_ranks) if backend == "gloo" and not models else None
-        models.append(DistributedDataParallel(Matrices(), process_group=group, reduction=ordered))
-        matrices = [p for p in models[-1].parameters() if p.dim() == 2]
-        rest = [p for p in models[-1].parameters() if p.dim() != 2]
-        sets.append([torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)])
-    sets[1] = [shard(each, models[1]) for each in sets[1]]
-    for step in range(3):
-        for model, optimizers in zip(models, sets, strict=True):
-            model.zero_grad()
-            model(torch.randn(6, 24, generator=generator(step, rank))).square().mean().backward()
-            for each in optimizers:
-                each.step()
-    same = digest(list(models[0].parameters())) == digest(list(models[1].parameters()))
+    """Both optimizers over one model. Return what differs, and the matrices that this rank holds state of."""
+    group, wrong, held = group_of(backend), [], []
+    for has_scaler in (False, True):
+        overlaps = "always" if has_scaler and backend == "gloo" else False
+        models, sets = [], []
+        for overlap in (False, overlaps):
+            torch.manual_seed(1)
+            ordered = LogicalMean(num_ranks) if backend == "gloo" and not models else None
+            models.append(
+                DistributedDataParallel(
+                    Matrices(), process_group=group, reduction=ordered, overlap_forward=overlap
+                )
+            )
+            matrices = [p for p in models[-1].parameters() if p.dim() == 2]
+            rest = [p for p in models[-1].parameters() if p.dim() != 2]
+            sets.append([torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)])
+        sets[1] = [shard(each, models[1]) for each in sets[1]]
+        scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**60, enabled=has_scaler) for _ in models]
+        for step in range(4):
+            for model, optimizers, scaler in zip(models, sets, scalers, strict=True):
+                for each in optimizers:
+                    each.zero_grad(set_to_none=step % 2 == 0)
+                loss = model(torch.randn(6, 24, generator=generator(step, rank))).square().mean()
+                weight = 1e30 if has_scaler and (step, rank) == (1, 1) else 0.0
+                scaler.scale(loss + model.module.layers[-1].bias[-1] * weight).backward()
+                for each in optimizers:
+                    scaler.unscale_(each)
+                model.clip_grad_norm_(0.1, float("inf"))  # a norm without rounding
+                for each in optimizers:
+                    scaler.step(each)
+                scaler.update()
+        if digest(list(models[0].parameters())) != digest(list(models[1].parameters())):
+            wrong.append(has_scaler)
+        held.append(len(sets[1][0].__dict__["state"]))
     whole = full_state_dict(sets[1][0])
-    return same, len(sets[1][0].__dict__["state"]), whole is not None and len(whole["state"])
+    return wrong, held, whole is not None and len(whole["state"])
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.8 has no Muon")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_muon_is_shared_and_mixed_with_adamw(backend):
-    """Each matrix is orthogonalised by one rank; the bits are those of two plain optimizers."""
+    """Each matrix is orthogonalised by one rank; the bits are those of two plain optimizers.
+
+    So they are behind the forward, with clipped gradients, and where a scaler skips one of the two.
+    """
     results = pool(3).run(muon_and_adamw, backend)
-    assert [same for same, _, _ in results] == [True] * 3
-    assert sum(held for _, held, _ in results) == 8
-    assert max(held for _, held, _ in results) <= 4
+    assert [wrong for wrong, _, _ in results] == [[]] * 3
+    for held in zip(*(held for _, held, _ in results), strict=True):
+        assert sum(held) == 8
+        assert max(held) <= 4
     assert [count for _, _, count in results] == [8, False, False]
 
 
@@ -380,34 +404,48 @@ def test_what_scripts_do_between_steps(backend):
     assert pool(2).run(other_ways, backend) == [[]] * 2
 
 
-def scaled(rank, num_ranks):
-    """A GradScaler finds an overflow of one rank's; all ranks skip the step, and scale alike."""
-    models, optimizers = pair(ELEMENTWISE["adamw"], None)
+@on_hosts
+def scaled(rank, num_ranks, backend):
+    """A GradScaler finds an overflow in one element, of one rank's loss. Return whether all ranks skip that step."""
+    models, optimizers = pair(ELEMENTWISE["adamw"], group_of(backend))
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**60) for _ in models]
-    skipped = 0
+    skipped = []
     for step in range(4):
         for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
             optimizer.zero_grad()
             weight = 1e30 if step == 1 and rank == 1 else 1.0
-            scaler.scale(loss_of(model, step, rank) * weight).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            loss = loss_of(model, step, rank) + model.module.last.weight[-1, -1] * weight
+            scaler.scale(loss).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+                model.clip_grad_norm_(0.1, float("inf"))  # a norm without rounding
             before = digest(list(model.parameters()))
             scaler.step(optimizer)
-            skipped += before == digest(list(model.parameters()))
+            if before == digest(list(model.parameters())):
+                skipped.append(step)
             scaler.update()
     same = digest(list(models[0].parameters())) == digest(list(models[1].parameters()))
     return same, skipped, [scaler.get_scale() for scaler in scalers]
 
 
-def test_a_scaler_skips_the_same_steps():
-    """Gradients are whole, so all ranks find the same overflow, and clip by the same norm."""
-    results = pool(2).run(scaled)
-    assert results[0] == results[1]
-    same, skipped, scales = results[0]
-    assert same
-    assert skipped == 2
-    assert scales[0] == scales[1]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_scaler_skips_the_same_steps(backend):
+    """All ranks skip the step of an overflow that one of them has in its part, and scale alike."""
+    assert pool(2).run(scaled, backend) == [(True, [1, 1], [2.0**59] * 2)] * 2
+
+
+def saved_late(rank, num_ranks):
+    """Return whether the whole state arrives on rank 0, which asks for it later than the others."""
+    models, optimizers = pair(ELEMENTWISE["adamw"], group_of("gloo"))
+    train(models, optimizers, [0], rank)
+    time.sleep(1.5 if rank == 0 else 0.0)
+    whole = full_state_dict(optimizers[1])
+    return (whole is not None) == (rank == 0)
+
+
+def test_a_rank_may_be_late_for_the_whole_state():
+    """Gloo closes a connection over which a send has not ended within the time of a wait."""
+    assert pool(2).run(saved_late) == [True, True]
 
 
 def with_masters(rank, num_ranks):
@@ -522,7 +560,6 @@ def parts(rank, num_ranks, backend):
     for read in (
         lambda: ours.module.first.weight.grad,
         lambda: torch.nn.utils.clip_grad_norm_(ours.parameters(), 1.0),
-        lambda: torch.amp.GradScaler("cpu").scale(torch.ones(())) and _unscaled(sharded),
         lambda: [p.grad for p in sharded.param_groups[0]["params"]],
     ):
         try:
@@ -531,6 +568,10 @@ def parts(rank, num_ranks, backend):
         except ConfigurationError as error:
             if "whole_gradients=True" not in str(error):
                 wrong.append(str(error))
+    fresh = nn.Parameter(ours.module.first.weight)
+    fresh.sum().backward()
+    if type(fresh) is not nn.Parameter or fresh.grad.sum() != fresh.numel():
+        wrong.append("a new parameter of the same memory")
     copied = copy.deepcopy(ours.module)
     if {type(p) for p in copied.parameters()} != {nn.Parameter}:
         wrong.append("a copy's class")
@@ -575,13 +616,15 @@ def parts(rank, num_ranks, backend):
     overflow.backward()
     if ours.gradients_are_finite():
         wrong.append("infinite gradients on one rank")
+    small = DistributedDataParallel(nn.Linear(3, 2, bias=False).double(), process_group=group)  # of one rank
+    shard(torch.optim.SGD(small.parameters(), lr=0.1), small)
+    for _ in range(2):
+        small.zero_grad()
+        small(torch.ones(4, 3).double()).sum().backward()
+        norm = small.clip_grad_norm_(1e9)
+    if norm.dtype != torch.float64 or abs(norm - 4 * 6**0.5) > 1e-12:
+        wrong.append(("a norm where this rank owns nothing", norm))
     return wrong
-
-
-def _unscaled(optimizer):
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    scaler.unscale_(optimizer)
 
 
 def test_between_hosts_a_part_is_never_taken_for_the_whole():
@@ -631,3 +674,87 @@ def test_wire_bytes_are_those_of_an_all_reduce():
         assert 0.99 * plain < sharded < 1.02 * plain
     whole = [sharded for _, _, _, sharded in counts]
     assert max(whole) < 1.1 * counts[0][2]
+
+
+def compressed(rank, num_ranks, name):
+    """Train with compression, plain and sharded, and sharded without. Return what differs, and bytes sent by rank."""
+    wrong, found, sent = [], [], []
+    with hosts("gloo", num_ranks):
+        group = dist.new_group(backend="gloo")
+        models = [
+            DistributedDataParallel(net(), process_group=group, compression=how) for how in (name, name, None)
+        ]
+        optimizers = [ELEMENTWISE["adamw"](list(model.parameters())) for model in models]
+        for optimizer, model in list(zip(optimizers, models, strict=True))[1:]:
+            shard(optimizer, model, whole_gradients=False)
+        perform = owned_mean.all_to_all
+        with mock.patch.object(
+            owned_mean,
+            "all_to_all",
+            lambda got, row, *rest: found.append(row.nbytes) or perform(got, row, *rest),
+        ):
+            for step in range(4):
+                sent.clear()
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    found.clear()
+                    optimizer.zero_grad()
+                    loss_of(model, step, rank).backward()
+                    if not model.gradients_are_finite():
+                        wrong.append("infinite")
+                    sent.append(sum(found))
+                    model.clip_grad_norm_(1.0, float("inf"))  # a norm without rounding
+                    optimizer.step()
+    if digest(list(models[0].parameters())) != digest(list(models[1].parameters())):
+        wrong.append("bits")
+    reductions = [model.membership.model.reduction for model in models[:2]]
+    if repr(reductions[0]) != repr(reductions[1]):
+        wrong.append("ranks that come later would be refused")
+    said = [reduction.last_step.sent_bytes for reduction in reductions]
+    if said[1] != said[0] // 2 or 2 * sent[1] * (num_ranks - 1) // num_ranks - said[0] not in range(-9, 10):
+        wrong.append(("bytes", said, sent))
+    try:
+        wrong.append(reductions[1].overflowed)
+    except ConfigurationError as error:
+        if "gradients_are_finite" not in str(error):
+            wrong.append(str(error))
+    return wrong, sent
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), [(2, "bf16"), (3, "bf16"), (3, "fp16")])
+def test_each_owner_gets_the_bits_of_a_compressed_mean_in_half_the_bytes(num_ranks, name):
+    """As unsharded with the same compression; half of what goes to owners uncompressed."""
+    for wrong, sent in pool(num_ranks).run(compressed, name):
+        assert wrong == []
+        assert sent[0] == 0
+        assert 0 < sent[1] <= 0.51 * sent[2]
+
+
+@pytest.mark.parametrize("compression", ["int8", Compressed(Bf16(), error_feedback=True)])
+def test_what_keeps_or_gathers_residuals_leaves_gradients_whole(compression):
+    """An owner alone cannot compute it."""
+    assert owned_mean.for_owners(choose_reduction(None, compression)) is None
+
+
+def copied(rank, num_ranks, compression):
+    """Copy a model of which each rank has parts of the gradients. Return the gradients of the copies' next backward."""
+    with hosts("gloo", num_ranks), mock.patch.object(gradient_group, "group_beside", lambda group, *_: group):
+        model = DistributedDataParallel(net(), compression=compression)
+        optimizer = ELEMENTWISE["adamw"](list(model.parameters()))
+        shard(optimizer, model)
+        for step in range(2):
+            loss_of(model, step, rank).backward()
+            optimizer.step()
+        assert any(map(len, model.reduction._owners.values()))
+        found = []
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            loss_of(twin, 2, rank).backward()
+            found.append(digest([each.grad for each in twin.parameters() if each.grad is not None]))
+        return found, compression and twin.reduction.overflowed
+
+
+@pytest.mark.parametrize("compression", [None, "bf16"])
+def test_a_copy_of_the_model_has_whole_gradients(compression):
+    (first, overflowed), *others = pool(2).run(copied, compression)
+    assert len(set(first)) == 1
+    assert not overflowed
+    assert others == [(first, overflowed)]

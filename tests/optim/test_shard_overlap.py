@@ -65,6 +65,12 @@ def _saved(model):
     return list(torch.load(file, weights_only=True).values())
 
 
+def _seen_by_an_extension(model):
+    """Return what code finds that bypasses torch's functions, and waits for nothing."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [p.detach().clone() for p in model.parameters()]
+
+
 READERS = {
     "forward": lambda model, _: [model.module(batch(90, 0))],
     "evaluation": lambda model, _: [
@@ -79,7 +85,7 @@ READERS = {
     "state_dict": lambda model, _: _saved(model),
     "a copy": lambda model, _: list(copy.deepcopy(model.module).parameters()),
     "an average": lambda model, _: [torch.zeros(500, 700).lerp(model.module[2].weight, 0.5)],
-    "flush": lambda model, _: model.flush() or [p.detach().clone() for p in model.parameters()],
+    "flush": lambda model, _: model.flush() or _seen_by_an_extension(model),
     "the state": lambda _, optimizer: [torch.tensor(full_state_dict(optimizer) != {})],
     "clipping": lambda model, _: [model.clip_grad_norm_(1.0)],
 }

@@ -97,7 +97,7 @@ def outgrow(rank, _num_ranks):
     larger.fill_(rank + 1.0)
     dist.all_reduce(larger, group=group)
     arena = group.host.me.arena
-    return arena.place_of(fits) is not None, arena.place_of(larger) is not None, larger.unique().tolist()
+    return arena.region_of(fits) is not None, arena.region_of(larger) is not None, larger.unique().tolist()
 
 
 @pytest.mark.processes
@@ -138,7 +138,7 @@ def test_a_place_comes_back_while_another_is_taken():
     """The garbage collector may run within `allocate`, and free a tensor there: a lock taken twice would hang."""
     arena = Arena(None, least_bytes(1), 4096)
     tensors = [arena.allocate(2**20, torch.uint8) for _ in range(9)]
-    places = [arena.place_of(tensor) for tensor in tensors]
+    places = [arena.region_of(tensor) for tensor in tensors]
 
     def free():
         with arena._lock:
@@ -149,4 +149,4 @@ def test_a_place_comes_back_while_another_is_taken():
     thread.join(20)
     assert not thread.is_alive()
     whole = arena.allocate(9 * 2**20, torch.uint8)  # their places are one again
-    assert arena.place_of(whole).start == places[0].start
+    assert arena.region_of(whole).start == places[0].start

@@ -225,6 +225,7 @@ def changing(rank, _num_ranks):
     return seen, training.digests, [entry["what"] for entry in training.auto.report()["history"]]
 
 
+@pytest.mark.lab
 @pytest.mark.processes
 def test_the_link_changes():
     """On, off when the link gets fast, on again when it is slow; noticed by the steps' time alone."""

@@ -15,9 +15,9 @@ from harness.terminal import REPOSITORY
 from paceline import DistributedDataParallel
 from paceline.reductions import HookReduction, Reduction
 from paceline.reductions.by_name import BY_NAME, COMPRESSIONS
-from paceline.reductions.noise_scale import GradientNoiseScale
 from paceline.reductions.ordered_mean import LogicalMean
 from paceline_lossy import BoundedLoss, compile_all
+from paceline_recipes.noise_scale import GradientNoiseScale
 
 GUIDE = REPOSITORY / "docs/guide/write-a-reduction.md"
 

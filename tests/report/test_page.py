@@ -9,8 +9,7 @@ import pytest
 
 from harness.recorded_runs import write_run
 from paceline.observe.run_reading import read_run
-from paceline.report.markup import Span, row_of, strip, table_of_cells
-from paceline.report.page import page_of
+from paceline.report.page import Span, page_of, row_of, strip, table_of_cells
 
 _VOID = {"meta", "link", "rect", "line", "polyline"}
 

@@ -8,8 +8,8 @@ import pytest
 
 from harness.terminal import run
 from paceline.errors import ConfigurationError
-from paceline.schedules import SCHEDULES, Link, Links, Topology, choose, price
-from paceline.schedules.schedule import HEADER_BYTES
+from paceline.schedules import SCHEDULES, Link, Links, Schedule, Topology, Transfer, choose, price
+from paceline.schedules.schedule import HEADER_BYTES, mirror
 
 GIGABIT = Link(latency_s=1e-3, bytes_per_s=125e6)
 LOOPBACK = Link(latency_s=2e-5, bytes_per_s=4e9)
@@ -49,8 +49,10 @@ def test_the_busier_direction_of_a_link_counts():
     """Two ranks of one host serve one each on two others: twice as much leaves a host as arrives at one."""
     topology = Topology((0, 0, 1, 2))
     n = 100 * MEGABYTE
-    for name in ("broadcast_tree", "reduce_tree"):
-        assert time_s(name, n, topology) == pytest.approx(2 * n / 125e6 + n / 4e9, rel=0.01)
+    to_others = (tuple(Transfer(rank, rank + 2, 0, 1, fold=False) for rank in (0, 1)),)
+    for rounds in (to_others, mirror(to_others)):
+        schedule = Schedule("pairs", 4, 1, rounds)
+        assert price(schedule, n, topology, CLUSTER).time_s == pytest.approx(2 * n / 125e6, rel=0.01)
 
 
 def test_further_messages_and_folding_cost_what_the_links_say():
@@ -104,7 +106,7 @@ def test_an_empty_message_costs_its_headers_only():
     ],
 )
 def test_the_choice_follows_size_and_topology(message_bytes, topology, links, expected):
-    choice = choose("all_reduce", message_bytes, topology, links)
+    choice = choose(message_bytes, topology, links)
     assert choice.schedule.name in expected
     assert choice.schedule.name == next(iter(choice.prices))
     times = [priced.time_s for priced in choice.prices.values()]
@@ -113,22 +115,21 @@ def test_the_choice_follows_size_and_topology(message_bytes, topology, links, ex
 
 def test_the_choice_is_the_cheapest_of_all_that_fit():
     """Every all-reduce is a candidate; hierarchical ones only where there are hosts with several ranks."""
-    flat = choose("all_reduce", 4096, Topology.one_host(4), CLUSTER)
-    hosts = choose("all_reduce", 4096, Topology((0, 0, 1, 1)), CLUSTER)
-    names = {name for name, algorithm in SCHEDULES.items() if algorithm.operation == "all_reduce"}
-    assert set(hosts.prices) == names
-    assert set(flat.prices) == {name for name in names if "hierarchical" not in name}
+    flat = choose(4096, Topology.one_host(4), CLUSTER)
+    hosts = choose(4096, Topology((0, 0, 1, 1)), CLUSTER)
+    assert set(hosts.prices) == set(SCHEDULES)
+    assert set(flat.prices) == {name for name in SCHEDULES if "hierarchical" not in name}
 
 
 def test_the_choice_says_why():
-    why = choose("all_reduce", 100 * MEGABYTE, Topology((0, 0, 0, 1, 1, 1)), CLUSTER).why
+    why = choose(100 * MEGABYTE, Topology((0, 0, 0, 1, 1, 1)), CLUSTER).why
     assert why.startswith("all_reduce of 100,000,000 bytes over 6 ranks on 2 hosts x 3: hierarchical_")
     assert "100,000,000 over a host's link" in why
     assert "; next " in why
 
 
 def test_one_rank_needs_nothing():
-    choice = choose("all_reduce", MEGABYTE, Topology.one_host(1), CLUSTER)
+    choice = choose(MEGABYTE, Topology.one_host(1), CLUSTER)
     assert choice.schedule.rounds == ()
     assert choice.prices[choice.schedule.name].time_s == 0
 

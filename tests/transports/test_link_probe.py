@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,14 +69,14 @@ def test_known_links_are_found_and_agreed_on(monkeypatch, hosts):
             assert link.message_s == pytest.approx(known.message_s, rel=0.1)
 
 
-def test_rank_0s_override_counts_and_nothing_is_measured(monkeypatch):
+def test_rank_0s_environment_counts_and_nothing_is_measured(monkeypatch):
     """Ranks in different environments must still choose the same."""
-    links = Links(WITHIN, BETWEEN)
+    values = iter(["within=1e-5/1e9 between=1e-4/1e8", "fast", "faster"])
+    environ = SimpleNamespace(get=lambda _: next(values))
+    monkeypatch.setattr(link_probe, "os", SimpleNamespace(environ=environ))
     monkeypatch.setattr(link_probe, "probe", None)
-    found = InMemoryNetwork(3).run(
-        lambda transport: find_links(transport, Topology.one_host(3), 20.0, None if transport.rank else links)
-    )
-    assert found == [links] * 3
+    found = InMemoryNetwork(3).run(lambda transport: find_links(transport, Topology.one_host(3), 20.0))
+    assert found == [Links(Link(1e-5, 1e9), Link(1e-4, 1e8))] * 3
 
 
 def test_the_environment_overrides(monkeypatch):

@@ -60,6 +60,7 @@ def test_step_on_loopback(tmp_path: Path) -> None:
     assert record["place"]["ranks"] == "2"
 
 
+@pytest.mark.lab
 @pytest.mark.processes
 def test_allreduce_on_loopback(tmp_path: Path) -> None:
     """A row for every size, in a table for people."""

@@ -130,6 +130,7 @@ def test_a_job_on_two_hosts_is_what_it_would_be_on_two_machines(possible, script
     assert list((scripts / "tmp").iterdir()) == []
 
 
+@pytest.mark.lab
 @pytest.mark.slow
 def test_a_link_that_goes_down_ends_the_job_with_both_ranks_words(possible, scripts, monkeypatch):
     """In mid-run the plug of host 1 is pulled: both ranks raise, and the outcome says which host went first."""

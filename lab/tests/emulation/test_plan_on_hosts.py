@@ -13,14 +13,14 @@ SCRIPT = """
 import sys
 import torch
 import torch.distributed as dist
-import paceline
+import paceline_plan
 from paceline import DistributedDataParallel as DDP
 
 dist.init_process_group("gloo")  # with what `paceline plan` leaves of a launcher's variables: a group of one
 model = DDP(torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 if dist.get_rank() == 0 and sys.argv[1:]:
-    paceline.record_workload(sys.argv[1], num_steps=1)
+    paceline_plan.record_workload(sys.argv[1], num_steps=1)
 for _ in range(4):
     optimizer.zero_grad()
     model(torch.ones(4, 8)).sum().backward()

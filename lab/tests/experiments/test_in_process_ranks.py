@@ -9,8 +9,7 @@ from torch import nn
 from harness.models import digest, generator
 from harness.ranks import pool
 from paceline import DistributedDataParallel
-from paceline.optim import AdasumOptimizer, LocalSGD
-from paceline.recipes import convert_ghost_batchnorm
+from paceline_adasum import AdasumOptimizer
 from paceline_lab.experiments.accuracy.in_process_ranks import (
     backward_of_the_mean,
     gradients_of_each,
@@ -25,6 +24,7 @@ from paceline_lab.experiments.accuracy.trial_training import (
     RareAverages,
     make_combination,
 )
+from paceline_recipes import LocalSGD, convert_ghost_batchnorm
 
 RANK_BATCH, STEPS, RATE = 8, 4, 0.1
 

@@ -29,6 +29,7 @@ def test_every_experiment_takes_the_options_of_all_its_runs(name, tmp_path):
     command = study().loaded(name)
     assert name == name.lower().replace("_", "-")
     assert experiment.question.count("?") == 1
+    assert command.help.startswith(f"Example: paceline study {name}\n")
     for options in experiment.runs:
         context = command.make_context(name, shlex.split(f"{options} --quick --report {tmp_path}"))
         assert context.params["quick"] is True

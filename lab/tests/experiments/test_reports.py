@@ -38,14 +38,12 @@ def study(*arguments: str, folder: Path) -> Finished:
         ["overlap"],
         ["forward-overlap"],
         ["forward-overlap-loss"],
-        ["bucket-caps"],
         ["skipped-layers"],
         ["compression"],
         ["auto-compression"],
         ["auto-choices"],
         ["unequal"],
         ["time-to-loss"],
-        ["hetseq-table"],
     ],
     ids="-".join,
 )
@@ -74,7 +72,6 @@ def test_experiment_reports(arguments: list[str], tmp_path: Path) -> None:
         "auto-choices": {"all", "bf16"},
         "unequal": {"1:4", "2"},
         "time-to-loss": {"text 1:3"},
-        "hetseq-table": {"1", "4", "2.600"},
     }.get(arguments[0], {"torch", "ours"})
     assert baseline <= {cell for row in record["rows"] for cell in row}
     assert json.loads((tmp_path / f"{record['name']}.json").read_text()) == record

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline_lab.experiments.survival import cases, study
+from paceline_lab.experiments.survival import cases, guests, study
 from paceline_lab.experiments.survival.job import Job, Outcome, problems, reference, trained
 from paceline_lab.experiments.survival.record import Case, Report, words
 from paceline_lab.experiments.survival.stall import PARTS, parts_of
@@ -147,7 +147,7 @@ def test_a_replacement_that_dies_before_it_comes_in_stops_nobody() -> None:
 
 
 def moved(at: float, heard: float) -> dict[str, Any]:
-    names = ("heard", "left", "seat", "open", "met", "beside")
+    names = ("heard", "left", "assignment", "open", "met", "beside")
     return {"what": "moved", "at": at, **{name: heard + 0.01 * i for i, name in enumerate(names)}}
 
 
@@ -207,3 +207,39 @@ def test_what_came_out_is_counted() -> None:
         "1 samples were lost, 0 doubled",
     )
     assert str(Fault.parse("1:5:within bucket 0:exit")) == "1:5:within bucket 0:exit"
+
+
+def told_job(*steps_again: int, saved: int | None = 1, loss_s: float | None = None) -> list[str]:
+    """Return the problems of a job of which all were told after one step, and which had done that step again."""
+    ranks = [
+        {"what": "try", "at": 1.0 + under, "step": 0, "under": under, "of": 0, "samples": [0, 1, 2, 3]}
+        for under in range(1 + len(steps_again))
+    ]
+    notes = [*ranks, {"what": "done", "at": 9.0, "step": 0, "under": len(steps_again), "took_s": 0.1}]
+    notes += [] if saved is None else [{"what": "saved", "step": saved}]
+    found = guests.GuestOutcome(Outcome(0, "", [notes], [], 0))
+    found.struck = [(0.5, guests.Event("told")), (9.0, guests.Event("all told"))]
+    found.struck += [] if loss_s is None else [(loss_s, guests.Event("killed"))]
+    return guests.guest_problems(guests.GuestJob("processes", 1, 1, JOB, ()), found)
+
+
+def test_what_an_engines_ranks_have_to_keep() -> None:
+    """A notice costs no step, and if all are told a checkpoint of the last step is written."""
+    assert told_job() == []
+    assert told_job(0, loss_s=1.5) == []
+    assert told_job(0) == ["steps [0] were computed again without a loss"]
+    for saved, written in ((None, []), (0, [0])):
+        assert told_job(saved=saved) == [
+            f"all were told after 1 steps, and checkpoints were written after {written}"
+        ]
+
+
+def test_engines_take_turns_and_every_kind_of_event_happens() -> None:
+    jobs = [guests.random_guest_job(seed) for seed in range(200)]
+    shares = [sum(job.engine == name for job in jobs) for name in guests.ENGINES]
+    assert shares == [4 * share for share in guests.SHARES]
+    kinds = {(event.kind, event.host == 0) for job in jobs for event in job.events if event.kind != "joined"}
+    assert {"killed", "agent killed", "moved", "told", "host told", "split"} <= {
+        kind for kind, first in kinds if first
+    }
+    assert {"all told", "started after the end", "late name"} <= {kind for kind, _ in kinds}

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from paceline.reductions.adasum import combine
-from paceline_lab.experiments.accuracy import adasum_steps, resnet_batches
-from paceline_lab.experiments.accuracy.adasum_steps import ADASUM, MEAN, StepsOutcome, StepsTrial
+from paceline_lab.experiments.accuracy import resnet_batches
 from paceline_lab.experiments.accuracy.resnet_batches import (
     BASELINE,
     GRADUAL,
@@ -54,30 +52,6 @@ def store_of(folder, trial, outcome):
     return TrialStore(folder / "trials.jsonl", trial, outcome)
 
 
-def test_a_rate_at_an_edge_is_not_the_best(tmp_path):
-    """The grid grows on the better side, then the best rate gets its seeds."""
-    store = store_of(tmp_path, StepsTrial, StepsOutcome)
-    plan = adasum_steps.Plan(store, (16,), 2)
-    cell = ("adam", MEAN, 16)
-
-    def add(power, seed, steps):
-        store.add(StepsTrial(*cell[:2], power, seed, 16), StepsOutcome([2.5], steps, 0.0))
-
-    def wanted():
-        return [(one.power, one.seed) for one in plan.missing() if (one.optimizer, one.side) == cell[:2]]
-
-    assert wanted() == [(-1, 100), (0, 100), (1, 100)]
-    for power, steps in ((-1, 90.0), (0, 80.0), (1, 70.0)):
-        add(power, 100, steps)
-    assert wanted() == [(2, 100)]
-    add(2, 100, None)
-    assert wanted() == [(1, 0), (1, 1)]
-    assert plan.spread(cell) is None
-    add(1, 0, 60.0)
-    assert plan.spread(cell).values == (60.0,)
-    assert {side for _, side, _ in plan.cells()} == {MEAN, ADASUM}
-
-
 def test_the_reference_rate_is_the_smallest_of_the_good_ones(tmp_path):
     store = store_of(tmp_path, ResnetTrial, ResnetOutcome)
     plan = resnet_batches.Plan(store, whole=False)
@@ -88,20 +62,6 @@ def test_the_reference_rate_is_the_smallest_of_the_good_ones(tmp_path):
     assert plan.reference_rate() == GRID[1]
     assert ResnetTrial(GRADUAL, 32, GRID[1], 0) in plan.missing()
     assert ResnetTrial(BASELINE, 1, GRID[1], 0) not in plan.missing()
-
-
-def test_many_problems_are_combined_as_one_is():
-    gradients = torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    together = adasum_steps.adasum_of(gradients)
-    for at in range(3):
-        (alone,) = combine([[of_rank[at]] for of_rank in gradients])
-        torch.testing.assert_close(together[at], alone)
-
-
-def test_both_sides_come_to_an_optimum_that_all_ranks_share():
-    """In a hundred steps with a fit rate nearly all of the excess is gone."""
-    for side in (MEAN, ADASUM):
-        assert min(adasum_steps.least_squares(0, side, 0.0, 0.5, 100)) < 1e-3
 
 
 @pytest.mark.processes

@@ -10,6 +10,7 @@ def soak_some_epochs(_rank, _num_ranks):
     return soak(Config(num_steps=90, seed=2), lambda _: None)
 
 
+@pytest.mark.lab
 @pytest.mark.processes
 def test_a_short_soak():
     """Shares, stalls, memory, restarts at random: no sample lost, no drift."""

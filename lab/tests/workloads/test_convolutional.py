@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from harness.models import generator
-from paceline.recipes import zero_init_residual
 from paceline_lab.workloads.convolutional import Bottleneck
+from paceline_recipes import zero_init_residual
 
 
 def test_blocks_of_resnet_50():

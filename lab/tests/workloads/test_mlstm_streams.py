@@ -196,6 +196,7 @@ def test_streams_that_cannot_be_shared_are_refused():
         example().Streams(TEXT[:8], 8, 5, 0, 2)
 
 
+@pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(100)

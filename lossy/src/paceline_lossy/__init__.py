@@ -34,15 +34,12 @@ __all__ = [
 __getattr__ = on_first_use(
     __name__,
     {
-        "Bound": "lossy_transport",
-        "BoundedLoss": "bounded_loss",
-        "Introduction": "datagrams.udp_socket",
-        "LossReport": "loss_report",
-        "Losses": "lossy_transport",
-        "LossyLink": "datagrams.lossy_link",
-        "LossyTransport": "lossy_transport",
-        "Sum": "lossy_transport",
-        "compile_all": "datagrams.datagram_loop",
-        "open_lossy_transport": "connecting",
+        "bounded_loss": "BoundedLoss",
+        "connecting": "open_lossy_transport",
+        "datagrams.datagram_loop": "compile_all",
+        "datagrams.lossy_link": "LossyLink",
+        "datagrams.udp_socket": "Introduction",
+        "loss_report": "LossReport",
+        "lossy_transport": "Bound Losses LossyTransport Sum",
     },
 )

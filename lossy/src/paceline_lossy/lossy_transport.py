@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.comm import Completion
 from paceline.errors import ConfigurationError
-from paceline.numbers_given import number
+from paceline.given import number
 
 
 @dataclass(frozen=True)

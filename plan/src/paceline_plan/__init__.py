@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from paceline_plan.deployment import Cluster, HostLink, ReductionPlan, Servers
     from paceline_plan.simulator import Simulation, simulate
     from paceline_plan.workload import LayerTimes, RecordedWorkload
+    from paceline_plan.workload_recording import record_workload
 
 __all__ = [
     "Cluster",
@@ -25,6 +26,7 @@ __all__ = [
     "Servers",
     "Simulation",
     "collective_cost",
+    "record_workload",
     "simulate",
 ]
 
@@ -32,16 +34,11 @@ __all__ = [
 __getattr__ = on_first_use(
     __name__,
     {
-        "Cluster": "deployment",
-        "CollectiveCost": "collective_time",
-        "HostLink": "deployment",
-        "LayerTimes": "workload",
-        "RecordedWorkload": "workload",
-        "ReductionPlan": "deployment",
-        "Servers": "deployment",
-        "Simulation": "simulator",
-        "collective_cost": "collective_time",
-        "simulate": "simulator",
+        "collective_time": "CollectiveCost collective_cost",
+        "deployment": "Cluster HostLink ReductionPlan Servers",
+        "simulator": "Simulation simulate",
+        "workload": "LayerTimes RecordedWorkload",
+        "workload_recording": "record_workload",
     },
 )
 

@@ -186,7 +186,7 @@ def record(
 @plan.command()
 def score(
     traces: Annotated[
-        list[Path] | None, typer.Argument(help="What paceline.record_workload wrote in real runs.")
+        list[Path] | None, typer.Argument(help="What paceline_plan.record_workload wrote in real runs.")
     ] = None,
     report: ReportFolder = Path("paceline-report"),
     as_json: AsJson = False,

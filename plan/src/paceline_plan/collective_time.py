@@ -60,7 +60,7 @@ class CollectiveCost:
 
     @property
     def fixed_s(self) -> float:
-        """Seconds that do not depend on the message's size."""
+        """Return the seconds that do not depend on the message's size."""
         return self.latency_s + self.overhead_s
 
     @property

@@ -243,7 +243,7 @@ def notes(question: Question, assumed: str) -> list[str]:
             varied += ". If the machine did other work meanwhile, record again without it"
     missing = "no epoch is shown: the workload does not say how many samples are in a step. Pass --batch"
     needs_batch = question.epoch_samples is not None and workload.samples_per_step is None
-    said = [f"assumed, because nobody said: {assumed}"] * bool(assumed)
+    said = [f"assumed, as not given: {assumed}"] * bool(assumed)
     return [what, *[varied] * bool(varied), *said, *[missing] * needs_batch, band]
 
 

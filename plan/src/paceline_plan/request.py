@@ -118,7 +118,7 @@ class PlanRequest:
         return dataclasses.replace(made, collective_s=_COLLECTIVE_S)
 
     def plan(self, recorded_micro_steps: int = 1) -> ReductionPlan:
-        """Return how gradients are reduced; of a workload that was recorded with so many micro-steps a step."""
+        """Return how gradients are reduced, for a workload that was recorded with so many micro-steps per step."""
         cap = self.bucket_cap_mb
         caps: tuple[float, ...] = DEFAULT_CAPS_BYTES if cap is None else (cap * MEBIBYTE,)
         servers = None

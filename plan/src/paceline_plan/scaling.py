@@ -62,7 +62,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Saving:
-    """Something that could be done, and the fraction of the time for a sample that it saves."""
+    """A change of the training, and the fraction of the time per sample that it saves."""
 
     what: str
     ratio: float

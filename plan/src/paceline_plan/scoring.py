@@ -20,11 +20,10 @@ from typing import Any
 from rich.console import Console
 
 from paceline.errors import ConfigurationError
-from paceline.files_given import parse_json
-from paceline.observe.run_records import TRACE_FORMAT, TRACE_VERSION
+from paceline.given import parse_json
 from paceline_plan.deployment import Cluster, HostLink
 from paceline_plan.forecast import PREDICTIONS, KeptPrediction, keep, table
-from paceline_plan.workload import RECORD_AGAIN, check_version, parsed
+from paceline_plan.workload import RECORD_AGAIN, TRACE_FORMAT, TRACE_VERSION, check_version, parsed
 
 _PARTS = ("forward_s", "backward_s", "optimizer_s", "other_s")
 
@@ -72,7 +71,7 @@ def show_scores(folder: Path, traces: Sequence[Path], *, as_json: bool) -> None:
         return
     if not found:
         print(
-            f"No run of what was predicted has been scored yet. Record one with paceline.record_workload(FILE) on "
+            f"No run of what was predicted has been scored yet. Record one with paceline_plan.record_workload(FILE) on "
             f"rank 0 of a real job, then: paceline plan score FILE (predictions: {kept})."
         )
         return

@@ -18,10 +18,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline.errors import ConfigurationError, PacelineError
-from paceline.files_given import check_output
+from paceline.given import check_output
 from paceline.launch.watchdog import MARK, Watchdog
-from paceline.observe.run_records import NUM_WARM_UP
-from paceline_plan.workload import RecordedWorkload
+from paceline_plan.workload import NUM_WARM_UP, RecordedWorkload
 
 _MOST_STEPS = 1_000_000
 _MOST_SCRATCH_BYTES = 2**30
@@ -144,7 +143,7 @@ def _one_rank() -> Iterator[dict[str, str]]:
 
 def main(words: Sequence[str]) -> None:
     """Run the script in a process of its own, and end it once enough steps are recorded."""
-    from paceline.observe.workload_recording import record_workload  # noqa: PLC0415  imports torch
+    from paceline_plan.workload_recording import record_workload  # noqa: PLC0415  imports torch
 
     trace, num_steps, script, *arguments = words
     recording = record_workload(trace, int(num_steps), Path(script).stem)

@@ -31,12 +31,20 @@ from paceline.errors import ConfigurationError
 from paceline.planning.bucket_assignment import BucketCaps, GradientSpec, assign_buckets
 from paceline.planning.forward_overlap import MeasuredStep, cut, predict
 from paceline.planning.forward_overlap import plan as order_of_pieces
-from paceline.planning.replay import BucketLoad, Replay, Wire, replay
+from paceline.planning.replay import Replay, Wire, replay
 from paceline_plan.collective_time import CollectiveCost, costs_of
 from paceline_plan.deployment import Cluster, ReductionPlan, Servers
 from paceline_plan.workload import RecordedWorkload
 
 _EPSILON = 1e-12
+
+
+@dataclass(frozen=True)
+class BucketLoad:
+    """One bucket of a step: when it would be ready if launching took no time, and its size."""
+
+    ready_s: float
+    size_bytes: int
 
 
 @dataclass(frozen=True)

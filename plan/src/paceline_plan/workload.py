@@ -1,6 +1,6 @@
 """A training step as it was recorded: how long each layer computes, and how many bytes of gradients it produces.
 
-`RecordedWorkload.load` reads two kinds of file. A *trace* is what `observe.record_workload` writes while a script
+`RecordedWorkload.load` reads two kinds of file. A *trace* is what `record_workload` writes while a script
 trains: a header, then a line per step. So what was written before a crash can be read. A *workload* is what follows
 from it: medians, as one JSON object.
 """
@@ -17,9 +17,10 @@ from statistics import median, median_low, mode
 from typing import Any
 
 from paceline.errors import ConfigurationError
-from paceline.observe.run_records import TRACE_FORMAT, TRACE_VERSION
 
 WORKLOAD_FORMAT, WORKLOAD_VERSION = "paceline workload", 1
+TRACE_FORMAT, TRACE_VERSION = "paceline trace", 1
+NUM_WARM_UP = 2  # steps at the beginning of a trace, which do not count
 RECORD_AGAIN = "Record it again with `paceline plan record SCRIPT`."
 _SHIPPED = Path(__file__).parent / "shipped"
 

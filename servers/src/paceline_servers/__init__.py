@@ -19,6 +19,5 @@ SERVERS = "PACELINE_SERVERS"
 __all__ = ["ParameterServers", "ServerOptimizer"]
 
 __getattr__ = on_first_use(
-    __name__,
-    {"ParameterServers": "ranks.servers_mean", "ServerOptimizer": "server_optimizer"},
+    __name__, {"ranks.servers_mean": "ParameterServers", "server_optimizer": "ServerOptimizer"}
 )

@@ -21,7 +21,7 @@ from paceline.quantities import seconds
 
 
 class _Commands(typer.core.TyperGroup):
-    """Answers a command whose package is not installed with the line that installs it."""
+    """The group of commands. It answers one whose package is missing with the line that installs the package."""
 
     def resolve_command(self, context: Any, words: list[str]) -> Any:
         name = words[0] if words else ""
@@ -95,8 +95,14 @@ def _shadow(
     write_every: Annotated[
         str, typer.Option(help="Time between two checkpoints, such as 30s or 500ms.")
     ] = "30s",
+    peers: Annotated[
+        str | None, typer.Option(help="Where the hosts of the job are, as PACELINE_PEERS. Default: here.")
+    ] = None,
+    spare: Annotated[
+        bool, typer.Option(help="Take the place of a lost rank. `paceline run` says so.", hidden=True)
+    ] = False,
 ) -> None:
-    """Follow every step of a job on this host, and write checkpoints without stopping it.
+    """Follow every step of a job, and write checkpoints without stopping it.
 
     `paceline shadow checkpoints -- train.py ARGS` follows `paceline run --min-ranks 2 train.py ARGS`. It runs the same
     script up to `paceline.Elastic`. If all ranks are lost, it writes the last completed step.
@@ -113,6 +119,8 @@ def _shadow(
         write_every_s,
         words or [],
         lambda line: print(f"paceline shadow: {line}", file=sys.stderr),
+        spare,
+        peers,
     )
 
 
@@ -189,18 +197,20 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             sys.exit(2)
         _leave(_usage(error), 2)
     except (KeyboardInterrupt, typer.Abort) as error:
-        if isinstance(
-            error.__cause__, EOFError
-        ):  # of some file: the parser takes it for Ctrl-D at a question
+        # Of some file: the parser takes it for Ctrl-D at a question.
+        if isinstance(error.__cause__, EOFError):
             raise error.__cause__ from None
         _leave("stopped.", 130)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def command_of(made: typer.Typer) -> Any:
-    """Return the command that typer makes of this: `-h` is help, and flags, which take no value, show no type."""
+def command_of(made: typer.Typer, path: str = "paceline") -> Any:
+    """Return the command that typer makes of this: `-h` is help, and flags, which take no value, show no type.
+
+    Help shows it as `path`.
+    """
     root = typer.main.get_command(made)
-    left: list[tuple[str, Any]] = [("paceline", root)]
+    left: list[tuple[str, Any]] = [(path, root)]
     while left:
         path, command = left.pop()
         command.context_settings.setdefault("help_option_names", _HELP)

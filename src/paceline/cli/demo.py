@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from enum import Enum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,21 +21,12 @@ class _Dtype(str, Enum):
 @app.callback(invoke_without_command=True)
 def _compare(
     context: typer.Context,
-    data: Annotated[
-        str, typer.Option(help="digits, fashion-mnist, or a folder with MNIST's four files.")
-    ] = "digits",
     ranks: Annotated[
         int, typer.Option("--ranks-per-host", "--nproc-per-node", min=1, help="Number of worker processes.")
     ] = 2,
     epochs: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=100_000,
-            help="Number of passes over the training set.",
-            show_default="16 for digits, 3 for larger images",
-        ),
-    ] = None,
+        int, typer.Option(min=1, max=100_000, help="Number of passes over the training set.")
+    ] = 16,
     seed: Annotated[
         int,
         typer.Option(
@@ -46,9 +36,6 @@ def _compare(
     dtype: Annotated[
         _Dtype, typer.Option(help="float32 shows how training amplifies float32's rounding.")
     ] = _Dtype.float64,
-    report: Annotated[Path, typer.Option(help="Folder for the figures and the table.")] = Path(
-        "paceline-report"
-    ),
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the rows to stdout, progress to stderr.")
     ] = False,
@@ -66,9 +53,7 @@ def _compare(
 
     from paceline.demo.comparison import run_demo
 
-    if epochs is None:
-        epochs = 16 if data == "digits" else 3
-    rows = run_demo(data, ranks, epochs, seed, dtype.value, report, Console(stderr=as_json))
+    rows = run_demo(ranks, epochs, seed, dtype.value, Console(stderr=as_json))
     if as_json:
         print(json.dumps(rows))
 

@@ -99,23 +99,22 @@ def doctor(
     """
     command = context.meta[COMMAND]
     is_run = command is not None
-    _refuse(
-        {
-            "Pass a command behind --, as in `paceline doctor -- torchrun train.py`, or a run folder; not both.": (
-                is_run and (run is not None or not command)
-            ),
-            "--was compares two run folders: record this run first, with --record.": is_run
-            and was is not None,
-            "--was compares two run folders: pass the later one, too.": was is not None and run is None,
-            "--was says its comparison in words: leave out --json.": was is not None and as_json,
-            "--paused needs --record: recording begins when FOLDER/detached is removed.": (
-                is_run and paused and record is None
-            ),
-            "--record, --steps, --paused and --metrics are for a command. Pass one behind --, as in `paceline doctor "
-            "-- torchrun train.py`.": not is_run
-            and (any(x is not None for x in (record, steps, metrics)) or paused),
-        }
-    )
+    for words, holds in {
+        "Pass a command behind --, as in `paceline doctor -- torchrun train.py`, or a run folder; not both.": (
+            is_run and (run is not None or not command)
+        ),
+        "--was compares two run folders: record this run first, with --record.": is_run and was is not None,
+        "--was compares two run folders: pass the later one, too.": was is not None and run is None,
+        "--was says its comparison in words: leave out --json.": was is not None and as_json,
+        "--paused needs --record: recording begins when FOLDER/detached is removed.": (
+            is_run and paused and record is None
+        ),
+        "--record, --steps, --paused and --metrics are for a command. Pass one behind --, as in `paceline doctor "
+        "-- torchrun train.py`.": not is_run
+        and (any(x is not None for x in (record, steps, metrics)) or paused),
+    }.items():
+        if holds:
+            raise ConfigurationError(words)
     if command is not None:
         return _watch(command, record, steps, metrics, is_paused=paused, as_json=as_json)
     if run is None:
@@ -128,13 +127,6 @@ def doctor(
     if was is not None:
         print("\n".join(scored(diagnose_folder(was), now)))
     return 0
-
-
-def _refuse(problems: dict[str, bool]) -> None:
-    """Raise ConfigurationError with the first of these words that holds."""
-    for words, holds in problems.items():
-        if holds:
-            raise ConfigurationError(words)
 
 
 def _check(machines: str | None, endpoint: str | None, *, as_json: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,12 +51,8 @@ def explain(
     """
     known = passages()
     if not words:
-        for group in dict.fromkeys(passage.group for passage in known):
-            print(f"{group}\n")
-            for passage in known:
-                if passage.group == group:
-                    print(f"  {passage.heading}")
-            print()
+        for group, of_group in itertools.groupby(known, key=lambda passage: passage.group):
+            print(f"{group}\n", *(f"  {passage.heading}" for passage in of_group), "", sep="\n")
         print("`paceline explain WORDS` prints a passage.")
         return
     asked = " ".join(words)

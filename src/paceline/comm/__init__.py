@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING
 from paceline.late_imports import on_first_use
 
 if TYPE_CHECKING:
+    from paceline.comm.backward import Backward
     from paceline.comm.collectives import (
         C10dWork,
         Chain,
+        Completion,
         Done,
         Work,
         all_gather,
         all_reduce,
         all_to_all,
+        broadcast,
+        device_for_metadata,
         launch_session_name,
         timeout_of,
     )
-    from paceline.comm.completion import Completion
     from paceline.comm.device import host_memory, to_device, to_host
     from paceline.comm.lane import ChainedWork, Lane, LaneWork
     from paceline.comm.rendezvous import Rendezvous, store_of_job
@@ -31,7 +34,11 @@ OWN_GROUPS = "paceline/"  # how names of groups begin that Paceline opens for it
 TOKEN = "PACELINE_TOKEN"  # noqa: S105  the variable's name
 """Environment variable: a secret that all ranks of a job share. `paceline run` makes one where there is one machine."""
 
+RANKS_OF_HOST = "PACELINE_RANKS_OF_HOST"
+"""Environment variable: the ranks of each host of the job, `4,2`, in any order. `paceline run --nnodes` sets it."""
+
 __all__ = [
+    "Backward",
     "C10dWork",
     "Chain",
     "ChainedWork",
@@ -44,6 +51,8 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "broadcast",
+    "device_for_metadata",
     "host_memory",
     "launch_session_name",
     "store_of_job",
@@ -55,23 +64,11 @@ __all__ = [
 __getattr__ = on_first_use(
     __name__,
     {
-        "C10dWork": "collectives",
-        "Chain": "collectives",
-        "Completion": "completion",
-        "Done": "collectives",
-        "ChainedWork": "lane",
-        "Lane": "lane",
-        "LaneWork": "lane",
-        "Rendezvous": "rendezvous",
-        "Work": "collectives",
-        "all_gather": "collectives",
-        "all_reduce": "collectives",
-        "all_to_all": "collectives",
-        "host_memory": "device",
-        "launch_session_name": "collectives",
-        "store_of_job": "rendezvous",
-        "timeout_of": "collectives",
-        "to_device": "device",
-        "to_host": "device",
+        "backward": "Backward",
+        "collectives": "C10dWork Chain Completion Done Work all_gather all_reduce all_to_all broadcast "
+        "device_for_metadata launch_session_name timeout_of",
+        "device": "host_memory to_device to_host",
+        "lane": "ChainedWork Lane LaneWork",
+        "rendezvous": "Rendezvous store_of_job",
     },
 )

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import math
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -79,6 +80,11 @@ def all_gather(rows: list[Tensor], row: Tensor, group: ProcessGroup, at_once: bo
     options = AllgatherOptions()
     options.asyncOp = not at_once
     return C10dWork(group.allgather([rows], [row], options))
+
+
+def reduce_scatter(result: Tensor, rows: list[Tensor], group: ProcessGroup) -> C10dWork:
+    """Fill `result` with the sum of every rank's row for this one. Collective; does not wait."""
+    return C10dWork(group.reduce_scatter([result], [rows], dist.ReduceScatterOptions()))
 
 
 def all_to_all(
@@ -153,6 +159,11 @@ def shares_memory(group: ProcessGroup) -> bool:
     return bool(getattr(group, "shares_memory", False))
 
 
+def joins_hosts(group: ProcessGroup) -> bool:
+    """Return whether the group is of our backend and sends a sum once for each host. Local; the same on every rank."""
+    return bool(getattr(group, "joins_hosts", False))
+
+
 def carries(group: ProcessGroup, device: torch.device) -> bool:
     """Return whether the group carries tensors of this device; one written in Python need not say for which."""
     known = _device_types(group)
@@ -160,9 +171,9 @@ def carries(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def device_for_metadata(group: ProcessGroup, device: torch.device) -> torch.device:
-    """Return where counts, shapes and settings that ranks exchange should lie: on the host, if the group reaches it.
+    """Return where counts, shapes and settings that ranks exchange should lie.
 
-    Else on `device`, or on one that the group does reach.
+    That is the host, if the group reaches it; otherwise `device`, or one that the group does reach.
     """
     known = _device_types(group)
     if "cpu" in known:
@@ -258,6 +269,14 @@ class C10dWork(Work):
         return self._work.get_future()
 
 
+class MessageWork(C10dWork):
+    """The handle of `isend` or `irecv`. Gloo closes the connection if a wait's time ends first, so none has an end."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait as `Work.wait`, but at most for the process group's timeout, whatever `timeout_s` is."""
+        return super().wait()
+
+
 @functools.cache
 def _outlive_works() -> None:
     """Let the backend's threads drop their last callbacks and tensors before the interpreter ends.
@@ -304,14 +323,57 @@ class Done(Work):
         callback()
 
 
+class Completion(Work):
+    """The handle of work that another thread ends, by `complete`."""
+
+    def __init__(self) -> None:
+        self._has_ended = threading.Event()
+        self.error: Exception | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._has_ended.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if not self._has_ended.wait(timeout_s):
+            return False
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if not self.has_ended:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def is_done(self) -> bool:
+        return self.has_ended
+
+    def failure(self) -> Exception | None:
+        return self.error  # set before callbacks are called
+
+    def complete(self, error: Exception | None = None) -> None:
+        """Wake up all waiters. A second call changes nothing."""
+        with self._lock:
+            if self.has_ended:
+                return
+            self.error = error
+            self._has_ended.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+
 class Chain(Work):
     """The handle of collectives that follow each other, with local work between and after them.
 
-    Args:
-        stages: A generator that yields the handle of each, and continues, in `wait`, once that is done. So it may
-            decide what to launch next by earlier results. Every rank has to launch the same.
-        num_stages: How many handles it yields. `on_done` then reports when the last one is done; if the number is not
-            known, when `wait` has come to the end.
+    The generator `stages` yields the handle of each, and continues, in `wait`, once that is done. So it may decide what
+    to launch next by earlier results. Every rank has to launch the same. `on_done` reports when the last of
+    `num_stages` is done; if the number is not known, when `wait` has come to the end.
     """
 
     def __init__(self, stages: Iterator[Work], num_stages: int | None = None) -> None:

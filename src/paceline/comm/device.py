@@ -108,13 +108,13 @@ class SideStreams:
 
 
 class ProducerStreams:
-    """The streams on which a device makes something that another stream may collect: noted there, waited for there."""
+    """The streams on which devices produce values. A consumer lets its own stream wait for all of them."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.Stream, None] = {}
 
     def note(self, device: torch.device) -> None:
-        """Note the device's current stream as one of them."""
+        """Add the device's current stream to the producer streams."""
         if is_accelerator(device):
             self._streams[torch.accelerator.current_stream(device)] = None
 
@@ -172,11 +172,8 @@ def empty_cache(device: torch.device) -> None:
 def _can_pin() -> bool:
     try:
         return torch.empty(1, pin_memory=True).is_pinned()
-    except (
-        RuntimeError,
-        NotImplementedError,
-    ):  # an accelerator without such memory: copies then block the host
-        return False
+    except (RuntimeError, NotImplementedError):
+        return False  # an accelerator without such memory: copies then block the host
 
 
 def host_memory(like: Tensor) -> Tensor:

@@ -62,9 +62,7 @@ def check_lead(lead: object) -> None:
 class DeviceSteps:
     """The votes of this rank's memberships on their steps, and the optimizers that follow them.
 
-    Args:
-        optimizers: Those that the script steps.
-        has_scaler: Whether the script gave its `GradScaler`, whose scale has to be undone as well.
+    `has_scaler`: the script gave its `GradScaler`, whose scale has to be undone as well.
 
     Attributes:
         lead: Steps that the host may be ahead of the last step that is known to be good.
@@ -75,9 +73,8 @@ class DeviceSteps:
         self.lead, self._has_scaler = 2, has_scaler
         self._vote: DeviceVote | None = None
         self._began_at = self._num_heard = 0  # steps before this membership; votes of it that were read
-        self._under_way: deque[AsyncValue] = (
-            deque()
-        )  # of each vote, how many steps of the membership are good
+        # Of each vote: how many steps of the membership are good
+        self._under_way: deque[AsyncValue] = deque()
         self._others: dict[int, Tensor] = {}  # of each optimizer within its step, the `found_inf` of a scaler
         reasons = list(dict.fromkeys(filter(None, map(why_awaited, optimizers))))
         self.how = AWAITED.format(why=" and ".join(reasons)) if reasons else MASKED
@@ -110,7 +107,8 @@ class DeviceSteps:
     def complete_window(self) -> Tensor | None:
         """Vote on the step whose window ends. Return whether all steps so far were good, on the device; shape (), bool.
 
-        Collective. None outside of a membership. Raises PeerLostError if the host waits, and the step is bad.
+        Collective. Outside of a membership it returns None. It raises PeerLostError if the host waits and the step is
+        bad.
         """
         if self._vote is None:
             return None
@@ -155,7 +153,7 @@ class DeviceSteps:
         optimizer.found_inf = own if others is None else torch.maximum(own, others)
 
     def _unmask(self, optimizer: Any, *_: object) -> None:
-        """Give back what the scaler set, which removes it itself. Otherwise this vote would mask later memberships."""
+        """Restore the scaler's `found_inf`, or remove ours. Otherwise this vote would mask later memberships' steps."""
         if self._vote is None:
             return  # it is told by the rank whose steps this one replays
         others = self._others.pop(id(optimizer), None)

@@ -1,6 +1,6 @@
 """The choice of the group that carries gradients: shared memory instead of the script's Gloo group, on one host.
 
-And a group of its own for gradients that are still under way while the main thread communicates about something else.
+It also opens a group for gradients that are under way while the main thread communicates about other things.
 """
 
 from __future__ import annotations
@@ -81,11 +81,9 @@ def group_beside(
     Otherwise it is local.
     """
     if group not in _beside:
-        if (
-            _gloo_of(group) is None
-            or group.size() == 1
-            or (group.size() < dist.get_world_size() and not in_parts)
-        ):
+        if _gloo_of(group) is None or group.size() == 1:  # c10d need not be initialized
+            return group
+        if group.size() < dist.get_world_size() and not in_parts:
             return group
         gains = on_one_host(unknown=False)
         _beside[group] = _Beside(_make_beside(group, peers) if gains else None)
@@ -124,9 +122,8 @@ def _make_beside(group: dist.ProcessGroup, peers: Peers | None) -> dist.ProcessG
     ours: Any = group_like(group, BACKEND_NAME, peers=peers)
     if not shares_memory(ours):  # the same on every rank
         if ours.host.remark and group.rank() == 0:
-            warnings.warn(
-                f"gradients go over Gloo, not through shared memory: {ours.host.remark}.", stacklevel=2
-            )
+            why = f"gradients go over Gloo, not through shared memory: {ours.host.remark}."
+            warnings.warn(why, stacklevel=2)
         # Another rank may still be connecting to the group that this one is about to close.
         dist.barrier(group)
         dist.destroy_process_group(ours)
@@ -143,28 +140,14 @@ def _gloo_of(group: dist.ProcessGroup) -> Any:
     return backend if isinstance(backend, dist.ProcessGroupGloo) else None
 
 
-def group_apart(group: dist.ProcessGroup, peers: Peers | None = None) -> dist.ProcessGroup:
-    """Return a new group with the ranks of `group`, if that is of our backend and they share memory; else `group`.
-
-    It is for collectives within backward. Those that the script launches there as well may come before one of them on
-    one rank, and after it on another. Elsewhere updates travel by connections of their own. Collective as
-    `group_like`.
-    """
-    if not shares_memory(group):
-        return group
-    return group_like(group, BACKEND_NAME, peers=peers)
-
-
 def group_for_pieces(
     group: dist.ProcessGroup, device: torch.device, peers: Peers | None = None
 ) -> dist.ProcessGroup:
     """Return a new group with the ranks of `group`: collectives in it keep no order with those in others.
 
-    It is Gloo's for tensors of the CPU, and one like `group` for an accelerator's. Collective as `group_like`.
-
-    Raises:
-        ConfigurationError: `group` sends CPU tensors by something else than Gloo, which may not take launches from
-            several threads; or c10d does not know it. The same on every rank.
+    It is Gloo's for tensors of the CPU, and one like `group` for an accelerator's. Collective as `group_like`. Raises
+    ConfigurationError, on every rank, if c10d does not know `group`, or if that sends CPU tensors without Gloo. Others
+    may not take launches from several threads.
     """
     if check_carries_pieces(group, device) is not None:
         return group_like(group, "gloo", peers=peers)

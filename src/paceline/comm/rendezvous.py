@@ -59,7 +59,7 @@ class Rendezvous:
         self._store.set(f"{topic}/{self.rank}", words)
 
     def decline(self, why: str) -> None:
-        """Let all others hear why this rank does not come, instead of waiting for it. Local."""
+        """Publish why this rank does not come, so that the other ranks do not wait for it. Local."""
         self._store.set(_FAILED, f"{self.rank} rank {self.rank} cannot come ({why})")
 
     def collect(self, topic: str) -> list[bytes]:
@@ -82,14 +82,11 @@ class Rendezvous:
             found = self._store.get(key)
             while found is None:
                 left_s = until_s - time.monotonic()
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # the slice has passed; or `get` says that the store is gone
+                # An error says that the slice has passed; or the store is gone, and then `get` says so.
+                with contextlib.suppress(RuntimeError):
                     found = self._store.wait(key, timedelta(seconds=max(min(SLICE_S, left_s), 0.01)))
                 if found is None:
-                    is_late = (
-                        time.monotonic() >= until_s
-                    )  # before looking: a rank that comes meanwhile is not missing
+                    is_late = time.monotonic() >= until_s  # now: what comes while we look is not missing
                     rest = range(rank, self._num_ranks)
                     missing = [other for other in rest if self._store.get(f"{topic}/{other}") is None]
                     self._raise_if_lost(topic, missing, is_late)
@@ -111,9 +108,8 @@ class Rendezvous:
                 self._fail(rank, f"rank {rank} {card} has died. Look at its output first")
         if is_late and missing:
             stories = "; ".join(f"rank {rank} {self._story(rank)}" for rank in missing)
-            self._fail(
-                missing[0], f"{stories}, in {self._timeout.total_seconds():g} s. Look at the output of each"
-            )
+            within = f"in {self._timeout.total_seconds():g} s"
+            self._fail(missing[0], f"{stories}, {within}. Look at the output of each")
 
     def _fail(self, lost: int, words: str) -> None:
         self._store.set(_FAILED, f"{lost} {words}")

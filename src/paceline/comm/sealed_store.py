@@ -29,7 +29,7 @@ class SealedStore:
 
     @property
     def port(self) -> int | None:
-        """Port of the process that hosts the store; None if it is no TCPStore."""
+        """Return the port of the process that hosts the store; None if the store is no TCPStore."""
         store = self._store
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store

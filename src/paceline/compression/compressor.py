@@ -33,8 +33,8 @@ class Layout:
         sizes: The real elements of each gradient.
         positions: How many elements of the model come before each gradient, in registration order. Random choices
             depend on it, so that they do not depend on how buckets are cut.
-        dtype: The bucket's.
-        device: The bucket's.
+        dtype: Dtype of the bucket.
+        device: Device of the bucket.
     """
 
     sizes: tuple[int, ...]
@@ -91,19 +91,10 @@ class Compressor(ABC):
     """Whether it sends some elements unchanged and leaves out the others."""
 
     def __repr__(self) -> str:
-        """Class and settings: equal on all ranks, which compare it."""
-        return type(self).__name__
+        return type(self).__name__  # with settings where there are any: equal on all ranks, which compare it
 
     def check(self, name: str, dtype: torch.dtype) -> None:
-        """Refuse a parameter whose gradients cannot be compressed. Local.
-
-        Args:
-            name: The parameter's, for the message.
-            dtype: Of its gradient's buffer, which is real.
-
-        Raises:
-            ConfigurationError: Names the parameter and says what to do.
-        """
+        """Raise ConfigurationError if gradients of this real dtype cannot be compressed. Names the parameter. Local."""
         if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise ConfigurationError(
                 f"{self!r} cannot compress the gradient of {name!r}, which is {dtype}: it knows float16, bfloat16, "
@@ -113,7 +104,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def payload_bytes(self, layout: Layout) -> int:
-        """The size of the payload that `compress` returns for a bucket of this layout. Local."""
+        """Return the size of the payload that `compress` makes of a bucket with this layout. Local."""
 
     @abstractmethod
     def compress(self, flat: Tensor, layout: Layout, seeds: Seeds) -> Tensor:
@@ -158,7 +149,7 @@ class Compressor(ABC):
 
 
 def from_host(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device; through pinned memory, so that the host does not wait for the copy."""
+    """Copy a tensor of the host to a device, through pinned memory, so that the host does not wait."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -174,9 +165,8 @@ class Blocks:
         self.rows_of = tuple(-(-size // length) for size in layout.sizes)
         self.num_rows = sum(self.rows_of)
         starts = [position // length for position in layout.positions]
-        numbers = [
-            torch.arange(start, start + rows) for start, rows in zip(starts, self.rows_of, strict=True)
-        ]
+        spans = zip(starts, self.rows_of, strict=True)
+        numbers = [torch.arange(start, start + rows) for start, rows in spans]
         self.numbers = torch.cat(numbers).to(layout.device) if numbers else torch.empty(0, dtype=torch.int64)
         """Each row's number in the model, shape (rows,); independent of how buckets are cut."""
         counts = [

@@ -80,13 +80,13 @@ class Int8(Compressor):
 
 
 def _parts(payload: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """A payload's scales, shape (rows,), and levels, shape (N,)."""
+    """Return the payload's scales, shape (rows,), and levels, shape (N,)."""
     cut = 2 * blocks.num_rows
     return payload[:cut].view(torch.bfloat16), payload[cut:].view(torch.int8)
 
 
 def _scale_of(x: Tensor) -> Tensor:
-    """The value of one level in each row, shape (rows,), bfloat16; so large that no magnitude exceeds 127 levels.
+    """Return the value of one level in each row, bfloat16, shape (rows,). No magnitude exceeds 127 levels.
 
     It has eight significant bits, so level times scale is exact, and with rounding to nearest so is the residual.
     Not finite where the row is not.
@@ -124,5 +124,5 @@ class Dither:
         self._table = _thresholds(length, device) + min(jitter, (1 - 2**-12) / DITHER_ROWS)
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """Thresholds in [0, 1), shape (n, length), for the model's rows of these numbers, shape (n,)."""
+        """Return thresholds in [0, 1), shape (n, length), for the model's rows of these numbers, shape (n,)."""
         return self._table.index_select(0, (numbers + self._shift) % DITHER_ROWS)

@@ -67,7 +67,7 @@ class OneBit(Compressor):
 
 @lru_cache(maxsize=8)
 def _signs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The eight signs that each byte encodes, 1 or -1, shape (256, 8)."""
+    """Return the eight signs that each byte encodes, 1 or -1, shape (256, 8)."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     return (1 - 2 * bits).to(device=device, dtype=dtype)
 
@@ -80,6 +80,6 @@ def _blocks(layout: Layout) -> tuple[Blocks, Blocks]:
 
 
 def _parts(payload: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """A payload's magnitudes, shape (rows,), and its signs, eight a byte, shape (bytes,)."""
+    """Return a payload's magnitudes, shape (rows,), and its signs, eight per byte, shape (bytes,)."""
     cut = 2 * blocks.num_rows
     return payload[:cut].view(torch.bfloat16), payload[cut:]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.compression.compressor import Compressor, Layout, Seeds, from_host
 from paceline.errors import ConfigurationError
-from paceline.numbers_given import number
+from paceline.given import number
 
 SAMPLED_FROM = 1 << 15  # elements from which `TopK` estimates a threshold; smaller gradients are sorted
 STRIDE = 61  # of the sample; a prime, so that it visits every column of a matrix
@@ -18,11 +18,7 @@ _SEED_SPREAD = 0x9E3779B97F4A7C15  # odd, so that different positions give diffe
 
 
 class Sparse(Compressor):
-    """Sends a fraction of every parameter's elements, at least one; final classes choose which.
-
-    Args:
-        ratio: The fraction, in (0, 1].
-    """
+    """A compressor that sends a fraction of every parameter's elements, at least one. Final classes choose which."""
 
     needs_feedback = True
     is_sparse = True
@@ -44,10 +40,7 @@ class Sparse(Compressor):
 
 
 class TopK(Sparse):
-    """The elements of each parameter that are largest in magnitude, exactly.
-
-    Args:
-        ratio: The fraction that is sent, in (0, 1].
+    """The fraction `ratio` of each parameter's elements that is largest in magnitude, exactly.
 
     Cost:
         A value and a 4-byte index for each element sent: 2 x ratio of float32. Gathered, so each of P ranks sends P-1
@@ -82,7 +75,7 @@ class TopK(Sparse):
         target.index_add_(0, indices, values.to(target.dtype), alpha=sign)
 
     def _parts(self, payload: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """A payload's values and their indices in the bucket, shape (k,) each."""
+        """Return a payload's values and their indices in the bucket, shape (k,) each."""
         num_sent, width = sum(self.num_sent(layout)), layout.dtype.itemsize
         if width < 4:  # the wider of the two lies first, so that both are aligned
             return payload[4 * num_sent :].view(layout.dtype), payload[: 4 * num_sent].view(torch.int32)
@@ -90,7 +83,7 @@ class TopK(Sparse):
 
 
 def _largest(magnitudes: Tensor, count: int) -> Tensor:
-    """The indices of the `count` largest of a 1-D tensor, in no particular order; NaN is larger than all numbers.
+    """Return the indices of the `count` largest elements, in no particular order. NaN counts as the largest.
 
     A strided sample gives a threshold that somewhat more than `count` elements should exceed; only these candidates are
     sorted. If the sample was misleading, they are too few, and the whole tensor is sorted.
@@ -109,13 +102,10 @@ def _largest(magnitudes: Tensor, count: int) -> Tensor:
 
 
 class RandomK(Sparse):
-    """Random elements of each parameter, drawn in each step; the same ones on every rank.
+    """A random fraction `ratio` of each parameter's elements, drawn in each step; the same on every rank.
 
     So indices need not be sent, and payloads can be summed. A parameter is cut into as many equal parts as elements
     are sent, and one element is drawn from each. So every element is sent with probability `ratio`, and none twice.
-
-    Args:
-        ratio: The fraction that is sent, in (0, 1].
 
     Cost:
         `ratio` of the bytes, all-reduced: what each rank sends does not grow with their number.

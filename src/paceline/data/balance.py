@@ -10,9 +10,7 @@ Rules
 
 from __future__ import annotations
 
-import logging
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +18,12 @@ from typing import Any
 from paceline.data.epoch_plan import StepCut
 from paceline.data.global_batch import GlobalBatch
 from paceline.errors import ConfigurationError
+from paceline.observe.timings import tell
 from paceline.planning import Proposal, Speed, SpeedEstimate, best_shares, makespan_s, propose
 
 MOVES = ("samples", "micro-steps")
 _LEAST_MEASURED = 3  # steps with the present shares
 _KEPT_RATIO = 3, 4  # of a micro-batch that did not fit: what a rank is given from then on at most
-
-_LOGGER = logging.getLogger("paceline.balance")
 
 
 @dataclass(frozen=True)
@@ -91,19 +88,15 @@ class Balance:
         self._num_steps = 0
         self._num_measured = 0  # since the shares are what they are
         self._history: list[dict[str, Any]] = []
+        self.tells = True  # in the log, when shares move; `DistributedDataParallel` lets rank 0 do it
 
     def __repr__(self) -> str:
         return f"Balance(move={self.move!r}, gain_ratio={self.gain_ratio}, most={self._most})"
 
     def begin(self, batch: GlobalBatch, tells: bool = True) -> None:
-        """Make sure that these shares can be moved. Called before the first step.
+        """Make sure, before the first step, that these shares can be moved. If it `tells`, this rank logs decisions.
 
-        Args:
-            batch: Whose shares.
-            tells: Whether this rank says what is decided, in the log.
-
-        Raises:
-            ConfigurationError: They cannot, or the limits are of another number of ranks.
+        Raises ConfigurationError if they cannot be moved, or if the limits are of another number of ranks.
         """
         self.tells = tells
         ranks = batch.num_ranks
@@ -142,13 +135,8 @@ class Balance:
     def begin_again(self, batch: GlobalBatch, limits: Sequence[int | None], tells: bool) -> GlobalBatch:
         """Begin with other ranks: measure again, and return the shares that they begin with.
 
-        Args:
-            batch: Shares that may be more than some of them can hold.
-            limits: The largest micro-batch of each rank; earlier limits stay.
-            tells: As in `begin`.
-
-        Raises:
-            ConfigurationError: Together they cannot hold this batch.
+        The shares of `batch` may be more than some of them can hold. `limits` are the largest micro-batch of each rank.
+        Raises ConfigurationError if together they cannot hold this batch.
         """
         self._limits, self.tells = list(limits), tells
         self._measure_anew(batch.num_ranks)
@@ -180,14 +168,9 @@ class Balance:
     # ---- a step
 
     def observe(self, batch: GlobalBatch, work: Sequence[StepWork]) -> GlobalBatch | None:
-        """Take in a trained step, and decide whether the next ones have other shares.
+        """Take in each rank's work in a trained step. Return the shares of the next ones; None: as they are.
 
-        Args:
-            batch: The present shares, which may not have been in use in that step yet.
-            work: What each rank did in that step.
-
-        Returns:
-            The shares from now on; None: as they are.
+        The present shares, `batch`, may not have been in use in that step yet.
         """
         if not self._estimates:
             self.begin(batch)
@@ -212,13 +195,9 @@ class Balance:
         if self._num_measured < _LEAST_MEASURED or min(map(len, self._estimates)) < _LEAST_MEASURED:
             return None
         unit = self._unit(batch)
+        most = self._most_samples(batch)
         proposal = propose(
-            self._estimates,
-            batch.samples,
-            self._most_samples(batch),
-            least=unit,
-            unit=unit,
-            gain_ratio=self.gain_ratio,
+            self._estimates, batch.samples, most, least=unit, unit=unit, gain_ratio=self.gain_ratio
         )
         if proposal.samples == batch.samples or not proposal.pays(self.gain_ratio):
             return None
@@ -227,15 +206,9 @@ class Balance:
         return self._batch(batch, proposal.samples)
 
     def out_of_memory(self, batch: GlobalBatch, step: StepCut, ranks: Sequence[int]) -> GlobalBatch:
-        """Ranks could not hold their micro-batches: lower their limits for good, and give the rest to the others.
+        """Lower the limits of ranks that could not hold their micro-batches of `step`; give the rest to the others.
 
-        Args:
-            batch: The present shares.
-            step: What they were to train.
-            ranks: Those that could not.
-
-        Raises:
-            ConfigurationError: The ranks together cannot hold the global batch, or the size of micro-batches is fixed.
+        Raises ConfigurationError if the ranks together cannot hold the global batch, or micro-batches have one size.
         """
         if not self._estimates:
             self.begin(batch)
@@ -315,23 +288,11 @@ class Balance:
         return ", ".join(map(str, each[:8])) + (", ..." if len(each) > 8 else "")
 
     def _tell(self, message: str) -> None:
-        if not self.tells:
-            return
-        text = f'balance="auto", step {self._num_steps}: {message}'
-        if _LOGGER.hasHandlers():
-            _LOGGER.info(text)
-        else:
-            sys.stderr.write(f"paceline: {text}\n")
-
-    tells = True
-    """Whether this rank says so when shares move; `DistributedDataParallel` lets rank 0 do it."""
+        if self.tells:
+            tell("balance", f'balance="auto", step {self._num_steps}: {message}')
 
     def report(self, batch: GlobalBatch) -> dict[str, Any]:
-        """Return what was learnt and done, as plain numbers, for JSON. Local, the same on every rank.
-
-        Args:
-            batch: The present shares; the sampler's `batch`.
-        """
+        """Return what was learnt and done, as plain numbers, for JSON. Local; the same on every rank."""
         known = bool(self._estimates) and all(map(len, self._estimates))
         speeds = [estimate.speed for estimate in self._estimates] if known else []
         return {

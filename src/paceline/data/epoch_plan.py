@@ -23,9 +23,9 @@ class StepCut:
     """One step's samples, cut among the ranks.
 
     Attributes:
-        position: Samples of the epoch before it.
-        micro_steps: The ranks' numbers of samples, micro-step by micro-step.
-        tokens: Where shares are of tokens: those of these samples, micro-step by micro-step.
+        position: Number of samples of the epoch before this step.
+        micro_steps: Number of samples of each rank, by micro-step.
+        tokens: Number of tokens of each rank, by micro-step; None unless shares are of tokens.
         planned: How many tokens each rank would have, if samples could be divided.
     """
 
@@ -36,17 +36,17 @@ class StepCut:
 
     @property
     def size(self) -> int:
-        """Samples over all ranks."""
+        """Return the number of samples over all ranks."""
         return sum(map(sum, self.micro_steps))
 
     @property
     def end(self) -> int:
-        """Samples of the epoch before the next step."""
+        """Return the number of samples of the epoch before the next step."""
         return self.position + self.size
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """Samples of each rank."""
+        """Return the number of samples of each rank."""
         return tuple(map(sum, zip(*self.micro_steps, strict=True)))
 
     def weights(self, *ranks: int) -> list[int]:

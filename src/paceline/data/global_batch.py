@@ -72,16 +72,9 @@ class GlobalBatch:
     ) -> GlobalBatch:
         """Divide a step of `size` samples among ranks, as equally as whole samples allow; lower ranks have one more.
 
-        Args:
-            size: Samples of a step.
-            num_ranks: The ranks that there are.
-            accumulation: Micro-steps of a step.
-            ranks: In place of `num_ranks`: the ranks for which memory is laid out, however many there are now. Under
-                `paceline.Elastic` these are the logical ranks of `deterministic=True`.
-
-        Raises:
-            ConfigurationError: Ranks or micro-steps are not positive, or `size` is no multiple of the micro-steps. Or
-                not just one of `num_ranks` and `ranks` was given.
+        `num_ranks` are the ranks that there are. In its place, `ranks` are those for which memory is laid out, however
+        many there are now. Under `paceline.Elastic` these are the logical ranks of `deterministic=True`. Raises
+        ConfigurationError for numbers that are not positive, and if `size` is no multiple of the micro-steps.
         """
         if (num_ranks is None) == (ranks is None):
             raise ConfigurationError(
@@ -125,12 +118,12 @@ class GlobalBatch:
 
     @property
     def num_micro_steps(self) -> int:
-        """Micro-steps of a step: the largest number of any rank."""
+        """Return the number of micro-steps in a step: the largest number of any rank."""
         return max(self.micro_steps)
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """Samples of each rank in one step."""
+        """Return the number of samples of each rank in one step."""
         return tuple(size * count for size, count in zip(self.local, self.micro_steps, strict=True))
 
     @property
@@ -140,7 +133,7 @@ class GlobalBatch:
 
     @property
     def size(self) -> int:
-        """Samples of one step over all ranks."""
+        """Return the number of samples of one step over all ranks."""
         return sum(self.samples)
 
     @property
@@ -149,14 +142,10 @@ class GlobalBatch:
         return tuple(count / self.size for count in self.samples)
 
     def micro_step(self, place: int) -> tuple[int, ...]:
-        """Samples of each rank in micro-step `place` of a step, from 0."""
+        """Return the number of samples of each rank in micro-step `place` of a step, counted from 0."""
         return tuple(
             size if place < count else 0 for size, count in zip(self.local, self.micro_steps, strict=True)
         )
-
-    def cut(self, num_samples: int) -> tuple[int, ...]:
-        """Cut `num_samples`, not more than a micro-step's, by the ranks' shares of it; see `cut_by`."""
-        return cut_by(self.local, num_samples)
 
     def __str__(self) -> str:
         ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"

@@ -58,7 +58,8 @@ class GlobalBatches(ABC):
         self._check(batch)
 
     def _check(self, batch: GlobalBatch) -> None:
-        if not 0 <= self.rank < batch.num_ranks:
+        # With more ranks than logical ones, some ranks compute none.
+        if not all(0 <= each < batch.num_ranks for each in self.logical):
             raise ConfigurationError(
                 f"rank={self.rank} has no part of a batch of {batch}: ranks are 0 to {batch.num_ranks - 1}."
             )
@@ -69,7 +70,7 @@ class GlobalBatches(ABC):
 
     @property
     def epoch(self) -> int:
-        """The epoch under way, or the next one."""
+        """Return the number of the epoch under way, or of the next one."""
         self.known_epoch = self._epoch + (self._is_over and self._has_begun)
         return self.known_epoch
 
@@ -88,9 +89,9 @@ class GlobalBatches(ABC):
         """Return the progress of training: at least `epoch`, and `position`, the samples of it that were trained."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of `epoch`; a position that was loaded within that same epoch is kept.
+        """Go to the beginning of `epoch`. A position that was loaded within that same epoch is kept.
 
-        Its end, too: after a state of the epoch's last step the next loop has no steps. A loop under way is over.
+        If that position is the end of the epoch, the next loop has no steps. A loop under way ends.
         """
         if epoch != self._epoch or (self._has_begun and not self._was_loaded):
             self._stand_at(epoch, 0)
@@ -100,7 +101,7 @@ class GlobalBatches(ABC):
 
     @abstractmethod
     def _stand_at(self, epoch: int, position: int) -> None:
-        """Begin the next iteration there."""
+        """Let the next iteration begin at this position of this epoch."""
 
     def _end_loop(self) -> None:
         self._loop, self.step, self._goes_to = object(), None, None
@@ -125,14 +126,10 @@ class GlobalBatches(ABC):
     def change(self, batch: GlobalBatch, position: int | None = None) -> None:
         """Train `batch` in the steps from `position` of this epoch's order on, and in the epochs after it.
 
-        Args:
-            batch: Other shares, or another size.
-            position: Where a step ends; the same on every rank, and at least every rank's `fetched`. None: this rank's
-                own `fetched`, which is right if all ranks fetch equally far ahead.
-
-        Contract:
-            Local; on every rank with equal arguments, before the same step. A `DistributedDataParallel` that was given
-            this object compares the ranks' shares in every step.
+        The position is where a step ends; the same on every rank, and at least every rank's `fetched`. None: this
+        rank's own `fetched`, which is right if all ranks fetch equally far ahead. Local; on every rank with equal
+        arguments, before the same step. A `DistributedDataParallel` that was given this object compares the ranks'
+        shares in every step.
 
         Raises:
             ConfigurationError: It has another number of ranks, or is larger than the data set.
@@ -155,7 +152,7 @@ class GlobalBatches(ABC):
 
     @property
     def is_repeated(self) -> bool:
-        """Whether the step under way is handed out once more."""
+        """Return whether the step under way is handed out once more."""
         return self.step is not None and self._goes_to == self.step.position
 
     def repeat(self, batch: GlobalBatch) -> None:
@@ -174,29 +171,14 @@ class GlobalBatches(ABC):
         self._plan.change(self.step.position, batch)
 
     def move(
-        self,
-        batch: GlobalBatch,
-        rank: int,
-        epoch: int,
-        position: int,
-        logical: Sequence[int] | None = None,
+        self, batch: GlobalBatch, rank: int, epoch: int, position: int, logical: Sequence[int] | None = None
     ) -> None:
         """Train from there on as another rank, or among another number of ranks. What was fetched is dropped.
 
-        In a loop over `steps` the next step is the one that begins there; a model's `membership.rebuild` calls this.
-
-        Args:
-            batch: The shares of the ranks that there are now.
-            rank: Which of them this one is.
-            epoch: Whose order.
-            position: Samples of it before the next step.
-            logical: Whose parts of `batch` this one trains; None: its own.
-
-        Contract:
-            Local; on every rank of the new ones, with equal arguments but `rank`.
-
-        Raises:
-            ConfigurationError: They cannot be trained so; nothing was changed.
+        In a loop over `steps` the next step begins at this `position` in the order of `epoch`. A model's
+        `membership.rebuild` calls this. `batch` are the shares of the ranks that there are now. `logical` says whose
+        parts of it this one trains; None: its own. Local; on every rank of the new ones, with equal arguments but
+        `rank`. Raises ConfigurationError if they cannot be trained so; nothing was changed.
         """
         before = self.rank, self.logical
         self.rank, self.logical = rank, (rank,) if logical is None else logical

@@ -46,10 +46,6 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
             larger by less than one sample per rank. Sizes differ then: `model.accumulate([batch], weight=...)` counts
             every sample alike. "drop": leave them out this epoch.
 
-    Attributes:
-        batch: What the steps train that have not been fetched yet.
-        step: What `steps` has handed out last; None outside of it.
-
     Contract:
         Local: no communication. Ranks with equal arguments get disjoint parts of the same order.
 
@@ -105,10 +101,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
 
     @property
     def fetched(self) -> int:
-        """Return how much of this epoch's order can no longer be cut in another way, in samples over all ranks.
-
-        That is up to the end of the last step from which this rank's loader has asked for a batch.
-        """
+        """Return the end of the last step from which this rank's loader has asked for a batch."""
         return max(self._fetched, self._start if self.step is None else self.step.end)
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, int]:
@@ -135,13 +128,8 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
     def load_state_dict(self, state: Mapping[str, int], batch_may_change: bool = False) -> None:
         """Restore a state, and go on with the rest of that epoch's order, whatever the number of ranks was and is.
 
-        Args:
-            state: What `state_dict` has returned.
-            batch_may_change: Whether steps may have another size than when the state was saved.
-
-        Raises:
-            ConfigurationError: It is the state of another data set or size of steps, or none at all; nothing was
-                changed.
+        If `batch_may_change`, steps may have another size than when the state was saved. Raises ConfigurationError for
+        the state of another data set or size of steps, or for none at all; nothing was changed.
         """
         check_state(state, "num_samples", "epoch", "seed", "position", "batch")
         if not self._is_own(state):
@@ -159,7 +147,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         self._go_to(state["epoch"], state["position"])
 
     def _go_to(self, epoch: int, position: int) -> None:
-        """Let the next loop begin there. A loop under way is over."""
+        """Let the next loop begin at this position of this epoch, and end the loop under way."""
         self._end_loop()
         self._stand_at(epoch, position)
         self._is_over = self._has_begun = self._plan.step_at(self._start) is None
@@ -179,7 +167,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
     # ---- batches
 
     def order(self, epoch: int) -> torch.Tensor:
-        """All samples in the order of `epoch`, shape (num_samples,); the same on every rank."""
+        """Return all samples in the order of `epoch`, shape (num_samples,); the same on every rank."""
         # Torch's generator on the CPU looks at 32 bits of its seed, so both numbers must reach all of them.
         digest = hashlib.sha256(f"{self.seed},{epoch}".encode()).digest()
         source = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
@@ -190,7 +178,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         return self._cuts()[index]
 
     def __len__(self) -> int:
-        """Batches of the iteration under way; after it, or before the first one, of the next. As shares are now."""
+        """Return the number of batches of the iteration under way, or of the next one, with the present shares."""
         cuts = self._cuts()
         is_over = self._has_begun and self._num_given == len(cuts)
         return len(self._cuts(of_next_epoch=True)) if is_over else len(cuts)
@@ -204,7 +192,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         return step.size < sum(size > 0 for size in self.batch.local)
 
     def _begin_iteration(self) -> object:
-        """Returns what stays `_loop` while this iteration is under way."""
+        """Begin an iteration. Return the object that `_loop` remains until another iteration begins."""
         self._end_loop()
         self._stand_at(*self.next_loop)
         self._has_begun = True
@@ -221,7 +209,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
             if is_plain:
                 if self._is_rest(step):
                     return
-                self._check_everybody_has_some(step)
+                self._check_all_ranks_have_some(step)
             elif not step.parts(*self.logical):
                 return  # `steps` begins another iteration once this rank has a share
             for begin, size in step.parts(*self.logical):
@@ -230,7 +218,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
                     self._num_given += 1
                 yield order[begin : begin + size].tolist()
 
-    def _check_everybody_has_some(self, step: StepCut) -> None:
+    def _check_all_ranks_have_some(self, step: StepCut) -> None:
         for sizes in step.micro_steps:
             if not all(sizes):
                 raise ConfigurationError(

@@ -50,9 +50,6 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
 
     Contract:
         Local: no communication.
-
-    Raises:
-        ConfigurationError: An argument is not possible.
     """
 
     def __init__(
@@ -90,13 +87,8 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
         position, place, is_over = self._start, self._place, self._is_over
         if self._reader is not None:
             position, place, is_over = self._stands(self._reader)
-        return {
-            "epoch": self._epoch,
-            "position": position,
-            "is_over": is_over,
-            "source": place,
-            "batch": self.batch.size,
-        }
+        stands = {"epoch": self._epoch, "position": position, "is_over": is_over}
+        return {**stands, "source": place, "batch": self.batch.size}
 
     def _stands(self, reader: _Reader[Sample]) -> tuple[int, dict[str, Any] | None, bool]:
         """Return how far a loop is, a place in the source not after that, and whether the epoch is over."""
@@ -107,13 +99,8 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
     def load_state_dict(self, state: Mapping[str, Any], batch_may_change: bool = False) -> None:
         """Restore a state, and go on with the rest of the source, whatever the number of ranks was and is.
 
-        Args:
-            state: What `state_dict` has returned.
-            batch_may_change: Whether steps may have another size than when the state was saved.
-
-        Raises:
-            ConfigurationError: It is another kind of state, or of steps of another size, or its source kept state and
-                this one does not. Nothing was changed.
+        If `batch_may_change`, steps may have another size than when the state was saved. Raises ConfigurationError for
+        another kind of state or size of steps, and if its source kept state and this one does not; nothing was changed.
         """
         check_state(state, "epoch", "position", "is_over", "source", "batch")
         self._check_size(state, batch_may_change)
@@ -278,7 +265,7 @@ class _Reader(Generic[Sample]):
             pass
 
     def samples(self, begin: int, count: int) -> list[Sample]:
-        """Samples from position `begin` on, which are in memory."""
+        """Return the samples from position `begin` on, which are in memory."""
         return [self._samples[begin - self.position + place] for place in range(count)]
 
     def drop(self, count: int) -> None:

@@ -40,11 +40,10 @@ class TokenShuffle(GlobalShuffle):
         lengths: Tokens of each sample, at least 1; what its mean loss is the mean of, if you do not say otherwise by
             `model.accumulate(batches, weight=...)`.
         batch: Tokens that each rank trains in a micro-step: `GlobalBatch((4096, 4096, 2048))`.
-        rank: Whose part; None is this process's rank, 0 without a process group.
-        seed: Of all orders; the same on every rank.
+        rank, seed: As of `GlobalShuffle`.
 
     Contract:
-        Local: no communication. Ranks with equal arguments get disjoint parts of the same order.
+        As of `GlobalShuffle`.
 
     Raises:
         ConfigurationError: A sample has more tokens than a step, or none.
@@ -87,14 +86,9 @@ class TokenShuffle(GlobalShuffle):
         return super().state_dict(num_batches) | {"tokens": self._digest}
 
     def load_state_dict(self, state: Mapping[str, int], batch_may_change: bool = False) -> None:
-        """Restore a state, whatever the number of ranks was and is.
+        """Restore a state, whatever the number of ranks was and is. The budget of tokens may not change.
 
-        Args:
-            state: What `state_dict` has returned.
-            batch_may_change: Not possible here: which sequences make a batch depends on the tokens of a step.
-
-        Raises:
-            ConfigurationError: It is the state of another data set or budget; nothing was changed.
+        Raises ConfigurationError for the state of another data set or budget; nothing was changed.
         """
         check_state(state, "batch", "tokens")
         if state["batch"] != self._size or batch_may_change:
@@ -114,7 +108,7 @@ class TokenShuffle(GlobalShuffle):
         return "tokens" in state
 
     def order(self, epoch: int) -> torch.Tensor:
-        """All samples in the order of `epoch`, batch after batch, shape (num_samples,); the same on every rank."""
+        """Return all samples in the order of `epoch`, batch after batch, shape (num_samples,); equal on all ranks."""
         return self._make(epoch)[0]
 
     def _make_plan(self, start: int, epoch: int) -> EpochPlan:
@@ -129,11 +123,8 @@ class TokenShuffle(GlobalShuffle):
             # Any permutation that follows from the epoch's.
             ranking = shuffled[shuffled < len(batches)].tolist()
             order = torch.tensor([sample for place in ranking for sample in batches[place]])
-            self._made = (
-                (self.seed, epoch),
-                order,
-                list(accumulate(len(batches[place]) for place in ranking)),
-            )
+            ends = list(accumulate(len(batches[place]) for place in ranking))
+            self._made = (self.seed, epoch), order, ends
         return self._made[1:]
 
     def _sort_parts(self, shuffled: torch.Tensor) -> Iterator[int]:

@@ -241,7 +241,7 @@ _MOST_NAMED = 3
 
 
 def _refuse(option: str, beside: Mapping[str, object], advice: str) -> None:
-    """Raise ConfigurationError, naming what is there of what the option is not possible with."""
+    """Raise ConfigurationError if any value of `beside` is true, and name those: the option excludes them."""
     if found := [what for what, is_there in beside.items() if is_there]:
         named = "; nor with ".join(found[:_MOST_NAMED])
         raise ConfigurationError(f"{option} is not possible with {named}{advice}")
@@ -272,7 +272,7 @@ def check_forward_overlap(
     reduction: Reduction,
     given: Any,  # the constructor's arguments, as attributes
 ) -> None:
-    """Refuse `overlap_forward` beside what it is not exact for."""
+    """Refuse `overlap_forward` beside options under which it would give other results."""
     wanted = given.overlap_forward
     if wanted not in (True, "always"):
         raise ConfigurationError(

@@ -37,11 +37,11 @@ class Bucket(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of this rank's gradients."""
+        """Return the bytes of this rank's gradients."""
 
     @property
     def words(self) -> Tensor | None:
-        """Room behind the gradients for status words, which are summed with them; None: there is none."""
+        """Return the room behind the gradients for status words, which are summed with them; None if there is none."""
 
     # ---- before and during a backward
 
@@ -49,22 +49,22 @@ class Bucket(Protocol):
         """Start a backward that will finish so many gradients; none is finished yet."""
 
     def expect(self, count: int) -> None:
-        """Set how many finished gradients make it full."""
+        """Set the number of finished gradients that make this bucket full."""
 
     def mark_ready(self, ready_s: float) -> None:
-        """Note that it is full, or that backward has ended."""
+        """Store the time at which this bucket became full, or backward ended."""
 
     def skip(self) -> None:
-        """Skip it in this backward, because no rank needs it. Gradients that still arrive are late."""
+        """Leave this bucket out of the backward, because no rank needs it. Gradients that still arrive are late."""
 
     def disarm(self) -> None:
         """Wait for the next backward: its first touch wakes the reducer."""
 
     def finished_slots(self) -> list[int]:
-        """Slots as autograd finished them; one may occur more than once."""
+        """Return the slots in the order in which autograd finished them. A slot may occur more than once."""
 
     def slots_with_gradients(self) -> set[int]:
-        """Slots that autograd finished with a gradient; it may also find out that there is none."""
+        """Return the slots that autograd finished with a gradient. Autograd may also finish a slot without one."""
 
     def is_complete(self) -> bool:
         """Return whether each touch came from another parameter: none came twice while another is missing."""

@@ -14,6 +14,7 @@ Rules
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from paceline.comm.collectives import broadcast
 from paceline.comm.peers import Peers
 from paceline.ddp.membership import Membership
 from paceline.ddp.replicas import Description, verify
+from paceline.observe import spans
 from paceline.reductions import Reduction
 
 BROADCAST_BYTES = 250 * 1024 * 1024
@@ -113,7 +115,7 @@ class Buffers:
         self._holds_indices_back = False
 
     def named(self) -> dict[str, Tensor]:
-        """The synchronized buffers, each once."""
+        """Return the synchronized buffers by name, each once."""
         found: dict[str, Tensor] = {}
         seen: set[int] = set()
         for prefix, home in self._homes:
@@ -138,7 +140,7 @@ class Buffers:
         self._holds_indices_back = True
 
     def take_layout(self) -> None:
-        """All ranks have buffers as this rank has them now. Local."""
+        """Store that all ranks have the same buffers as this rank has now. Local."""
         named = self.named()
         names, tensors = sorted(named), [named[name] for name in sorted(named)]
         self._agreed = _layout(named)
@@ -151,13 +153,10 @@ class Buffers:
         """
         members = self._membership
         if members.size > 1:
-            described = Description(
-                tuple(
-                    (f"buffer {name}", f"sizes {list(buffer.shape)}, {buffer.dtype}")
-                    for name, buffer in sorted(self.named().items())
-                )
-            )
-            verify(described, members.process_group, members.peers, members.device, remedy=_MISMATCH_REMEDY)
+            named = sorted(self.named().items())
+            facts = tuple((f"buffer {name}", f"sizes {list(it.shape)}, {it.dtype}") for name, it in named)
+            group, peers, device = members.process_group, members.peers, members.device
+            verify(Description(facts), group, peers, device, remedy=_MISMATCH_REMEDY)
         self.take_layout()
 
     def have_changed(self) -> bool:
@@ -216,9 +215,8 @@ class BufferSync:
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
-        self._are_in_line = (
-            False  # they were broadcast in this step, outside of `join`; the same on every rank
-        )
+        # They were broadcast in this step, outside of `join`; the same on every rank
+        self._are_in_line = False
         self._are_watched = False  # likewise, or within `join`: their shapes have to stay the same
         self._source = 0  # the first rank with a micro-batch; the same on all ranks
         self._under_way: Broadcast | None = None  # what the end of the step sends
@@ -227,7 +225,9 @@ class BufferSync:
     def broadcast_once(self, source_of: Callable[[], int], is_joined: bool) -> None:
         """Take over a rank's buffers before a forward (rule 2); within `join` before each. Collective; blocks."""
         if self._buffers.exist() and (is_joined or not self._are_in_line):
+            began_s = time.perf_counter()
             self._buffers.synchronize(source_of(), before_forward=True)
+            spans.note("waiting", began_s, time.perf_counter())
         self._are_in_line, self._are_watched = not is_joined, True
 
     def run_hook(self) -> None:
@@ -241,7 +241,7 @@ class BufferSync:
 
     @property
     def _at_end(self) -> bool:
-        return self._are_in_line and self._buffers.hook is None
+        return self._are_in_line and self._buffers.hook is None and self._buffers.exist()
 
     def have_changed(self) -> bool:
         """Return whether this step synchronizes the buffers, and this rank's have other shapes than agreed. Local."""

@@ -41,7 +41,7 @@ from paceline.ddp.step import BackwardPlan, Step
 from paceline.ddp.step_shares import DataPosition, StepShares
 from paceline.ddp.weights import StepWeights, Weighing, WeightExchange
 from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
-from paceline.observe import StepTimings, spans
+from paceline.observe import StepTimings
 from paceline.observe.run_records import RunHeader
 from paceline.recording.model_facts import BatchCounts, range_of
 from paceline.recording.recorder import OurSteps
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class StepCoordinator:
-    """The membership, buffers and reducer of one wrapped module, and where its steps are.
+    """The membership, buffers and reducer of one wrapped module, and where its steps are: a `membership.Model`.
 
     `wrapped` is the wrapper, `window` an `accumulation.Window`; both know this class, so their types stay unsaid here.
     """
@@ -121,11 +121,8 @@ class StepCoordinator:
 
     def describe(self, managed: ManagedParameters, *more: tuple[str, object]) -> Description:
         """Describe all that has to be equal on all ranks. Local."""
-        frozen = [
-            (name, p)
-            for name, p in self._module.named_parameters()
-            if name not in self._ignored and not p.requires_grad
-        ]
+        named = self._module.named_parameters()
+        frozen = [(name, p) for name, p in named if name not in self._ignored and not p.requires_grad]
         wrapped, setting = self.wrapped, self.setting
         options: list[tuple[str, object]] = [
             ("bucket caps", setting.described_caps()),
@@ -143,7 +140,6 @@ class StepCoordinator:
         return Description.of(managed, frozen, self.buffers.named().items(), self._ignored, options)
 
     def facts(self) -> Sequence[tuple[str, str]]:
-        """Return all that has to be equal on all ranks, a title and a fact each. Local."""
         return self.describe(self.managed).lines
 
     def broadcast_model(self, source: int, with_buffers: bool) -> None:
@@ -172,28 +168,19 @@ class StepCoordinator:
     # ---- the reducer
 
     def build_reducer(
-        self,
-        managed: ManagedParameters,
-        step: Step | None = None,
-        open_forwards: OpenForwards | None = None,
+        self, managed: ManagedParameters, step: Step | None = None, open_forwards: OpenForwards | None = None
     ) -> None:
-        """Reduce the gradients of these parameters from now on. Local.
-
-        In this `step`; None: the first. Backwards of `open_forwards` begin here; None: of no forward so far.
-        """
+        """Reduce these gradients from now on, in this `step` and for these forwards; None: the first ones. Local."""
         wrapped, setting, members = self.wrapped, self.setting, self.membership
         setting.expect(wrapped.find_unused_parameters, wrapped.static_graph)
         syncs: SyncFactory = self.forward_overlap or self.skipping or SyncFactory()
         contents = ModuleContents(self._module, managed, setting.parameters, self._ignored)
-        self.reducer = wrapped._paceline_reducer_class(
-            managed,
-            setting,
-            syncs,
-            members,
-            self.timings,
-            step or Step(1, self.timings.under_way, BatchCounts(), BufferSync(self.buffers)),
-            StepSource(open_forwards or OpenForwards(), self._plan, self._next_step, contents.check_tensors),
-        )
+        if step is None:
+            step = Step(1, self.timings.under_way, BatchCounts(), BufferSync(self.buffers))
+        forwards = open_forwards or OpenForwards()
+        source = StepSource(forwards, self._plan, self._next_step, contents.check_tensors)
+        make = wrapped._paceline_reducer_class
+        self.reducer = make(managed, setting, syncs, members, self.timings, step, source)
         self.contents = contents
         kept = set(map(id, managed.parameters))
         self._frozen = [p for p in setting.parameters if not p.requires_grad and id(p) not in kept]
@@ -207,22 +194,15 @@ class StepCoordinator:
         if members.size == 1 or (on_one_host(unknown=False) and not is_forced):
             why = "there is one rank" if members.size == 1 else "all ranks are on one host"
             reason = f"off, because {why}, so no gradient crosses a link"
-            self.timings.decide(
-                "overlap_forward", reason, not is_forced and members.process_group.rank() == 0
-            )
+            self.timings.decide("overlap_forward", reason, not is_forced and members.rank == 0)
             return
         piece_group = group_for_pieces(members.process_group, members.device, members.peers)
         members.set_group(for_pieces=piece_group)
-        self.forward_overlap = ForwardOverlap(
-            self._module,
-            members.groups.for_numbers or members.process_group,
-            piece_group,
-            members.peers,
-            is_forced,
-        )
+        agree_over = members.groups.for_numbers or members.process_group
+        self.forward_overlap = ForwardOverlap(self._module, agree_over, piece_group, members.peers, is_forced)
 
     def rebuild_reducer(self, managed: ManagedParameters) -> None:
-        """Put another reducer in the place of the one that there is. Local."""
+        """Replace the reducer by a new one. Local."""
         self.setting.reduction.prepare(managed.named(), self.membership.process_group)
         step, before = self.reducer.step, set(map(id, self.managed.parameters))
         # What a parameter has gathered before it was managed is this rank's own: no hook has seen it.
@@ -243,7 +223,6 @@ class StepCoordinator:
 
     @property
     def num_steps(self) -> int:
-        """Synchronized backwards that ended well."""
         return self.reducer.num_steps
 
     @property
@@ -251,7 +230,6 @@ class StepCoordinator:
         return self.forward_overlap is not None
 
     def check_rebuild(self, process_group: ProcessGroup) -> None:
-        """Raise if this model cannot go on over another group now. Local; nothing is changed."""
         if self.window is not None or ((backward := self.reducer.step.backward) and backward.is_running):
             raise ConfigurationError(
                 "rebuild() within a window of model.accumulate, or within a backward: leave it first. A window that "
@@ -267,29 +245,23 @@ class StepCoordinator:
             check_carries_pieces(process_group, self.membership.device)
 
     def complete_step(self) -> None:
-        """Complete the step that was deferred, if one was. Local; raises as any wait."""
         if self.forward_overlap is not None:
             self.forward_overlap.drain()
 
     def data_position(self) -> DataPosition:
-        """Return where this rank's data stand. Local."""
         shares = self.setting.shares
         return DataPosition() if shares is None else shares.data_position(self.timings.last)
 
     def verify_over(self, process_group: ProcessGroup, peers: Peers, number: int) -> Verified:
-        """Compare the modules of the ranks of another group. Raises as `verify`. Collective over it."""
-        return self._verify(
-            self.managed, [process_group], peers, number, ("overlap_forward", self.sends_pieces)
-        )
+        overlaps = ("overlap_forward", self.sends_pieces)
+        return self._verify(self.managed, [process_group], peers, number, overlaps)
 
     def follow_data(self, rank: int, shares: GlobalBatch | None, new: Members) -> None:
-        """Train these shares as that rank. Local."""
         if self.setting.shares is not None and shares is not None:
             limits = [data_position.limit for data_position in new.data_positions]
             self.setting.shares.follow(shares, rank, new.told.data_position, limits)
 
     def follow(self, before: Groups, new: Members, verified: Verified) -> None:
-        """Reduce over the new membership. Local."""
         members, setting, managed, step = self.membership, self.setting, self.managed, self.reducer.step
         times, batch = step.times, step.batch
         if self.reducer.has_failed or step.backward is not None:
@@ -320,7 +292,7 @@ class StepCoordinator:
         if not_finite := self.reducer.prepare():
             self.recording.recorder.note_health(not_finite=not_finite)
         self._follow_changes()
-        self.reducer.open_forwards.begin(counts=self.wrapped.training)
+        self.reducer.open_forwards.begin(counts=(wrapped := self.wrapped).training)
         self.recording.name_buckets(self.reducer.buckets, self._names_of_buckets)
         self.recording.begin_forward(self.reducer.step.batch, self._module, inputs, kwargs)
         is_weighed = self.weighing.is_on if self.window is None else self.window.has_weights
@@ -330,7 +302,7 @@ class StepCoordinator:
             self.window.note_forward()
             return
         will_synchronize = self.will_synchronize
-        if is_weighed and self.wrapped.training:
+        if is_weighed and wrapped.training:
             if self._handler is not None:
                 raise ConfigurationError(
                     "a step of paceline.Elastic outside of a window: if a rank is lost, only a window can be left, and "
@@ -338,14 +310,16 @@ class StepCoordinator:
                 )
             weight = self.weighing.weigh_plain(inputs, kwargs, will_synchronize)
             self.reducer.open_forwards.weigh_last(weight)
-        with self.weighing.wait():
-            self._notify(NextStep(will_synchronize, opens_window=is_weighed and self.wrapped.training))
-            self._synchronize_buffers(will_synchronize)
+        since_s = time.perf_counter()
+        if joins := self.joining.is_enabled(wrapped):
+            self._notify(NextStep(will_synchronize, opens_window=is_weighed and wrapped.training))
+        if will_synchronize and wrapped.training:
+            self._synchronize_buffers(joins)
+        self.weighing.note_wait(since_s)
 
     def _notify(self, next_step: NextStep) -> None:
         """Tell joined ranks what follows, and set the divisor that the ranks agree on."""
-        if self.joining.is_enabled(self.wrapped):
-            self.reducer.step.divide_by(self.joining.notify(self.wrapped, next_step).divisor)
+        self.reducer.step.divide_by(self.joining.notify(self.wrapped, next_step).divisor)
 
     def doctor(self) -> Diagnosis:
         """Compare the last steps of all ranks. Collective; blocks for two all-gathers, of text."""
@@ -370,7 +344,7 @@ class StepCoordinator:
     def _follow_changes(self) -> None:
         """Take in unfrozen parameters and make a copy's groups (collective); raises as `ModuleContents.check`."""
         self.contents.check()
-        if any(parameter.requires_grad for parameter in self._frozen):
+        if self._frozen and any(parameter.requires_grad for parameter in self._frozen):
             # A layer that was frozen meanwhile may have gradients of this step, which only some ranks have.
             managed = self.setting.managed(self._module, self.managed.parameters)
             self._check_may_unfreeze(managed)
@@ -395,42 +369,35 @@ class StepCoordinator:
     def has_synchronized_buffers(self) -> bool:
         return self.wrapped.forward_sync_buffers and self.buffers.exist()
 
-    def _synchronize_buffers(self, will_synchronize: bool) -> None:
-        """Give all ranks rank 0's buffers, before the forwards of a synchronized step. Collective."""
-        is_training, joins = self.wrapped.training, self.joining.is_enabled(self.wrapped)
-        synchronizes = will_synchronize and is_training and self.wrapped.forward_sync_buffers
+    def _synchronize_buffers(self, joins: bool) -> None:
+        """Give all ranks one rank's buffers, before the forwards of a synchronized step that trains. Collective."""
+        if not self.wrapped.forward_sync_buffers:
+            return
         hook = self.buffers.hook
-        if synchronizes and hook is None:
+        if hook is None:
             source_of = functools.partial(self.joining.agree_on_source, is_candidate=True) if joins else int
-            began_s = time.perf_counter()
             self.reducer.step.buffers.broadcast_once(source_of, joins)
-            spans.note("waiting", began_s, time.perf_counter())
-        elif synchronizes and hook is not None and hook.runs_before_forward and self.buffers.exist():
+        elif hook.runs_before_forward and self.buffers.exist():
             self.reducer.step.buffers.run_hook()
 
     # ---- lost ranks
 
     @property
     def reduction(self) -> Reduction:
-        """The reduction of the ranks' gradients."""
         return self.setting.reduction
 
     @property
     def shares(self) -> StepShares | None:
-        """The shares that a `batch_sampler` deals out, if the model has one."""
         return self.setting.shares
 
     @property
     def has_droppable(self) -> bool:
-        """Return whether steps may leave out parts of the module."""
         return bool(self.setting.droppable)
 
     def reduce_by(self, reduction: Reduction) -> None:
-        """Combine gradients by another reduction from now on. Local; before the first step."""
         self.setting.reduce_by(reduction)
 
     def handle_faults(self, handler: FaultHandler) -> None:
-        """Set the handler that decides whether an error inside a window is recoverable. Local."""
         self._handler = handler
         if is_accelerator(self.membership.device):
             self.buffers.hold_indices_back()
@@ -443,7 +410,6 @@ class StepCoordinator:
         return True
 
     def decide(self, option: str, words: str) -> None:
-        """Note what an option has decided, in the timings. Local."""
         self.timings.decide(option, words, is_told=False)
 
     def complete_window(self) -> None:
@@ -467,30 +433,29 @@ class StepCoordinator:
         if not_finite := self.reducer.prepare():
             self.recording.recorder.note_health(not_finite=not_finite)
         self._follow_changes()
-        with self.weighing.wait():
+        since_s = time.perf_counter()
+        if joins := self.joining.is_enabled(self.wrapped):
             self._notify(NextStep(synchronizes=False, opens_window=True))
-            self.reducer.step.exchange_buffers(BufferSync(self.buffers))  # all ranks begin it together
-            buffers = self.reducer.step.buffers
-            exchange = self.weighing.exchange(weight, num_micro_steps, begins_step=True, buffers=buffers)
-            self._synchronize_buffers(will_synchronize=True)
+        self.reducer.step.exchange_buffers(BufferSync(self.buffers))  # all ranks begin it together
+        exchange = self.weighing.exchange(weight, num_micro_steps, True, self.reducer.step.buffers)
+        if self.wrapped.training:
+            self._synchronize_buffers(joins)
+        self.weighing.note_wait(since_s)
         return exchange
 
     def enter_window(self, window: Any) -> None:
-        """Enter window mode. Local."""
         self.window = window
 
     @property
     def logical(self) -> LogicalMean | None:
-        """The reduction that keeps the gradients of logical ranks apart, if there are logical ranks."""
         reduction = self.setting.reduction
         return reduction if isinstance(reduction, LogicalMean) else None
 
     @property
     def waits_in_forward(self) -> bool:
         """Return whether a forward waits for all ranks in a layer."""
-        return (
-            self.has_sync_batch_norm and self.membership.size > 1 and sync_batch_norm.are_in_use(self._module)
-        )
+        can_wait = self.has_sync_batch_norm and self.membership.size > 1
+        return can_wait and sync_batch_norm.are_in_use(self._module)
 
     @property
     def is_made_up_for(self) -> bool:
@@ -511,7 +476,6 @@ class StepCoordinator:
         self.membership.peers.leave(why)
 
     def close_window(self) -> None:
-        """Leave window mode. Local."""
         self.window = None
         if self.logical is not None:
             self.logical.forget_parts()
@@ -532,9 +496,8 @@ class StepCoordinator:
 
     def _next_step(self, ended: Step, ended_well: bool) -> Step:
         """Record a step that has ended well, and return the next one. Local."""
-        step = Step(
-            ended.number + ended_well, self.timings.begin_step(), BatchCounts(), BufferSync(self.buffers)
-        )
+        times = self.timings.begin_step()
+        step = Step(ended.number + ended_well, times, BatchCounts(), BufferSync(self.buffers))
         if ended_well:
             self.recording.end_step(ended.times, ended.batch)
         return step
@@ -551,7 +514,7 @@ class StepCoordinator:
         self.reducer.abandon(error)
 
     def _plan(self, owner: Owner | None) -> BackwardPlan:
-        """Return whether the backward that begins now synchronizes, and what it counts."""
+        """Return whether the backward that begins now synchronizes, and its weight in the mean."""
         if owner is not None and self.contents.added:  # it may have passed no output that was found
             self.contents.refuse_gradients()
         if self.window is not None:

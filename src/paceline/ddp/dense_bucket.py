@@ -85,7 +85,7 @@ class _Sample:
 
 
 def _has_negative_zero(elements: Tensor) -> bool:
-    """Return whether one of them is -0.0. On an accelerator this waits for the device."""
+    """Return whether an element is -0.0. On an accelerator this waits for the device."""
     numbers = elements.view(_INTEGERS[elements.itemsize])
     return len(numbers) > 0 and numbers.min().item() == _LEAST[elements.itemsize]
 
@@ -341,17 +341,8 @@ class DenseBucket:
             view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
 
     def launch(self, reduction: Reduction, group: ProcessGroup, is_last: bool) -> Work:
-        return reduction.launch(
-            Message(
-                index=self.index,
-                is_last=is_last,
-                flat=self.message if reduction.carries_status else self.body,
-                num_gradient_elements=self.body.numel(),
-                gradients=self.views,
-                parameters=self.parameters,
-                process_group=group,
-            )
-        )
+        flat, numel = self.message if reduction.carries_status else self.body, self.body.numel()
+        return reduction.launch(Message(self.index, is_last, flat, numel, self.views, self.parameters, group))
 
     def launch_piece(self, reduction: Reduction, group: ProcessGroup, start: int, stop: int) -> Work:
         """Start reducing elements start <= i < stop, as `launch` does."""
@@ -410,7 +401,7 @@ class DenseBucket:
 
 
 def _multiply(flat: Tensor, scale: float) -> None:
-    """Scale in place; what counts nothing becomes 0, also where it is no number: a mean over no tokens."""
+    """Multiply in place. Scale 0 writes 0, even over NaN, which a mean over no tokens is."""
     if scale == 0.0:
         flat.zero_()
     elif scale != 1.0:

@@ -91,7 +91,7 @@ class Shadow(JoinHook):
         super().__init__()
 
     def main_hook(self) -> None:
-        """Match one forward and, if the others will synchronize, one backward, contributing zeros. Collective."""
+        """Match one forward of the other ranks with zeros and, if they will synchronize, one backward. Collective."""
         steps = self._steps
         steps.reducer.prepare()
         others = steps.joining.announce(is_active=False)

@@ -21,7 +21,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from paceline.comm import gradient_group, opened_groups
-from paceline.comm.collectives import all_gather, device_for_metadata
+from paceline.comm.collectives import device_for_metadata
 from paceline.comm.peers import Peers
 from paceline.data import GlobalBatch
 from paceline.ddp.replicas import Verified
@@ -79,7 +79,7 @@ class Model(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """Steps that this rank has made."""
+        """Return the number of steps that this rank has made."""
 
     @property
     def has_sync_batch_norm(self) -> bool:
@@ -123,13 +123,13 @@ class Groups:
 
     @property
     def numbers(self) -> ProcessGroup:
-        """The group that carries what the hosts tell each other in a step."""
+        """Return the group over which the ranks exchange numbers in a step."""
         return self.for_numbers or self.for_gradients[0]
 
     def beside(self, verified: Verified, peers: Peers, in_parts: bool = True) -> Groups:
         """Return these with groups for gradients (`gradient_group.gradient_groups`). Collective; blocks."""
         given = gradient_group.gradient_groups(
-            self.asked_for, verified.all_on_cpu, verified.all_know_beside, in_parts, peers
+            self.asked_for, all(verified.are_on_cpu), verified.all_know_beside, in_parts, peers
         )
         return replace(self, for_gradients=given)
 
@@ -144,7 +144,7 @@ class Groups:
                 gradient_group.leave(asked)
 
     def close_others(self) -> None:
-        """Close what was opened besides. Local."""
+        """Close the groups that this membership opened beside the script's. Local."""
         for opened in (self.for_batch_norm, self.for_pieces, self.for_numbers):
             if opened is not None:
                 opened_groups.close(opened)
@@ -156,7 +156,8 @@ class Change:
 
     Attributes:
         step: Steps that were completed before.
-        lost: Ranks that are gone since this rank trained last, by their numbers then.
+        lost: Ranks that were lost since this rank trained last, by their numbers then.
+        left: Ranks that were told to end and have left since, by the same numbers.
         num_new: Ranks of this membership that have come since.
         size: Its ranks.
         why: In words.
@@ -171,11 +172,12 @@ class Change:
     why: str
     stalled_s: float
     samples_moved: int
+    left: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class _MemberState:
-    """The state of a member, which it tells the others when they meet."""
+    """The state of a member, which ranks exchange when they meet."""
 
     token: int  # of the membership that it comes from
     fresh: int  # a random number
@@ -250,12 +252,6 @@ class Members:
 class Membership:
     """The ranks that train one wrapped module together: `model.membership`.
 
-    Args:
-        process_groups: That the script asked for.
-        name: Identifies the module in failure detection; the same on every rank.
-        device: The module's.
-        model: Its steps.
-
     Attributes:
         groups: All that its ranks communicate over.
         peers: The other ranks, for waiting.
@@ -306,11 +302,6 @@ class Membership:
         """The number of ranks."""
         return self.process_group.size()
 
-    @property
-    def prefix(self) -> str:
-        """The prefix of all keys that these members write into the job's store."""
-        return f"paceline/{self.name}"
-
     def set_number(self, number: int) -> None:
         """Set the module's number, which rank 0 has chosen. Local."""
         self.number = number
@@ -320,9 +311,8 @@ class Membership:
 
         If only some ranks have their gradients in host memory, no rank may open a group for them.
         """
-        self.groups = self.groups.beside(verified, self.peers, in_parts=False).reaching_hosts(
-            self.device, self.peers
-        )
+        beside = self.groups.beside(verified, self.peers, in_parts=False)
+        self.groups = beside.reaching_hosts(self.device, self.peers)
 
     def set_group(
         self, *, for_batch_norm: ProcessGroup | None = None, for_pieces: ProcessGroup | None = None
@@ -342,11 +332,11 @@ class Membership:
         self.history = (*self.history, change)
 
     def keep_together(self, why: str) -> None:
-        """Note that every rank takes part in every step from now on, and why. Local; on every rank."""
+        """Make every rank take part in every step from now on; `why` is for messages. Local; on every rank."""
         self.why_together = why
 
     def decide_steps(self, how: str) -> None:
-        """Say where it is decided whether a step counts, here and in `model.timings.decisions`. Local."""
+        """Record whether hosts or devices decide that a step counts, also in `model.timings.decisions`. Local."""
         self.steps_decided = how
         self.model.decide("elastic", how)
 
@@ -363,8 +353,8 @@ class Membership:
         Means are over its ranks from the next step on. A step that was not completed is given up: its gradients are
         dropped, and a `batch_sampler` hands out its samples again. The global batch stays as large as it was, cut among
         the ranks that there are now. Residuals of compression stay with their ranks; those of a lost rank are lost.
-        `balance` measures again, and caps are searched again. A step that `overlap_forward` has deferred is completed
-        first. Layers of synchronized batch normalisation follow, unless the script gave them a group of their own.
+        `balance` measures again. A step that `overlap_forward` has deferred is completed first. Layers of synchronized
+        batch normalisation follow, unless the script gave them a group of their own.
 
         Args:
             process_group: Contains this rank. A new one, if a rank of the old one has died or hangs.
@@ -419,12 +409,10 @@ class Membership:
     def _meet(self, process_group: ProcessGroup, joining: Peers) -> list[_MemberState]:
         """Return every new member's state. Collective; blocks."""
         model, fresh = self.model, secrets.randbits(_TOKEN_BITS)
-        mine = _MemberState(
-            self._token, fresh, self.epoch, self.number, model.num_steps, model.data_position()
-        )
+        place = self._token, fresh, self.epoch, self.number
+        mine = _MemberState(*place, model.num_steps, model.data_position())
         row = torch.tensor(mine.words(), device=device_for_metadata(process_group, self.device))
-        rows = [torch.empty_like(row) for _ in range(process_group.size())]
-        joining.wait(all_gather(rows, row, process_group), "meeting the members of another group")
+        rows = joining.rows_of_all(row, process_group, "meeting the members of another group")
         return [_MemberState.of(words.tolist()) for words in rows]
 
     def open_groups(self, process_group: ProcessGroup, verified: Verified, joining: Peers) -> Groups:
@@ -434,14 +422,11 @@ class Membership:
             groups = groups.beside(verified, joining)
             groups = groups.reaching_hosts(self.device, joining)
             if self.model.has_sync_batch_norm and process_group.size() > 1:
-                groups = replace(
-                    groups,
-                    for_batch_norm=opened_groups.group_like(process_group, device=self.device, peers=joining),
-                )
+                opened = opened_groups.group_like(process_group, device=self.device, peers=joining)
+                groups = replace(groups, for_batch_norm=opened)
             if self.model.sends_pieces:
-                groups = replace(
-                    groups, for_pieces=gradient_group.group_for_pieces(process_group, self.device, joining)
-                )
+                opened = gradient_group.group_for_pieces(process_group, self.device, joining)
+                groups = replace(groups, for_pieces=opened)
         except Exception as error:
             groups.leave_gradients()
             groups.close_others()
@@ -452,7 +437,6 @@ class Membership:
 
 
 def _check(process_group: object, source: int | None, batch: GlobalBatch | None) -> None:
-    """Refuse arguments that cannot be. Local."""
     if not isinstance(process_group, ProcessGroup):
         raise ConfigurationError(
             f"rebuild({process_group!r:.60}) is given a process group that contains this rank: of dist.new_group(), or "

@@ -69,7 +69,7 @@ def cast_inputs(inputs: Any, dtype: torch.dtype) -> Any:
 
 
 class LowPrecision:
-    """Casts of a module's parameters, and when it has them."""
+    """The low-precision copies of a module's parameters, and when the module uses them."""
 
     def __init__(self, module: Module, dtype: torch.dtype) -> None:
         self._module = module
@@ -98,15 +98,12 @@ class LowPrecision:
 
     def _stays(self, part: Module) -> bool:
         """Return whether it needs its parameters in the dtype of its statistics (rule 3)."""
-        return (
-            isinstance(part, _NormBase)
-            and part.running_mean is not None
-            and part.running_mean.dtype != self._dtype
-        )
+        mean = part.running_mean if isinstance(part, _NormBase) else None
+        return mean is not None and mean.dtype != self._dtype
 
     @contextlib.contextmanager
     def _having(self, casts: dict[str, Tensor]) -> Iterator[None]:
-        """The module has these in place of its parameters, unless it has others of its own already."""
+        """Let the module use these tensors in place of its parameters, except where it has others already."""
         if self._is_within:
             yield
             return

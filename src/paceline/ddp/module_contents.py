@@ -61,10 +61,7 @@ class ModuleContents:
         self._seen = [*chain.from_iterable(self._views), *_END]
 
     def check(self) -> None:
-        """Raise ConfigurationError if a parameter was replaced, converted or moved. Local; before a forward.
-
-        Cost: 0.05 µs for each part and each parameter.
-        """
+        """Raise ConfigurationError if a parameter was replaced, converted or moved. Local; 0.05 µs a parameter."""
         with torch._C.DisableTorchFunctionSubclass():
             contents = chain(chain.from_iterable(self._views), _END)
             is_same = (
@@ -129,7 +126,7 @@ class ModuleContents:
 
 
 class _Facts(NamedTuple):
-    """Return the facts that a parameter's gradient has in common with it."""
+    """The facts that a parameter's gradient has in common with it."""
 
     dtype: torch.dtype
     shape: torch.Size

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 
@@ -30,10 +30,8 @@ _LEAF = 2**63  # nodes that accumulate into a leaf are numbered from here on
 _BACKWARD, _GRAD = torch.autograd.backward.__code__, torch.autograd.grad.__code__
 
 
-def sequence_number() -> int:
-    """Return the number of the next node that this thread makes."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
+sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""Returns the number of the next node that this thread makes."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class Forward:
         return is_first
 
     def is_open(self, epoch: int) -> bool:
-        """Return whether it counts, and has had no backward."""
+        """Return whether this forward counts and has had no backward."""
         return self.counts and not self.is_passed and self.epoch == epoch
 
     def may_be_stood_for(self, first_node: int) -> bool:
@@ -91,7 +89,6 @@ class OpenForwards:
     # ---- forwards
 
     def begin(self, counts: bool) -> None:
-        """Note that a forward begins."""
         self._backward_is_announced = False
         forward = Forward(counts, self._epoch)
         if self._forwards:
@@ -100,7 +97,6 @@ class OpenForwards:
         self.count += counts
 
     def weigh_last(self, weight: float) -> None:
-        """Set the weight of the last forward's batch."""
         self._forwards[-1].weight = weight
 
     def end(self, has_outputs: bool) -> Forward:
@@ -122,7 +118,7 @@ class OpenForwards:
         forward.is_passed = True
 
     def announce_backward(self) -> None:
-        """Attribute the next backward to the module, because a framework says so."""
+        """Attribute the next backward to this module. Frameworks that run backward within forward call this before."""
         self._backward_is_announced = True
 
     def note_backward(self) -> None:
@@ -139,7 +135,8 @@ class OpenForwards:
         numbers = _nodes_of_running_backward() if len(threads) <= 1 else None
         # Not begun by `torch.autograd.backward`, or nodes are numbered by several threads: it cannot be known.
         is_known = numbers is not None
-        passed = self._passed_by(numbers) if numbers is not None else self._newest_open()
+        newest_open = [forward for forward in self._forwards if not forward.is_passed][-1:]
+        passed = newest_open if numbers is None else self._passed_by(numbers)
         for forward in passed:
             self.close(forward)
         is_announced, self._backward_is_announced = self._backward_is_announced, False
@@ -159,9 +156,6 @@ class OpenForwards:
         for forward in stood_for:
             forward.stood_by.add(first)
         return stood_for
-
-    def _newest_open(self) -> list[Forward]:
-        return [forward for forward in self._forwards if not forward.is_passed][-1:]
 
     # ---- all ranks
 
@@ -199,7 +193,7 @@ def out_of_step(counts: Mapping[int, int]) -> str:
 
 def _nodes_of_running_backward() -> list[int] | None:
     """Return the numbers of the nodes, without leaves, of the outermost running backward; None: not found."""
-    call = _outermost_call()
+    call = next(reversed(_running_calls(_BACKWARD)), None)
     if call is None:
         return None
     roots = call.f_locals[_BACKWARD.co_varnames[0]]
@@ -224,10 +218,6 @@ def accumulates_everywhere() -> bool:
     """Return whether the running backward is one of `torch.autograd.backward` without `inputs`."""
     call = next(iter(_running_calls(_BACKWARD, _GRAD)), None)
     return call is not None and call.f_code is _BACKWARD and not call.f_locals["inputs"]
-
-
-def _outermost_call() -> FrameType | None:
-    return next(reversed(_running_calls(_BACKWARD)), None)
 
 
 def _running_calls(*functions: CodeType) -> list[FrameType]:

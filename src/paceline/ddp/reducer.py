@@ -51,7 +51,7 @@ from paceline.ddp.setting import Setting
 from paceline.ddp.step import BackwardPass, BackwardPlan, Step
 from paceline.ddp.verdict import Status, StatusVector, Verdict
 from paceline.errors import ConfigurationError, ProtocolError, ReplicaMismatchError, StepDroppedError
-from paceline.observe import StepTiming, StepTimings
+from paceline.observe import StepTimings
 from paceline.observe.timings import profiler_range
 from paceline.reductions import StepEnd
 
@@ -143,7 +143,7 @@ class Reducer:
         del self.step, self.cuts, self.verdict, self._syncs, self._peers, self._group_for_numbers
 
     def pass_on_to(self, successor: Reducer) -> None:
-        """Let backwards of this retired one's forwards begin there: it reduces the same module on the same ranks."""
+        """Let backwards of this reducer's forwards begin in its successor, for the same module and ranks."""
         self._successor = successor
 
     def _in_use(self) -> Reducer | None:
@@ -155,7 +155,7 @@ class Reducer:
 
     @property
     def num_steps(self) -> int:
-        """The number of synchronized backwards that ended well, of earlier reducers, too."""
+        """Return the number of synchronized backwards that ended well, also of earlier reducers."""
         return self.step.number - 1
 
     # ---- before a backward
@@ -389,20 +389,14 @@ class Reducer:
         backward.conclude(waited_s)
 
     def _record(self, backward: BackwardPass, waited_s: float) -> None:
-        """All gradients of a step have arrived, and it has waited so long for them."""
+        """Record the step's times when all gradients have arrived; it waited `waited_s` for them."""
         sync, step, is_used = backward.sync, backward.step, backward.statuses.is_used
         unused_by_all = [self.managed.parameters[index] for index in backward.unused if not is_used(index)]
         buckets = sync.timings()
         exposed_s = min(waited_s, sum(bucket.waited_s for bucket in buckets))
         timing = step.times.record(step.number, exposed_s, buckets)
         self.timings.add(timing, sync.device_times())
-        self.setting.reduction.end_step(StepEnd(timing, unused_by_all, self._settled_timing))
-
-    def _settled_timing(self) -> StepTiming:
-        """Wait until the device has done the last step; return its times."""
-        self.timings.settle()
-        assert self.timings.last is not None
-        return self.timings.last
+        self.setting.reduction.end_step(StepEnd(timing, unused_by_all, self.timings.settled_last))
 
     def _complete(self, backward: BackwardPass, status: Status) -> list[int]:
         """Launch the remaining buckets, and wait for the ranks' status words. Returns unused parameters."""
@@ -412,9 +406,6 @@ class Reducer:
 
     def _launch_rest(self, backward: BackwardPass, status: Status) -> list[int]:
         """Launch the remaining buckets, the last with status words. Returns unused parameters."""
-        unused: list[int] = []
-        not_finite: list[Tensor] = []
-        has_late = False
         sync, step = backward.sync, backward.step
         remaining = self.buckets[sync.num_launched :]
         for bucket in remaining:
@@ -423,12 +414,9 @@ class Reducer:
                     bucket.mark_ready(time.perf_counter())
             if sync.is_needed(bucket):
                 bucket.make_message(backward.scale, backward.mean_scale, step.used_before, has_ended=True)
-        for bucket in self.buckets:
-            has_late = has_late or bucket.has_late_gradients()
-            unused += bucket.unused_members()
-            if bucket.not_finite is not None:
-                not_finite.append(bucket.not_finite)
-        if has_late and status is Status.GOOD:
+        unused = [index for bucket in self.buckets for index in bucket.unused_members()]
+        not_finite = [bucket.not_finite for bucket in self.buckets if bucket.not_finite is not None]
+        if status is Status.GOOD and any(bucket.has_late_gradients() for bucket in self.buckets):
             status = Status.LATE_GRADIENTS
             self.tracker.pending.wait_for_end()
             self.verdict.warn_of_late_gradients()
@@ -445,7 +433,7 @@ class Reducer:
         backward.step.buffers.finish()
 
     def _reduce_late(self, backward: BackwardPass) -> None:
-        """Sum what arrived after its bucket had left, or in one that was not sent, on all ranks (rule 5)."""
+        """Sum late gradients over all ranks: those that arrived after their bucket was sent or left out (rule 5)."""
         for bucket in self.buckets:
             pending = backward.sync.launch_late(bucket, backward.mean_scale)
             self._peers.wait(pending, "reducing late gradients")
@@ -531,7 +519,10 @@ class Reducer:
         return ()
 
     def drop_step(self) -> None:
-        """Begin the step again: no rank waits for this one's collectives. Its buffers stay in line. Local."""
+        """Replace the step under way by a new one, which takes over its buffers. Local.
+
+        No rank may wait for collectives of the old one.
+        """
         self.drop_gradients()
         if not self.has_failed:
             buffers, self.step = self.step.buffers, self._next_step(self.step, False)
@@ -542,14 +533,6 @@ class Reducer:
         for parameter in self.managed.parameters:
             parameter.grad = None
         self.step.used_before.clear()
-
-    def check_finished(self) -> None:
-        """Raise if a backward began and was not completed."""
-        if self.step.backward is not None:
-            raise ProtocolError(
-                "Expected to have finished reduction in the prior iteration before starting a new one: "
-                "the last backward raised before all gradients were there."
-            )
 
     def _note_raised(self, token: weakref.ref[Backward]) -> None:
         backward = self.step.backward
@@ -595,7 +578,7 @@ class Reducer:
 
 def _refuse_backward(_: Owner | None) -> BackwardPlan:
     raise ConfigurationError(
-        "the wrapper of this backward's forward is gone, so nobody would reduce its gradients: keep the wrapped model "
+        "the wrapper of this backward's forward is gone, so it cannot reduce gradients: keep the wrapped model "
         "in a variable until backward has returned."
     )
 

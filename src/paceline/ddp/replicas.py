@@ -21,7 +21,7 @@ from paceline.errors import ReplicaMismatchError
 
 @dataclass(frozen=True)
 class Description:
-    """All that has to be equal on all ranks, as titles and this rank's facts. The version comes first."""
+    """The facts that must be equal on all ranks, by title. The version comes first."""
 
     lines: tuple[tuple[str, str], ...]
 
@@ -52,13 +52,6 @@ class Description:
         """Return the description of a rank that cannot wrap its module at all."""
         return cls(((VERSION, version.__version__), (REFUSAL, str(error))))
 
-    def encode(self) -> bytes:
-        return json.dumps(self.lines).encode()
-
-    @classmethod
-    def decode(cls, text: bytes) -> Description:
-        return cls(tuple((title, fact) for title, fact in json.loads(text)))
-
 
 def _facts(tensor: Tensor) -> str:
     return f"sizes {list(tensor.shape)}, strides {list(tensor.stride())}, {str(tensor.dtype).removeprefix('torch.')}"
@@ -72,10 +65,6 @@ class Verified:
     are_on_cpu: Sequence[bool]
     number: int  # what rank 0 calls the module
     all_know_beside: bool  # whether all ranks know of a group beside the one that they asked for
-
-    @property
-    def all_on_cpu(self) -> bool:
-        return all(self.are_on_cpu)
 
 
 def verify(
@@ -94,7 +83,7 @@ def verify(
     the same ReplicaMismatchError, which names rank and parameter. It ends with `remedy`, by default that of wrapping.
     """
     place, on_cpu = device_for_metadata(process_group, device), device.type == "cpu"
-    encoded = description.encode()
+    encoded = json.dumps(description.lines).encode()
     digest = hashlib.sha256(encoded).digest()
     words = [len(encoded)] + [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 32, 8)]
     mine = torch.tensor([*words, on_cpu, knows_beside, number], device=place)
@@ -107,8 +96,8 @@ def verify(
     longest = max(row[0] for row in gathered)
     padded = torch.tensor(list(encoded.ljust(longest)), dtype=torch.uint8, device=place)
     texts = peers.rows_of_all(padded, process_group, _COMPARING)
-    described = [Description.decode(bytes(text.tolist())) for text in texts]
-    raise ReplicaMismatchError(_difference(described, remedy or REMEDY))
+    facts = [dict(json.loads(bytes(text.tolist()))) for text in texts]
+    raise ReplicaMismatchError(_difference(facts, remedy or REMEDY))
 
 
 def tell_of_refusal(error: Exception, process_group: ProcessGroup, device: torch.device) -> None:
@@ -121,9 +110,8 @@ def tell_of_refusal(error: Exception, process_group: ProcessGroup, device: torch
         verify(Description.of_refusal(error), process_group, peers, device)
 
 
-def _difference(described: Sequence[Description], remedy: str) -> str:
+def _difference(facts: Sequence[dict[str, str]], remedy: str) -> str:
     """Return the first difference from rank 0, in words."""
-    facts = [dict(description.lines) for description in described]
     versions = [lines.get(VERSION, "of a version that does not say") for lines in facts]
     if (other_version := version.difference(versions)) is not None:
         return other_version

@@ -68,10 +68,8 @@ class Setting:
                     tell_of_refusal(error, process_groups[0], next(iter(parameters), torch.empty(0)).device)
             raise
 
-    @staticmethod
-    def _wrappable(
-        module: Module, given: Any, process_groups: list[ProcessGroup]
-    ) -> tuple[set[str], list[Parameter]]:
+    @classmethod
+    def _checked(cls, module: Module, given: Any, process_groups: list[ProcessGroup]) -> Setting:
         arguments.check_delayed(given.delay_all_reduce_named_params, given.param_to_hook_all_reduce)
         make_shards_local(module, given.device_mesh)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -80,11 +78,6 @@ class Setting:
         arguments.check_module(parameters)
         arguments.choose_devices(parameters, given.device_ids, given.output_device)
         arguments.check_device(parameters, process_groups)
-        return ignored, parameters
-
-    @classmethod
-    def _checked(cls, module: Module, given: Any, process_groups: list[ProcessGroup]) -> Setting:
-        ignored, parameters = cls._wrappable(module, given, process_groups)
         given_caps = BucketCaps.from_arguments(given.bucket_cap_mb, given.bucket_cap_mb_list)
         delayed = [p for _, p in given.delay_all_reduce_named_params or ()]
         units = units_of(module, given.droppable)
@@ -92,11 +85,9 @@ class Setting:
         reduction = arguments.choose_reduction(given.reduction, given.compression, given.mixed_precision)
         arguments.check_linear(managed, reduction)
         if units or given.skip_all_reduce_unused_params:
+            is_static = given.static_graph and bool(units)
             arguments.check_skipping(
-                units,
-                reduction,
-                overlap_forward=given.overlap_forward,
-                static_graph=given.static_graph and bool(units),
+                units, reduction, overlap_forward=given.overlap_forward, static_graph=is_static
             )
         if given.overlap_forward:
             arguments.check_forward_overlap(module, managed, process_groups, reduction, given)
@@ -128,15 +119,11 @@ class Setting:
         return self.parameters[0].device
 
     def managed(self, module: Module, kept: Iterable[Parameter] = ()) -> ManagedParameters:
-        """Return the parameters that are to be synchronized now, none that were added since the module was wrapped.
-
-        Those that are `kept` may be frozen.
-        """
+        """Return the parameters that are synchronized now: none added since wrapping; frozen ones only if `kept`."""
         known = set(map(id, self.parameters))
         added = {name for name, parameter in module.named_parameters() if id(parameter) not in known}
-        return ManagedParameters.of(
-            module, self.ignored | added, self.delayed, self.droppable, set(map(id, kept))
-        )
+        left_out, kept_ids = self.ignored | added, set(map(id, kept))
+        return ManagedParameters.of(module, left_out, self.delayed, self.droppable, kept_ids)
 
     def choose_caps(self) -> None:
         """Take the caps that were given; else the default for these groups, hosts and devices. Local."""

@@ -81,7 +81,7 @@ class Skipping(SyncFactory):
         self._ranks = _Ranks(managed, groups.numbers, peers, open_forwards, units, members, is_private, looks)
 
     def begin(self, backward: BackwardPass, buckets: Sequence[Bucket]) -> GradientSync:
-        """Note what is declared, and ask the other ranks if this one may launch now."""
+        """Note which layers are declared unused, and ask the other ranks whether this one may launch now."""
         declared = frozenset[int]().union(*self._contexts) if backward.by_autograd else frozenset[int]()
         plain = backward.reduction, self._groups, self._peers, buckets, self._times()
         sync = SkippingSync(self._ranks, declared, *plain)
@@ -135,7 +135,7 @@ class _Ranks:
 
     @property
     def num_words(self) -> int:
-        """The number of words that say what one rank has declared."""
+        """Return the number of words in which one rank declares its layers."""
         return (_UNITS + len(self.units) - 1) // _BITS + 1
 
 

@@ -73,7 +73,7 @@ class SparseBucket:
     def make_message(self, scale: float, mean_scale: float, used_before: set[int], has_ended: bool) -> None:
         parameter = self.parameters[0]
         self._num_finished_before = len(self.finished)
-        self._used = bool(self.slots_with_gradients()) or id(self.parameters[0]) in used_before
+        self._used = bool(self.slots_with_gradients()) or id(parameter) in used_before
         self._kept = None if self._used else parameter.grad
         self.message = _scaled(_as_sparse(parameter), mean_scale)
         self.size_bytes = self.message._values().numel() * self.message._values().element_size()
@@ -89,10 +89,8 @@ class SparseBucket:
     def set_gradients(self, is_used: Callable[[int], bool]) -> None:
         if self.is_skipped:
             return
-        if self._used or is_used(self.members[0]):
-            self.parameters[0].grad = self.message
-        else:
-            self.parameters[0].grad = self._kept
+        is_reduced = self._used or is_used(self.members[0])
+        self.parameters[0].grad = self.message if is_reduced else self._kept
 
     def unused_members(self) -> list[int]:
         self._used = self._used or self.has_late_gradients()
@@ -129,5 +127,5 @@ def _as_sparse(parameter: Parameter) -> Tensor:
 
 
 def _scaled(gradient: Tensor, scale: float) -> Tensor:
-    """The gradient times `scale`; times 0 it is 0, also where it is no number."""
+    """Return the gradient times `scale`. Scale 0 gives 0, even for NaN."""
     return gradient * scale if scale else torch.zeros_like(gradient)

@@ -66,7 +66,7 @@ class GradientSync(ABC):
 
     @abstractmethod
     def launch(self, bucket: Bucket) -> None:
-        """Send the bucket, whose turn it is. Collective; does not wait."""
+        """Send the bucket. It must be the next one in launch order. Collective; does not wait."""
 
     @property
     def tells_by_launching(self) -> bool:
@@ -100,7 +100,7 @@ class GradientSync(ABC):
 
     @abstractmethod
     def launch_late(self, bucket: Bucket, scale: float) -> Work:
-        """Start summing what arrived after the bucket had left, or though it was left out. Collective."""
+        """Start summing gradients that arrived after their bucket was sent or left out. Collective."""
 
     def unexplained(self, unused: list[int]) -> list[int]:
         """Return those of these unused parameters' indices that were not declared."""
@@ -163,7 +163,7 @@ class BackwardPass:
         return not token.waits_for_outer or torch._C._current_graph_task_id() >= 0
 
     def note_statuses(self, unused: list[int], statuses: RankStatuses) -> None:
-        """Note what this rank has not used, and what all ranks have said. Local."""
+        """Store which parameters this rank has not used, and the statuses of all ranks. Local."""
         self.unused, self.statuses = unused, statuses
 
     def set_gradients(self, bucket: Bucket) -> None:
@@ -199,7 +199,7 @@ class Step:
 
     @property
     def is_interrupted(self) -> bool:
-        """Return whether a backward of it began, and raised before it was completed."""
+        """Return whether a backward of this step began, and raised before it was completed."""
         return self.backward is not None and not self.backward.is_running
 
     def begin(self, backward: BackwardPass) -> None:
@@ -207,7 +207,7 @@ class Step:
         self.backward = backward
 
     def end_backward(self) -> None:
-        """Note that its backward has ended. Local."""
+        """Drop the backward under way, which has ended. Local."""
         self.backward = None
 
     def divide_by(self, divisor: int | None) -> None:

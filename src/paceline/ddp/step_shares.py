@@ -61,7 +61,7 @@ class DataPosition:
     limit: int = 0  # the samples of a micro-batch that this rank can hold; 0: not known
 
     def batch_among(self, had: Sequence[DataPosition | None]) -> GlobalBatch:
-        """This rank's global batch, cut among others by what they had; None: new. Raises ConfigurationError."""
+        """Cut the global batch among these ranks by former shares; None: a new rank. Raises ConfigurationError."""
         if self.moves_micro_steps:
             counts = cut_among([None if it is None else it.micro_steps for it in had], self.num_micro_steps)
             sizes = tuple(self.local if count else 0 for count in counts)
@@ -159,7 +159,7 @@ class StepShares:
         self._reported, self._reported_in = step, self.sampler.epoch
         self._reported_after = 0 if last is None else last.step
         work = self._clock.work(last)
-        self._clock.begin(*_work_of(step, self._rank))
+        self._clock.begin(*_work_of(step, self.sampler.logical))
         self._words = astuple(
             _Report(
                 1.0,
@@ -179,11 +179,11 @@ class StepShares:
         self._is_asked_to_pause = is_asked
 
     def waited(self, seconds: float) -> None:
-        """This rank has waited for others in the step under way."""
+        """Store that this rank has waited for other ranks in the step under way."""
         self._clock.waited_s += seconds
 
     def backward_begins(self) -> None:
-        """The step's last backward has reached the module."""
+        """Note that the step's last backward has reached the module."""
         self._clock.expect_end()
 
     def take(self, reports: Sequence[Sequence[float]]) -> None:
@@ -209,10 +209,7 @@ class StepShares:
                 self.sampler.change(batch, position=int(max(row.fetched for row in rows)))
 
     def make_room(self, ranks: Sequence[int]) -> None:
-        """Train the step again in other shares, because these ranks ran out of memory. Local, on all ranks.
-
-        Raises ConfigurationError.
-        """
+        """Train the step again in other shares, as these ranks ran out of memory. Local. Or ConfigurationError."""
         assert self.balance is not None
         assert self.sampler.step is not None
         self._clock.forget()
@@ -243,8 +240,8 @@ class StepShares:
         return DataPosition(
             epoch,
             position,
-            max(batch.local) if by_micro_steps else batch.local[rank],
-            counts[rank],
+            max(batch.local) if by_micro_steps else sum(batch.local[each] for each in sampler.logical),
+            sum(counts[each] for each in sampler.logical),
             batch.micro_size,
             sum(counts),
             int(by_micro_steps),
@@ -265,15 +262,16 @@ class StepShares:
         return self.balance is not None and self.sampler.step is not None
 
 
-def _work_of(step: StepCut, rank: int) -> tuple[int, float]:
-    """Return the samples that a rank's time is reported for, and by how much they exceed what it trains.
+def _work_of(step: StepCut, ranks: Sequence[int]) -> tuple[int, float]:
+    """Return the samples that the time of these logical ranks is reported for, and by how much they exceed the trained.
 
     Where shares are of tokens, it is for the tokens of the rank's share, not for those of its whole sequences. So
     steps can be compared. A step that is far from its share, as the last one of an epoch, is reported as not known.
     """
     if step.planned is None or step.tokens is None:
-        return step.samples[rank], 1.0
-    planned, own = step.planned[rank], sum(tokens[rank] for tokens in step.tokens)
+        return sum(step.samples[rank] for rank in ranks), 1.0
+    planned = sum(step.planned[rank] for rank in ranks)
+    own = sum(tokens[rank] for tokens in step.tokens for rank in ranks)
     is_typical = _LEAST_PLANNED_RATIO * planned < own
     return (planned, planned / own) if is_typical else (0, 1.0)
 
@@ -292,7 +290,7 @@ class _HostClock:
         self._num_samples, self._factor, self.waited_s = num_samples, factor, 0.0
 
     def expect_end(self) -> None:
-        """The reducer's own record says when backward ended."""
+        """Wait for nothing: the reducer records when backward ends."""
 
     def work(self, last: StepTiming | None) -> StepWork:
         """Return the last step's times, if they were not reported yet and its start is known."""

@@ -93,7 +93,7 @@ def _sum(tensor: Tensor, group: ProcessGroup, peers: Peers | None) -> None:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Statistics of half-precision values are taken in single precision."""
+    """Return float32 for half precision, in which statistics would be too coarse, and other dtypes as they are."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -130,7 +130,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         return cast("Tensor", y)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and files hold no process group; a copy talks over the default one until it is wrapped."""
+        """Leave out the process group. A copy communicates over the default group until it is wrapped."""
         return {**self.__dict__, "process_group": None, "_opened": None}
 
     def _forward_alone(self, input: Tensor) -> Tensor:  # noqa: A002
@@ -140,7 +140,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         )
 
     def _count_batch(self) -> float:
-        """Count this batch; how much it weighs in the running statistics."""
+        """Count this batch. Return its weight in the running statistics."""
         if not self.track_running_stats or self.num_batches_tracked is None:
             return 0.0
         self.num_batches_tracked.add_(1)
@@ -174,11 +174,9 @@ def adopt(module: Module) -> Module:
 
 
 def layers_over(module: Module, *groups: ProcessGroup | None) -> list[SyncBatchNorm]:
-    """The layers that talk over one of these groups, or over none that was said."""
+    """Return the layers that communicate over one of these groups, or that were given no group."""
     layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
-    return [
-        it for it in layers if it.process_group is None or any(it.process_group is group for group in groups)
-    ]
+    return [it for it in layers if any(it.process_group is group for group in (None, *groups))]
 
 
 class _Opened:

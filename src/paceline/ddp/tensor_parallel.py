@@ -29,16 +29,16 @@ def make_shards_local(module: Module, device_mesh: Any) -> None:
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 (heavy)
 
     shards: dict[Tensor, Parameter] = {}
-    places: list[_Place] = []
+    found: list[_ShardedParameter] = []
     for part in module.modules():
         own: dict[str, Any] = part._parameters
         for name, parameter in own.items():
             if isinstance(parameter, DTensor):
                 shard = Parameter(parameter.to_local().detach(), parameter.requires_grad)
                 own[name] = shards.setdefault(parameter, shard)
-                places.append(_Place(part, name, parameter._spec))
-    if places:
-        module.register_forward_pre_hook(_SeeDTensors(places))
+                found.append(_ShardedParameter(part, name, parameter._spec))
+    if found:
+        module.register_forward_pre_hook(_SeeDTensors(found))
 
 
 def _root_of(device_mesh: Any) -> Any:
@@ -49,7 +49,7 @@ def _root_of(device_mesh: Any) -> Any:
 
 
 @dataclass
-class _Place:
+class _ShardedParameter:
     """An attribute of a layer: a shard among its parameters, and a `DTensor` of it in front of that."""
 
     part: Module
@@ -84,12 +84,12 @@ class _Place:
 class _SeeDTensors:
     """The hook in front of the module's forward."""
 
-    def __init__(self, places: list[_Place]) -> None:
-        self._places = places
+    def __init__(self, found: list[_ShardedParameter]) -> None:
+        self._parameters_seen = found
 
     def __call__(self, _module: Module, _inputs: Any) -> None:
-        for place in self._places:
-            place.refresh()
+        for each in self._parameters_seen:
+            each.refresh()
 
     # Dynamo would not see what is put in front of parameters. This is what `torch.compiler.disable` sets.
     __call__._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -41,7 +41,7 @@ from paceline.reductions import Reduction
 
 
 class NonFiniteChecks:
-    """This rank's checks for gradients that are not finite, which it has not told the others yet."""
+    """The checks for gradients that are not finite, whose results the other ranks do not know yet."""
 
     def __init__(self) -> None:
         self._under_way: deque[AsyncValue] = deque()  # of accelerators, a number a step (rule 4)
@@ -90,10 +90,6 @@ class NonFiniteReport:
                 return cls(step, ranks, name, parameter, not all(is_finite(one) for _, one in named))
         return None
 
-    def has_come_true(self) -> bool:
-        """Return whether the parameter is not finite any more either."""
-        return not is_finite(self.parameter)
-
 
 class Status(IntEnum):
     """The end of a rank's backward."""
@@ -132,7 +128,7 @@ class RankStatuses:
 
     @property
     def open_forwards(self) -> dict[int, int]:
-        """The ranks' words on forwards without a backward, of those that count them."""
+        """Return each rank's number of forwards without a backward, of the ranks that count them."""
         counts = {rank: word % _NOT_FINITE // _OPEN_FORWARD for rank, word in enumerate(self.words)}
         return {rank: count for rank, count in counts.items() if count != NOT_COUNTED}
 
@@ -193,18 +189,14 @@ class StatusVector:
         not_finite: Sequence[Tensor] = (),
         buffers_have_changed: bool = False,
     ) -> None:
-        """Say which parameters this rank did not use, how its backward ended, and what it has left undone.
+        """Write into the status which parameters this rank did not use, and how its backward ended.
 
         `not_finite` is NaN for each bucket with gradients that are not finite, as far as seen, else zero. On an
         accelerator it is said in a later step's words.
         """
         self.words.copy_(self._all_used)
         word = status + _OPEN_FORWARD * num_open_forwards + _MODULE * self._module_remainder()
-        if self.apart_on is None:
-            is_finite = not any(math.isnan(bucket.item()) for bucket in not_finite)
-        else:
-            is_finite = not self._seen.any_of(not_finite)
-        if not is_finite:
+        if self._seen.any_of(not_finite):
             word += _NOT_FINITE
         if word:
             self.words[self._num_parameters + self._rank] = float(word)
@@ -225,7 +217,7 @@ class StatusVector:
         return RankStatuses(said, uses, num_changed > 0)
 
     def _module_remainder(self) -> int:
-        """The module's number, less 1, as far as there is room."""
+        """Return the module's number less 1, modulo the room that a status word has for it."""
         return max(self._module_number - 1, 0) % _num_remainders(self.words.dtype)
 
 
@@ -324,7 +316,7 @@ class Verdict:
         Returns its name, once, if it may have been this rank's gradient; else "".
         """
         suspicion, self._suspicion = self._suspicion, None
-        if suspicion is None or not suspicion.has_come_true():
+        if suspicion is None or is_finite(suspicion.parameter):
             return ""
         self._warn_of_not_finite(suspicion)
         return suspicion.name if suspicion.is_old or self._rank in suspicion.ranks else ""

@@ -12,10 +12,9 @@ Rules
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ from paceline.ddp.setting import Setting
 from paceline.ddp.step import BackwardPlan
 from paceline.ddp.step_shares import NO_REPORT
 from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError, ProtocolError
-from paceline.numbers_given import number
+from paceline.given import number
 from paceline.observe import StepTimings
 from paceline.reductions.ordered_mean import LogicalMean
 
@@ -62,7 +61,7 @@ class StepWeights:
 
     @property
     def first_rank(self) -> int:
-        """The first rank that has a micro-batch; 0 if none has."""
+        """Return the first rank that has a micro-batch; 0 if none has."""
         return next((rank for rank, count in enumerate(self.micro_steps) if count > 0), 0)
 
     def raise_if_refused(self, rank: int) -> None:
@@ -197,7 +196,7 @@ class Weighing:
         begins_step: bool = False,
         buffers: BufferSync | None = None,
     ) -> WeightExchange:
-        """Tell the other ranks what this rank's micro-batches of a step count; by default nothing. Collective."""
+        """Exchange the weights of the ranks' micro-batches of a step; by default nothing. Collective."""
         members, shares = self._membership, self._setting.shares
         report: Sequence[float] = ()
         if shares is not None:
@@ -207,13 +206,15 @@ class Weighing:
 
     def finish(self, exchange: WeightExchange) -> StepWeights:
         """Wait for what the micro-batches count. Raises PeerLostError, and ProtocolError if steps differ."""
+        since_s = time.perf_counter()
         try:
-            with self.wait():
-                return exchange.finish()
+            weights = exchange.finish()
         except (PeerLostError, ProtocolError) as error:
             if exchange.has_failed:  # else the ranks disagree, and all raise
                 self._fail(error)
             raise
+        self.note_wait(since_s)
+        return weights
 
     def plan(self, weights: StepWeights, weight: float, total: float, divisor: int | None) -> BackwardPlan:
         """Return the plan of a backward: `weight` is that of its last micro-batch, `total` of all. Local."""
@@ -230,12 +231,7 @@ class Weighing:
             active_ratio=weights.active_ratio,
         )
 
-    @contextlib.contextmanager
-    def wait(self) -> Iterator[None]:
-        """Count the time in this context as waiting for other ranks."""
-        since_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            if self._setting.shares is not None:
-                self._setting.shares.waited(time.perf_counter() - since_s)
+    def note_wait(self, since_s: float) -> None:
+        """Count the time since then as waiting for other ranks. Local."""
+        if self._setting.shares is not None:
+            self._setting.shares.waited(time.perf_counter() - since_s)

@@ -60,17 +60,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     Every rank wraps the same module and trains on its own part of the batch. After a backward outside `no_sync`, every
     parameter's `.grad` is, bitwise the same on all ranks, the mean of the ranks' gradients.
 
-    Differs from torch's:
-
-        * `.grad` is always a view into a buffer that the next step writes again. One that the script keeps gets memory
-          of its own before; clone its views, `.data` and NumPy arrays to keep them.
-        * Whether to synchronize is decided when backward begins, not when forward did.
-        * Every backward outside `no_sync` synchronizes, also the second one of a forward.
-        * A parameter that is not used counts as zero, with a warning; `find_unused_parameters` lets its bucket leave
-          earlier.
-        * Buffers are not synchronized in evaluation forwards, so one rank may evaluate alone. Nor are they before the
-          second forward of a step: a rank whose forward raised then meets the others in their backward.
-        * `load_state_dict()` takes names with and without torch's prefix `module.`, which `state_dict()` has.
+    `docs/reference/differences.md` lists what differs from torch's. The first difference: `.grad` is always a view into
+    a buffer that the next step writes again. Clone its views, `.data` and NumPy arrays to keep them.
 
     Args:
         module: The module; its parameters and buffers are overwritten by rank 0's.
@@ -81,10 +72,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         init_sync: Compare the ranks' modules and copy rank 0's values. False: no collective in the constructor.
         process_group: Over whom; a list of groups with the same ranks takes turns, bucket by bucket.
         bucket_cap_mb: MiB that make a bucket full; default 25 and 1 for the first, other for CPUs of several hosts.
-            "auto" (not torch's): the first 60 to 100 steps try smaller and larger ones, and the fastest stays.
         find_unused_parameters: Look for unused parameters from the first step on.
         check_reduction: Deprecated and ignored.
-        gradient_as_bucket_view: Always so; the argument is accepted.
+        gradient_as_bucket_view, batched_grad_copy: Always so; the arguments are accepted.
         static_graph: Every step uses the same parameters equally often.
         delay_all_reduce_named_params: (name, parameter) pairs that are reduced after all others.
         param_to_hook_all_reduce: Accepted with it; they leave when backward has ended.
@@ -93,7 +83,6 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         skip_all_reduce_unused_params: Buckets that no rank uses in a step are not reduced, whichever these are; the
             ranks agree on them as backward begins. Not with everything: see `droppable`.
         bucket_cap_mb_list: Caps of the first, second, ... bucket; the last one repeats.
-        batched_grad_copy: Always so; the argument is accepted.
         forward_sync_buffers: Give all ranks rank 0's buffers before a step's first forward that will be synchronized.
         lazy_bucket_allocation: Of torch 2.15; warned about and ignored: gradients are the buckets, never a second copy.
         reduction: What combining the ranks' gradients means, by name or as an object; None is the mean. Not torch's.
@@ -112,7 +101,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             Samples, or tokens, count alike then without `weight`, and shares may change between steps. Not torch's.
         droppable: Modules, parameters or names that steps may `skip`, each entry as a whole, such as `list(net.blocks)`
             or `[net.backbone]`: they get buckets of their own. Not with reductions that need every bucket, a static
-            graph, `overlap_forward` and searched caps. Not torch's.
+            graph and `overlap_forward`. Not torch's.
         balance: "auto": move samples of `batch_sampler` from slow ranks to fast ones; or a `paceline.data.Balance`.
             Not torch's.
 
@@ -224,13 +213,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         """Complete the steps that `overlap_forward` has deferred: every gradient arrives, every parameter is stepped.
 
         Each read of a parameter or a gradient waits for it anyway. This is for reads that torch does not see, and for
-        measuring.
-
-        Contract:
-            Local: waits for what the ranks have launched.  Mutates: parameters, gradients, the optimizer's state.
-
-        Raises:
-            PeerLostError: A rank died or hangs; the model cannot be used any more.
+        measuring. Local: waits for what the ranks have launched. Raises PeerLostError if a rank died or hangs; the
+        model cannot be used any more then.
         """
         if self.forward_overlap is not None:
             self.forward_overlap.flush()
@@ -260,9 +244,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             self.reducer.prepare_evaluation()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
-            moved_inputs, moved_kwargs = _to_kwargs(
-                inputs, kwargs, device, self.use_side_stream_for_tensor_copies
-            )
+            copies_beside = self.use_side_stream_for_tensor_copies
+            moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, device, copies_beside)
             return moved_inputs[0], moved_kwargs[0]
         return inputs, kwargs
 
@@ -310,8 +293,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
         Within `with model.accumulate(batches, weight=...) as micro_batches:` iterate over `micro_batches`; each turn
         runs forward and backward of its micro-batch's *mean* loss. Afterwards `.grad` is sum(w g) / sum(w) over the
-        micro-batches of all ranks, bitwise the same on all of them. One process computes that as the mean over all
-        samples or tokens. Only the last backward communicates, whichever that is.
+        micro-batches of all ranks, as `docs/guide/accumulation.md` shows. Only the last backward communicates.
 
         Args:
             batches: This rank's micro-batches. Ranks may have different numbers of them, or none.
@@ -324,12 +306,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             If nothing counts on any rank, `.grad` stays None everywhere, and an optimizer changes nothing.
 
         Raises:
-            ConfigurationError: A weight that is negative or not finite; gradients from before; a window in a window.
             PeerOutOfMemoryError: A rank ran out of memory. Not raised with `balance`: the window's `repeats` is True
                 then, there are no gradients, and `steps` hands out the same samples again, in other shares.
-            ProtocolError: A micro-batch without, or with more than one, backward; a loop that was left early.
-            PeerAbortedError: Another rank raised within its window; no rank has gradients.
-            PeerLostError: Another rank raised within its window and has ended, or this one waits for it in forward.
+            PeerAbortedError: Another rank raised within its window; no rank has gradients. The guide lists more.
         """
         return Window(self._paceline_coordinator, batches, weight)
 
@@ -417,7 +396,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             self.membership.peers.fail(error, "computing the norm of all ranks' gradients")
 
     def _paceline_gradients(self) -> dict[torch.nn.Parameter, Tensor]:
-        """Return what this rank has of each gradient that there is."""
+        """Return this rank's part of each gradient."""
         has_parts = self._paceline_norm_of_parts is not None
         with torch._C.DisableTorchFunctionSubclass() if has_parts else nullcontext():
             return {p: p.grad for p in self._paceline_setting.parameters if p.grad is not None}
@@ -449,9 +428,6 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
         Contract:
             Collective: every rank, between steps.  Blocks: yes.  Afterwards: the same answer on every rank.
-
-        Raises:
-            PeerLostError: A rank died or hangs.
         """
         return self._paceline_coordinator.doctor()
 
@@ -463,13 +439,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """A context in which ranks may have different numbers of batches; see `torch.distributed.algorithms.Join`.
-
-        Args:
-            divide_by_initial_world_size: Divide by the number of all ranks; otherwise by those that still have batches.
-            enable: False: do nothing.
-            throw_on_early_termination: Raise on all ranks as soon as one has no more batches.
-        """
+        """Return torch's context in which ranks may have different numbers of batches, with torch's arguments."""
         return Join(
             [self],
             enable,

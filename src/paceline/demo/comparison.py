@@ -1,4 +1,4 @@
-"""The demo from its settings to its report: train over ranks and in one process, show progress, compare."""
+"""The demo from its settings to its tables: train over ranks and in one process, show progress, compare."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import platform
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress
 from rich.table import Table
 
-from paceline.demo.images import Images, load_images
+from paceline.demo.images import Images, load_digits
 from paceline.demo.training import STEP_PARTS, Job
 from paceline.errors import ConfigurationError, PacelineError
 from paceline.launch import Watchdog, launch, num_cores, parse
@@ -36,16 +36,13 @@ class PromiseBrokenError(PacelineError, RuntimeError):
     """The demo's trainings differ by more than rounding: a defect of Paceline, or of the machine."""
 
 
-def run_demo(
-    data: str, ranks: int, epochs: int, seed: int, dtype: str, report: Path, console: Console
-) -> Any:
-    """Train twice, show it, write the report; returns the rows that the report holds.
+def run_demo(ranks: int, epochs: int, seed: int, dtype: str, console: Console) -> dict[str, Any]:
+    """Train twice and show it. Return the settings, the machine, and what both trainings measured.
 
-    Raises ConfigurationError (nothing was trained), LaunchError, or PromiseBrokenError: results differ; the report is
-    there.
+    Raises ConfigurationError (nothing was trained), LaunchError, or PromiseBrokenError: results differ.
     """
-    images, batch, cores = load_images(data), 64 * ranks, num_cores()
-    _prepare(images, ranks, batch, cores, report)
+    images, batch, cores = load_digits(), 64 * ranks, num_cores()
+    _check(images, ranks, batch, cores)
     num_train, num_test = len(images.train_labels), len(images.test_labels)
     console.print(
         f"[bold]paceline demo[/bold]: {images.name}, {num_train:,} training and {num_test:,} test images of "
@@ -58,8 +55,7 @@ def run_demo(
     with Watchdog(uuid.uuid4().hex) as watchdog:  # removes the folder even if we are killed
         files = [watchdog.folder / "parallel", watchdog.folder / "single"]
         jobs = [
-            Job(data, epochs, batch, seed, dtype, i == 0, f"{files[i]}.pipe", f"{files[i]}.npz")
-            for i in (0, 1)
+            Job(epochs, batch, seed, dtype, i == 0, f"{files[i]}.pipe", f"{files[i]}.npz") for i in (0, 1)
         ]
         parallel, single = (_train(job, ranks if job.wrapped else 1, console) for job in jobs)
         apart = difference(Path(jobs[0].parameters), Path(jobs[1].parameters), dtype)
@@ -67,44 +63,36 @@ def run_demo(
     settings = {"data": images.name, "ranks": ranks, "epochs": epochs, "seed": seed, "dtype": dtype}
     versions = {"python": platform.python_version(), "torch": torch.__version__, "paceline": __version__}
     rows: dict[str, Any] = {
-        "settings": {**settings, "report": str(report)},
+        "settings": settings,
         "global_batch": batch,
         "machine": {"cores": cores, **versions},
         "trainings": [parallel, single],
         "ranks_bitwise_equal": agree,
         "difference": apart,
     }
-    (report / "rows.json").write_text(json.dumps(rows, indent=2) + "\n")
-    _show(console, rows, [*_pictures(report, dtype, parallel, single), report / "rows.json"])
+    _show(console, rows)
     if not (agree and apart["is_rounding"]):
         raise PromiseBrokenError(
             f"the promise is broken: the ranks {'agree' if agree else 'do not agree bitwise'}, and the largest "
             f"difference to one process is {apart['largest']:.3g} in {apart['parameter']}, of parameters up to "
-            f"{apart['scale']:.3g}. Please report this with {report / 'rows.json'}."
+            f"{apart['scale']:.3g}. Please report this, with what `paceline doctor` prints."
         )
     return rows
 
 
-def _prepare(images: Images, ranks: int, batch: int, cores: int, report: Path) -> None:
-    """Make the report's folder. Raises ConfigurationError if it cannot be, or nothing can be trained so."""
-    num_train, num_test = len(images.train_labels), len(images.test_labels)
+def _check(images: Images, ranks: int, batch: int, cores: int) -> None:
+    """Raise ConfigurationError for a number of ranks that cannot be trained here."""
+    num_train = len(images.train_labels)
     if ranks > 4 * cores:
         raise ConfigurationError(
             f"--ranks-per-host {ranks} is too many for this machine: a rank is a whole process that wants a core, and "
             f"there are {cores}. The demo takes at most {4 * cores} (4 a core)."
         )
-    if num_train < batch or not num_test or images.side < 4:
+    if num_train < batch:
         raise ConfigurationError(
-            f"{images.name} has {num_train} training and {num_test} test images of {images.side} pixels a side; a step "
-            f"of {ranks} ranks takes {batch}, of 4 pixels or more. Pass fewer --ranks-per-host, or more images."
+            f"there are {num_train} training images, and a step of {ranks} ranks takes {batch}. Pass fewer "
+            "--ranks-per-host."
         )
-    try:
-        report.mkdir(parents=True, exist_ok=True)
-        (report / "rows.json").touch()
-    except OSError as error:
-        raise ConfigurationError(
-            f"the report folder {report} cannot be made ({error.strerror}). Pass another one with --report."
-        ) from error
 
 
 @contextlib.contextmanager
@@ -137,8 +125,15 @@ def heard(pipe: Path, receive: Callable[[dict[str, Any]], None]) -> Iterator[Non
         raise errors[0]
 
 
+def start(job: Any, words: Sequence[str], note: Callable[[str], None]) -> None:
+    """Run a module by these words of `paceline run` on all ranks, which read the job from a file beside its pipe."""
+    file = Path(job.pipe).with_suffix(".json")
+    file.write_text(json.dumps(dataclasses.asdict(job)))
+    launch(parse(["--standalone", "--share-devices", *words, str(file)]), note)
+
+
 def _train(job: Job, ranks: int, console: Console) -> dict[str, Any]:
-    """Train over `ranks` processes, showing progress; returns what the report says of it."""
+    """Train over `ranks` processes, showing progress; returns what it measured."""
     name = f"{ranks} processes" if ranks > 1 else ("1 process, wrapped" if job.wrapped else "1 process")
     losses: dict[int, list[float]] = {}
     outcomes: list[dict[str, Any]] = []
@@ -159,24 +154,15 @@ def _train(job: Job, ranks: int, console: Console) -> dict[str, Any]:
                 console.print(words, highlight=False)
 
     console.print(f"\n[bold]{name}[/bold]", highlight=False)
-    started_s, file = time.perf_counter(), Path(job.pipe).with_suffix(".json")
-    file.write_text(json.dumps(dataclasses.asdict(job)))
+    started_s = time.perf_counter()
     with live, heard(Path(job.pipe), receive):
-        words = [
-            "--standalone",
-            "--nproc-per-node",
-            str(ranks),
-            "--share-devices",
-            "-m",
-            "paceline.demo.training",
-        ]
-        launch(parse([*words, str(file)]), note=lambda line: console.print(line, highlight=False))
+        words = ["--nproc-per-node", str(ranks), "-m", "paceline.demo.training"]
+        start(job, words, lambda line: console.print(line, highlight=False))
     outcomes.sort(key=lambda outcome: outcome["rank"])
     return {
         "name": name,
-        "losses": [
-            float(np.mean(of_ranks)) for _, of_ranks in sorted(losses.items())
-        ],  # slices are of equal size
+        # The ranks' slices are of equal size.
+        "losses": [float(np.mean(of_ranks)) for _, of_ranks in sorted(losses.items())],
         "accuracy": outcomes[0]["accuracy"],
         "samples_per_s": sum(rank["samples_per_s"] for rank in outcomes),
         "wall_s": time.perf_counter() - started_s,
@@ -201,7 +187,7 @@ def difference(one: Path, other: Path, dtype: str) -> dict[str, Any]:
     }
 
 
-def _show(console: Console, rows: dict[str, Any], files: list[Path]) -> None:
+def _show(console: Console, rows: dict[str, Any]) -> None:
     both, apart = rows["trainings"], rows["difference"]
     steps_s = [training["step_s"] for training in both]
     results = {
@@ -227,38 +213,3 @@ def _show(console: Console, rows: dict[str, Any], files: list[Path]) -> None:
         f"{'summation order, as promised' if apart['is_rounding'] else too_far}.",
         highlight=False,
     )
-    without = "" if len(files) > 1 else ". Pictures: pip install matplotlib"
-    said = f"Report: {', '.join(map(str, files))}{without}"
-    console.print(said, highlight=False, markup=False, soft_wrap=True)
-
-
-def _pictures(report: Path, dtype: str, *both: dict[str, Any]) -> list[Path]:
-    """Draw the losses and how far they are apart, and where a step's time goes, if there is matplotlib."""
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  most of a second
-    except ImportError:
-        return []
-    losses, step = Figure((7, 6), layout="constrained"), Figure((7, 3), layout="constrained")
-    (above, below), bars = losses.subplots(2, 1, sharex=True), step.subplots()
-    for training, line in zip(both, ("-", "--"), strict=True):
-        above.plot(range(1, 1 + len(training["losses"])), training["losses"], line, label=training["name"])
-    eps, apart = np.finfo(dtype).eps, np.abs(np.divide(both[0]["losses"], both[1]["losses"]) - 1)
-    below.plot(range(1, 1 + len(apart)), np.maximum(apart, eps / 10), label="of the losses")
-    below.axhline(eps, ls=":", label=f"one rounding of a {dtype}")
-    below.axhline(ALLOWED_DIFFERENCE[dtype], ls="--", label="the demo fails (parameters)")
-    below.set(yscale="log", xlabel="epoch", ylabel="relative difference")
-    above.set(
-        ylabel="training loss, mean of an epoch", title="What several processes learn, and what one learns"
-    )
-    ends = np.zeros(2)
-    for part in STEP_PARTS:
-        times_ms = np.array([1e3 * training["step_s"][part] for training in both])
-        bars.barh([training["name"] for training in both], times_ms, left=ends, label=part)
-        ends += times_ms
-    bars.set(xlabel="step time (ms), mean over ranks", title="Where a step's time goes")
-    for each in (above, below, bars):
-        each.legend(fontsize="small")
-    paths = [report / "losses.png", report / "step.png"]
-    for figure, path in zip((losses, step), paths, strict=True):
-        figure.savefig(path)
-    return paths

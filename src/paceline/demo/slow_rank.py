@@ -18,14 +18,11 @@ from paceline.diagnosis.remedies import scored
 from paceline.launch import LaunchError, Watchdog
 from paceline.launch.recorded_command import run_recorded
 
-_SLOW_AFTER, _VARIABLE = 30, "SLOW_AFTER"
+_SLOW_AFTER = 30
 
 
 def run_slow_rank(console: Console) -> Diagnosis:
-    """Record a job with a slow rank, then the same job without it; returns the first diagnosis.
-
-    Raises LaunchError: a job failed.
-    """
+    """Record a job with a slow rank, then without; returns the first diagnosis. Raises LaunchError if a job fails."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too, and prints a banner about it
     script = Path(__file__).with_name("slow_script.py")
     command = [
@@ -45,10 +42,11 @@ def run_slow_rank(console: Console) -> Diagnosis:
     )
     with Watchdog(uuid.uuid4().hex) as watchdog:
         before, after = watchdog.folder / "before", watchdog.folder / "after"
-        diagnosis = _record(command, before, lambda line: _print(console, line, "yellow"), _SLOW_AFTER)
+        slow = [*command, str(_SLOW_AFTER)]
+        diagnosis = _record(slow, before, lambda line: _print(console, line, "yellow"))
         _print(console, diagnosis.words, "yellow")
         console.print("\n[bold]2[/bold]  The same with a good disk", highlight=False)
-        _record(command, after, lambda _: None, None)
+        _record(command, after, lambda _: None)
         for line in scored(diagnose_folder(before), diagnose_folder(after)):
             _print(console, line, "green")
     return diagnosis
@@ -58,19 +56,9 @@ def _print(console: Console, words: str, style: str) -> None:
     console.print(Padding(Text(words, style), (0, 0, 0, 3)))
 
 
-def _record(
-    command: list[str], folder: Path, note: Callable[[str], None], slow_after: int | None
-) -> Diagnosis:
+def _record(command: list[str], folder: Path, note: Callable[[str], None]) -> Diagnosis:
     """Run the job with its ranks recorded. `note` gets what the doctor says meanwhile."""
-    kept = os.environ.pop(_VARIABLE, None)
-    if slow_after is not None:
-        os.environ[_VARIABLE] = str(slow_after)
-    try:
-        diagnosis, code = run_recorded(command, folder, None, note)
-    finally:
-        os.environ.pop(_VARIABLE, None)
-        if kept is not None:
-            os.environ[_VARIABLE] = kept
+    diagnosis, code = run_recorded(command, folder, None, note)
     if code:
         raise LaunchError(f"the job of the demo ended with exit code {code}; its own words are above.")
     return diagnosis

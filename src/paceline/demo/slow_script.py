@@ -1,11 +1,11 @@
 """The script of `paceline demo doctor`: plain torch with torch's DDP, and nothing of Paceline.
 
-`SLOW_AFTER` is the step after which rank 2 reads its samples slowly; without that variable all ranks are alike.
+Its argument is the step after which rank 2 reads its samples slowly; without one all ranks are alike.
 """
 
 from __future__ import annotations
 
-import os
+import sys
 import time
 
 import torch
@@ -38,7 +38,7 @@ def main() -> None:
     rank = dist.get_rank()
     model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    files = Files(rank, int(os.environ.get("SLOW_AFTER", NUM_STEPS)))
+    files = Files(rank, int(sys.argv[1]) if len(sys.argv) > 1 else NUM_STEPS)
     began_s = time.perf_counter()
     for step, x in enumerate(DataLoader(files, batch_size=BATCH), start=1):
         optimizer.zero_grad()

@@ -10,15 +10,15 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from paceline.demo.comparison import PromiseBrokenError, heard
+from paceline.demo.comparison import PromiseBrokenError, heard, start
 from paceline.demo.surviving_rank import SurvivalJob
-from paceline.launch import Watchdog, launch, parse
+from paceline.launch import Watchdog
 
 KILL_AT, VICTIM = 60, 2  # the step, and the rank
 _LINE_S = 1.0  # between two lines of progress
@@ -26,26 +26,18 @@ _LINE_S = 1.0  # between two lines of progress
 
 @dataclass
 class Training:
-    """The reports of one training's ranks.
+    """The reports of one training's ranks."""
 
-    Attributes:
-        taken: Samples of each step, for each membership that tried it.
-        ends: Each process's last report: `steps`, `digest`, `changes`.
-        places: Each process's place, its first rank: a replacement takes the place of the lost process.
-        losses: Each process's last loss.
-        killed: The process that was killed.
-        step: The latest step that a rank has begun.
-    """
-
+    # Samples of each step, for each membership that tried it.
     taken: dict[int, dict[int, list[int]]] = field(default_factory=lambda: defaultdict(dict))
-    ends: dict[int, dict[str, Any]] = field(default_factory=dict)
+    ends: dict[int, dict[str, Any]] = field(default_factory=dict)  # each process's last report
+    # Each process's place, its first rank: a replacement takes the place of the lost process.
     places: dict[int | None, int] = field(default_factory=dict)
-    losses: dict[int | None, float] = field(default_factory=dict)
-    killed: int | None = None
-    step: int = 0
+    losses: dict[int | None, float] = field(default_factory=dict)  # each process's last
+    killed: int | None = None  # the process
+    step: int = 0  # the latest that a rank has begun
 
     def receive(self, said: dict[str, Any]) -> None:
-        """Note a report of a rank."""
         pid = said["pid"]
         if "samples" in said:
             self.taken[said["step"]].setdefault(said["epoch"], []).extend(said["samples"])
@@ -59,7 +51,6 @@ class Training:
 
     @property
     def computed_again(self) -> int:
-        """Steps that were begun by more than one membership."""
         return sum(len(tries) > 1 for tries in self.taken.values())
 
     def wrong_samples(self, job: SurvivalJob) -> tuple[int, int]:
@@ -115,11 +106,8 @@ def _say(console: Console, words: str) -> None:
 
 
 def _launch(job: SurvivalJob, console: Console) -> None:
-    file = Path(job.pipe).with_suffix(".json")
-    file.write_text(json.dumps(asdict(job)))
-    words = ["--standalone", "--nproc-per-node", str(job.num_ranks), "--min-ranks", "2", "--share-devices"]
-    arguments = parse([*words, "-m", "paceline.demo.surviving_rank", str(file)])
-    launch(arguments, note=lambda line: _say(console, f"   [cyan]{line}[/]"))
+    words = ["--nproc-per-node", str(job.num_ranks), "--min-ranks", "2", "-m", "paceline.demo.surviving_rank"]
+    start(job, words, lambda line: _say(console, f"   [cyan]{line}[/]"))
 
 
 @contextmanager

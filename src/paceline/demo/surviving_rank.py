@@ -23,36 +23,26 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import DistributedDataParallel, Elastic
 from paceline.data import GlobalBatch, GlobalShuffle
-from paceline.demo.images import load_images
+from paceline.demo.images import load_digits
 from paceline.demo.training import network
 
 
 @dataclass(frozen=True)
 class SurvivalJob:
-    """One training of the demo; every rank reads the same file.
+    """One training of the demo; every rank reads the same file."""
 
-    Attributes:
-        pipe: Path of the named pipe for reports.
-        num_ranks: Ranks at the beginning.
-        epochs: Passes over the samples.
-        num_samples: Samples of an epoch.
-        global_batch: Samples of a step.
-        step_s: A step takes at least so many seconds.
-        short_step_s: The same while a rank is missing, so that the replacement arrives before the end.
-    """
-
-    pipe: str
-    num_ranks: int = 4
+    pipe: str  # path of the named pipe for reports
+    num_ranks: int = 4  # at the beginning
     epochs: int = 12
-    num_samples: int = 1_408
-    global_batch: int = 64
-    step_s: float = 0.0
-    short_step_s: float = 0.0
+    num_samples: int = 1_408  # of an epoch
+    global_batch: int = 64  # samples of a step
+    step_s: float = 0.0  # a step takes at least so many seconds
+    short_step_s: float = 0.0  # the same while a rank is missing: its replacement arrives before the end
 
 
 def train(job: SurvivalJob, say: Callable[..., object]) -> None:
     """Train to the end, also with fewer ranks than at the beginning."""
-    images = load_images("digits")
+    images = load_digits()
     data = TensorDataset(
         torch.from_numpy(images.train_images[: job.num_samples]),
         torch.from_numpy(images.train_labels[: job.num_samples]),

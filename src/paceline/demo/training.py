@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import DistributedDataParallel
-from paceline.demo.images import Images, load_images
+from paceline.demo.images import Images, load_digits
 
 STEP_PARTS = ("forward", "backward", "exposed communication", "optimizer", "other")
 _NUM_WARM_UP_STEPS = 5
@@ -33,7 +33,6 @@ _MIN_PAUSE_S = 0.1
 class Job:
     """One training; every rank reads the same file. Reports go to `pipe`, rank 0's parameters to `parameters`."""
 
-    data: str
     epochs: int
     global_batch: int
     seed: int
@@ -54,7 +53,7 @@ def network(side: int, num_classes: int) -> nn.Module:
 
 def train(job: Job, rank: int, num_ranks: int, say: Callable[..., object]) -> None:
     """Train on this rank's slice of every global batch, reporting on the way."""
-    dtype, images = getattr(torch, job.dtype), load_images(job.data)
+    dtype, images = getattr(torch, job.dtype), load_digits()
     inputs, labels = torch.from_numpy(images.train_images).to(dtype), torch.from_numpy(images.train_labels)
     torch.manual_seed(job.seed)
     bare = network(images.side, images.num_classes).to(dtype)
@@ -104,7 +103,6 @@ def train(job: Job, rank: int, num_ranks: int, say: Callable[..., object]) -> No
 
 
 def _accuracy(model: nn.Module, images: Images, dtype: torch.dtype) -> float:
-    """The part of the test images whose label the model predicts."""
     with torch.no_grad():
         parts = torch.split(torch.from_numpy(images.test_images).to(dtype), 250)
         predicted = torch.cat([model(part).argmax(dim=1) for part in parts])

@@ -73,7 +73,7 @@ def waits_for_processes(run: Run, table: StepTable) -> tuple[float, ...]:
 
 _MORE_WORK = 1.1  # samples or tokens over the others'
 _ALONE = 2.0  # a rank's wait for a core over every other rank's; beside one busy process it was 2.5 to 4
-_COMPUTES = {"forward", "backward", "computation", "other"}
+COMPUTES = {"forward", "backward", "computation", "other"}
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _queued_s(rank: RankStep) -> float:
 
 
 def cause_of(run: Run, table: StepTable, culprit: Culprit) -> Cause:
-    """The first cause that explains enough of the delay; "waits" or "computes" if the kernel knows no other."""
+    """Return the first cause that explains enough of the delay; else "waits" or "computes"."""
     facts = _Facts(run, table, culprit)
     own = {
         "garbage": ("garbage collection", "Python's garbage collection runs in these steps"),
@@ -193,15 +193,15 @@ class _Facts:
         return (own - median(others)) * self._table.step_s if others else 0.0
 
     def _swaps(self) -> bool:
-        rank = self._of_rank()
+        rank = next((x for x in self._run.ranks if x.header.rank == self._culprit.rank), None)
         pages = [x.swapped_in_pages for x in rank.samples if x.neighbours is not None] if rank else []
         return len(pages) > 1 and pages[-1] > pages[0]
 
     def more_work(self) -> Cause | None:
-        if self._culprit.phase not in _COMPUTES | {"loading"}:
+        if self._culprit.phase not in COMPUTES | {"loading"}:
             return None
-        for name, count in (("tokens", _tokens), ("samples", _samples)):
-            pairs = [self._count(i, count) for i in self._culprit.indices]
+        for name in ("tokens", "samples"):
+            pairs = [self._count(i, f"num_{name}") for i in self._culprit.indices]
             known = [pair for pair in pairs if pair is not None]
             if len(known) < len(pairs) or not known:
                 continue
@@ -210,39 +210,23 @@ class _Facts:
                 return Cause(f"more {name}", f"it trains {own:.0f} {name} a step, the others {others:.0f}")
         return None
 
-    def _count(self, index: int, count: Callable[[RankStep], int | None]) -> tuple[int, float] | None:
-        row, place = self._table.rows[index], self._culprit.places[index]
-        counts = [count(rank) for rank in row]
-        if any(x is None for x in counts):
+    def _count(self, index: int, name: str) -> tuple[int, float] | None:
+        counts = [getattr(rank, name) for rank in self._table.rows[index]]
+        if None in counts:
             return None
-        own = counts[place]
-        assert own is not None
-        return own, median(x for other, x in enumerate(counts) if other != place and x is not None)
+        own = counts.pop(self._culprit.places[index])
+        return own, median(counts)
 
     def shared_core(self) -> Cause | None:
-        if self._culprit.phase not in _COMPUTES | {"optimizer", "loading"}:
+        if self._culprit.phase not in COMPUTES | {"optimizer", "loading"}:
             return None
         queued_s = self.excess_s(lambda host: host.queued_s)
         if queued_s <= 0.5 * self._delay_s:
             return None
-        neighbour = self._neighbour()
+        used = {} if self._culprit.rank is None else taken_from_cores(self._run)[self._culprit.rank]
+        neighbour = max(used, key=used.__getitem__, default="")
         who = f", which process {neighbour} uses as well" if neighbour else ""
         return Cause("core shared", f"it waits {ms(queued_s)} a step for a core{who}")
-
-    def _neighbour(self) -> str:
-        used = {} if self._culprit.rank is None else taken_from_cores(self._run)[self._culprit.rank]
-        return max(used, key=used.__getitem__, default="")
-
-    def _of_rank(self) -> RankRun | None:
-        return next((x for x in self._run.ranks if x.header.rank == self._culprit.rank), None)
-
-
-def _tokens(rank: RankStep) -> int | None:
-    return rank.num_tokens
-
-
-def _samples(rank: RankStep) -> int | None:
-    return rank.num_samples
 
 
 _QUEUED_RATIO = 0.2  # of a thread's time, waiting for a core

@@ -104,7 +104,7 @@ class _Seen:
         table = self.table
         bar_s = max(2 * LEAST_RATIO * self.step_s, 1.5 * median(map(_spread_s, table.rows)))
         stand_out = [i for i, place in enumerate(self.late) if self.leads_s[i][place] > bar_s]
-        phases = {i: _largest(_by_phase(table.excess_s(i, self.late[i]))) for i in stand_out}
+        phases = {i: _largest(phases_of(table.excess_s(i, self.late[i]))) for i in stand_out}
         proven = [i for i in stand_out if phases[i] in _PROOF]
         return (
             self._events(proven, phases, is_proven=True)
@@ -161,7 +161,7 @@ class _Seen:
         places = tuple(self.late if place is None else [place] * len(self.late))
         each = [table.excess_s(i, places[i]) for i in indices]
         excess_s = {part: median(x.get(part, 0.0) for x in each) for part in set().union(*each)}
-        by_phase = _by_phase(excess_s)
+        by_phase = phases_of(excess_s)
         phase = phase or _largest(by_phase)
         layer = _layer(excess_s, phase) if phase == "backward" else ""
         positive_s = sum(x for x in by_phase.values() if x > 0) or 1.0
@@ -194,7 +194,8 @@ def _spread_s(row: Sequence[RankStep]) -> float:
     return works[-2] - works[0]
 
 
-def _by_phase(excess_s: dict[Part, float]) -> dict[str, float]:
+def phases_of(excess_s: dict[Part, float]) -> dict[str, float]:
+    """Return the seconds of each phase, all its layers together."""
     found: dict[str, float] = {}
     for (phase, _), seconds in excess_s.items():
         found[phase] = found.get(phase, 0.0) + seconds

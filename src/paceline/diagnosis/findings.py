@@ -162,7 +162,7 @@ def diagnose(run: Run) -> Diagnosis:
     finding, silence = None, ""
     remedies: tuple[Remedy, ...] = ()
     if len(table.ranks) < 2:
-        silence = f"{len(table.ranks)} rank left records: there is nobody to compare it with."
+        silence = f"{len(table.ranks)} rank left records: there is no other rank to compare it with."
         if not table.ranks:
             silence = "No rank left a record."
     elif len(table) < FEWEST_STEPS:

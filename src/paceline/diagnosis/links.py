@@ -19,9 +19,7 @@ from paceline.observe.run_records import LinkCounters, Sample
 
 # The best rate at a slow host over the worst elsewhere; arrivals one way over elsewhere, if the rate is lower at all.
 _SLOW, _LOWER = 0.7, 0.85
-_WITHOUT_BREAKS = (
-    2.0  # arrivals over the mean: 1.0 to 1.5 on the slow way, 5 and more where it is the other one
-)
+_WITHOUT_BREAKS = 2.0  # arrivals over the mean: 1.0 to 1.5 on the slow way, 5 and more where it is the other
 # Segments resent, and over any other connection's; so many are why a connection is slow, not what its queue drops.
 _LOSSY, _MORE_LOST, _SLOW_BY_LOSS = 0.005, 2.0, 0.01
 _FAR, _FAR_S = 3.0, 0.002  # the shortest round trip over the others', and at least
@@ -78,7 +76,8 @@ def edges_of(run: Run) -> tuple[Edge, ...]:
         for link in _links(rank.samples[-1:]):
             peer = owner.get((link.remote, link.local))
             before = early.get((link.local, link.remote))
-            if peer is None or before is None or _is_within_a_host(link):
+            is_within_a_host = link.local.rpartition(":")[0] == link.remote.rpartition(":")[0]
+            if peer is None or before is None or is_within_a_host:
                 continue
             at, first = before
             edge = Edge(
@@ -170,10 +169,6 @@ def _at(edges: tuple[Edge, ...], rank: int) -> list[Edge]:
 
 def _links(samples: Iterable[Sample]) -> list[LinkCounters]:
     return [link for sample in samples for link in sample.links]
-
-
-def _is_within_a_host(link: LinkCounters) -> bool:
-    return link.local.rpartition(":")[0] == link.remote.rpartition(":")[0]
 
 
 def _both(a: Edge, b: Edge) -> Edge:

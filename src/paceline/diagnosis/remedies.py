@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import starmap
 from statistics import median
 from typing import TYPE_CHECKING
 
-from paceline.diagnosis.causes import Cause, waits_for_processes
+from paceline.diagnosis.causes import COMPUTES, Cause, waits_for_processes
 from paceline.diagnosis.culprit import Culprit
 from paceline.diagnosis.links import SlowLink
-from paceline.diagnosis.step_table import RankStep, StepTable
-from paceline.diagnosis.what_if import Prediction, exposed_s, shorter_by, with_wire, with_work, without
+from paceline.diagnosis.step_table import StepTable
+from paceline.diagnosis.what_if import (
+    Prediction,
+    exposed_s,
+    phases_s,
+    shorter_by,
+    with_wire,
+    with_work,
+    without,
+)
 from paceline.observe.run_reading import Run
+from paceline.observe.run_records import StepRecord
 from paceline.planning.bucket_assignment import MEBIBYTE
 from paceline.planning.forward_overlap import MeasuredStep, cut, plan, predict
 from paceline.planning.replay import AlphaBetaCost, Wire, replay
@@ -22,8 +30,6 @@ from paceline.quantities import ms
 
 if TYPE_CHECKING:
     from paceline.diagnosis.findings import Diagnosis
-    from paceline.observe.run_records import StepRecord
-
 
 _FEWEST_STEPS = 12
 _APART = 1.2  # sizes that say what of a bucket's time is fixed
@@ -33,7 +39,7 @@ _WORTH_GAIN = 0.03  # of a step: what is predicted to gain less is not named
 
 @dataclass(frozen=True)
 class _Link:
-    """A median step as the link sees it; of ranks the last one counts, and of waits the shortest."""
+    """The times of a median step on the link: those of the last rank, and the shortest waits."""
 
     ready_s: list[float]  # of each bucket, since backward began on the last rank
     lasts_s: list[float]  # under way
@@ -58,7 +64,7 @@ class _Link:
         return replay(ready_s, [Wire(0.0, x, x) for x in lasts_s], self.backward_s).end_s
 
 
-def hiding(run: Run, table: StepTable) -> tuple[tuple[str, Prediction], ...]:
+def hiding(run: Run, table: StepTable) -> tuple[Remedy, ...]:
     """Return ways to hide more communication, with predicted steps, shortest first; none if buckets are unknown."""
     link = _link_of(run)
     if link is None:
@@ -75,9 +81,8 @@ def hiding(run: Run, table: StepTable) -> tuple[tuple[str, Prediction], ...]:
             _larger_buckets(link, cost, now_s),
         ]
     worth = [(words, gain_s) for words, gain_s in found if gain_s > _WORTH_GAIN * table.step_s]
-    return tuple(
-        (words, shorter_by(table, gain_s)) for words, gain_s in sorted(worth, key=lambda item: -item[1])
-    )
+    worth.sort(key=lambda item: -item[1])
+    return tuple(Remedy(words, shorter_by(table, gain_s)) for words, gain_s in worth)
 
 
 def _larger_buckets(link: _Link, cost: AlphaBetaCost, now_s: float) -> tuple[str, float]:
@@ -145,12 +150,11 @@ def _times(record: StepRecord) -> tuple[list[float], list[float], float, float] 
     return ready_s, lasts_s, record.work_ended_s - start_s, forward_s
 
 
-_COMPUTES = {"forward", "backward", "computation", "other"}
 _SLOW_CORE = {"throttled", "stolen", "core shared", "computes longer"}
 """Fewer samples help against these; a wait of so many milliseconds stays as it is."""
 SLOWS_ALL = {"throttled", "stolen", "core shared"}
 """A process has these in all that it does, in its part of collectives as well."""
-_PER_SAMPLE = ("forward", "backward")
+_PER_SAMPLE = frozenset({"forward", "backward"})
 _WORTH_LEFT = 0.97  # of a step: a remedy that is predicted to leave more is not named
 
 
@@ -186,7 +190,7 @@ def remedies_of(run: Run, table: StepTable, culprit: Culprit, cause: Cause) -> t
     removed = without(left, culprit, slows_all=cause.kind in SLOWS_ALL)
     found = [Remedy(_OF_CAUSE[cause.kind], removed)]
     is_lasting = culprit.when in {"always", "since"}
-    if is_lasting and culprit.phase in _COMPUTES and cause.kind in _SLOW_CORE:
+    if is_lasting and culprit.phase in COMPUTES and cause.kind in _SLOW_CORE:
         balanced = _balanced(table, culprit.indices[0])
         if balanced is not None and balanced.step_s < _WORTH_LEFT * table.step_s:
             found.append(Remedy('pass balance="auto"', balanced))
@@ -198,7 +202,7 @@ def _balanced(table: StepTable, first: int) -> Prediction | None:
     rows = table.rows[first:]
     speeds, works = [], []
     for place in range(len(table.ranks)):
-        computing_s = median(_per_sample_s(row[place]) for row in rows)
+        computing_s = median(phases_s(row[place], _PER_SAMPLE) for row in rows)
         work_s = median(row[place].work_s for row in rows)
         if computing_s <= 0:
             return None
@@ -208,15 +212,11 @@ def _balanced(table: StepTable, first: int) -> Prediction | None:
     return with_work(table, {place: least_s / work_s for place, work_s in enumerate(works)})
 
 
-def _per_sample_s(rank: RankStep) -> float:
-    return sum(seconds for (phase, _), seconds in rank.parts.items() if phase in _PER_SAMPLE)
-
-
 def remedies_of_waiting(run: Run, table: StepTable) -> tuple[Remedy, ...]:
     """Return remedies for exposed communication, shortest step first; without records of buckets what may help."""
     if any(x.header.wrapper == "torch" for x in run.ranks):
         return (Remedy("use paceline.DistributedDataParallel with overlap_forward=True", None),)
-    return tuple(starmap(Remedy, hiding(run, table)))
+    return hiding(run, table)
 
 
 def remedies_of_link(run: Run, table: StepTable, link: SlowLink) -> tuple[Remedy, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from paceline.observe.run_reading import RankRun, Run
-from paceline.observe.run_records import HostFacts, Interval, StepRecord
+from paceline.observe.run_records import HostFacts, StepRecord
 
 _WARM_UP = 3
 """Steps at a run's beginning that do not count: buckets are cut anew, caches are cold."""
@@ -46,7 +46,6 @@ class StepTable:
 
     @property
     def step_s(self) -> float:
-        """The median step."""
         return median(self.steps_s)
 
     @property
@@ -63,7 +62,7 @@ class StepTable:
         return found
 
     def without_queueing(self) -> StepTable:
-        """Return the table without waits for a core, but throttling: which rank waits longest may be chance."""
+        """Return the table without waits for a core, except throttling. Chance decides which rank waits longest."""
 
         def alone(rank: RankStep) -> RankStep:
             waited_s = max(0.0, rank.host.queued_s - rank.host.throttled_s)
@@ -115,7 +114,7 @@ def _others(values: Sequence[float], place: int) -> list[float]:
 
 
 def table_of(run: Run) -> StepTable:
-    """The last steps of a run that all its ranks recorded, without those of its beginning."""
+    """Return the last steps that all ranks of a run recorded, without the first steps of the run."""
     ranks = tuple(rank.header.rank for rank in run.ranks)
     hosts = [_host_facts(rank) for rank in run.ranks]
     rows = [row for row in run.rows() if row[0].step > _WARM_UP][-_LONGEST_WINDOW:]
@@ -147,10 +146,6 @@ def _rank_step(record: StepRecord, rank: RankRun, host: HostFacts) -> RankStep:
     )
 
 
-def _length(x: Interval, record: StepRecord) -> float:
-    return max(0.0, min(x.end_s, record.work_ended_s) - max(x.start_s, record.began_s))
-
-
 def _parts(record: StepRecord, labels: Sequence[str]) -> dict[Part, float]:
     """Return where a rank's work went; what lies within another phase is taken out of that one."""
     began_s, ended_s = record.began_s, record.work_ended_s
@@ -164,7 +159,8 @@ def _parts(record: StepRecord, labels: Sequence[str]) -> dict[Part, float]:
             found[part] = found.get(part, 0.0) + max(0.0, end_s - start_s - within_s)
 
     for x in inner:
-        found[x.phase, ""] = found.get((x.phase, ""), 0.0) + _length(x, record)
+        length_s = max(0.0, min(x.end_s, ended_s) - max(x.start_s, began_s))
+        found[x.phase, ""] = found.get((x.phase, ""), 0.0) + length_s
     outer = [x for x in record.intervals if x.phase not in _INNER]
     for x in outer:
         if x.phase != "backward":

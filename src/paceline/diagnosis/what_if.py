@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from paceline.diagnosis.culprit import Culprit
+from paceline.diagnosis.culprit import Culprit, phases_of
 from paceline.diagnosis.step_table import RankStep, StepTable
 from paceline.observe.run_reading import RankRun, Run
 from paceline.observe.run_records import StepRecord
@@ -27,19 +27,12 @@ _RECORDING = frozenset({"recording"})
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted step, and the range in which nine of ten medians of as many steps lie.
+    """A predicted step, and the range in which nine of ten medians of as many steps lie."""
 
-    Attributes:
-        step_s: The median step.
-        low_s: Where the range begins.
-        high_s: Where the range ends.
-        mean_s: The mean step, which is what a delay of few steps changes.
-    """
-
-    step_s: float
-    low_s: float
-    high_s: float
-    mean_s: float
+    step_s: float  # the median step
+    low_s: float  # where the range begins
+    high_s: float  # where it ends
+    mean_s: float  # the mean step, which is what a delay of few steps changes
 
 
 def without(table: StepTable, culprit: Culprit, *, slows_all: bool = False) -> Prediction:
@@ -55,12 +48,12 @@ def without(table: StepTable, culprit: Culprit, *, slows_all: bool = False) -> P
     steps_s = []
     for _ in range(_DRAWS):
         for index, row in enumerate(table.rows):
-            works = {rank: x.work_s - recorded * _phases_s(x, _RECORDING) for rank, x in enumerate(row)}
+            works = {rank: x.work_s - recorded * phases_s(x, _RECORDING) for rank, x in enumerate(row)}
             left = 1.0
             if index in affected:
                 place = culprit.places[index]
                 other = chance.choice([x for x in range(len(row)) if x != place])
-                works[place] += _phases_s(row[other], guilty) - _phases_s(row[place], guilty)
+                works[place] += phases_s(row[other], guilty) - phases_s(row[place], guilty)
                 left = min(1.0, works[place] / row[place].work_s) if slows_all else 1.0
             steps_s.append(_step_s(row, works, left))
     return _prediction(steps_s, len(table), chance)
@@ -128,15 +121,13 @@ def _guilty(table: StepTable, culprit: Culprit) -> frozenset[str]:
 
     A rank without a core is slow in all that it does. If its delay is many steps long, a tenth of it is a step.
     """
-    by_phase: dict[str, float] = {}
-    for (phase, _), seconds in culprit.excess_s.items():
-        by_phase[phase] = by_phase.get(phase, 0.0) + seconds
     without_s = max(0.0, table.step_s - culprit.delay_s)
     least_s = min(_GUILTY_RATIO * culprit.delay_s, _GUILTY_STEP_RATIO * without_s)
-    return frozenset(phase for phase, x in by_phase.items() if x > least_s)
+    return frozenset(phase for phase, x in phases_of(culprit.excess_s).items() if x > least_s)
 
 
-def _phases_s(rank: RankStep, phases: frozenset[str]) -> float:
+def phases_s(rank: RankStep, phases: frozenset[str]) -> float:
+    """Return the seconds that a rank's work took in these phases."""
     return sum(seconds for (phase, _), seconds in rank.parts.items() if phase in phases)
 
 

@@ -15,4 +15,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Elastic"]
 
-__getattr__ = on_first_use(__name__, {"Elastic": "elastic"})
+__getattr__ = on_first_use(__name__, {"elastic": "Elastic"})

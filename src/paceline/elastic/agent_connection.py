@@ -1,7 +1,7 @@
 """The messages between a rank and the agent of its host, and the socket between them.
 
 Rules
-1. A message is a frozen dataclass of plain values, sent as JSON; what is no message of this list ends the line.
+1. A message is sent as JSON; what is no message of this list ends the line.
 2. Every message about a membership carries its epoch. A message of another epoch is ignored.
 3. The agent never waits for a rank: a rank that has stopped reading counts as lost.
 """
@@ -9,13 +9,16 @@ Rules
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import json
 import os
+import select
 import socket
+import sys
 from collections import deque
-from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import Any
 
 from paceline.elastic import guest
 from paceline.errors import ConfigurationError, ProtocolError
@@ -29,21 +32,28 @@ SHADOW = "PACELINE_SHADOW"
 RESUME = "PACELINE_RESUME"
 """Environment variable: the folder of checkpoints from which training resumes, if the script names none."""
 _MOST_BYTES = 64 * 1024
+_FINISH_S = 20.0  # that the agent may take to end, once all its ranks have
+
+
+class Message:
+    """A message between a rank and its agent: a frozen dataclass of plain values."""
 
 
 # ---- a rank says
 
 
 @dataclass(frozen=True)
-class Ready:
+class Ready(Message):
     """The rank has made its model, and waits for a membership."""
 
     card: str  # what all ranks must have in common, a fact a line
     saves: bool = False  # whether it makes a checkpoint, if training cannot go on
+    shadow: str = ""  # the folder into which a shadow shall write; empty: the script asks for none
+    is_spare: bool = False  # a shadow says: it takes the place of a lost rank
 
 
 @dataclass(frozen=True)
-class Trouble:
+class Trouble(Message):
     """The rank's communication failed, and it does not know why."""
 
     epoch: int
@@ -51,7 +61,7 @@ class Trouble:
 
 
 @dataclass(frozen=True)
-class Stopped:
+class Stopped(Message):
     """The rank has left this membership, after so many completed steps, and waits for the next one."""
 
     epoch: int
@@ -59,41 +69,44 @@ class Stopped:
 
 
 @dataclass(frozen=True)
-class Following:
+class Following(Message):
     """The rank is in the new membership, and goes on."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
-class InLoop:
+class InLoop(Message):
     """The rank has entered a loop over steps, or left one."""
 
     inside: bool
-    is_through: bool = (
-        False  # it has left the loop because all samples of the epoch were trained, on all ranks
-    )
+    is_through: bool = False  # it has left because all samples of the epoch were trained, on all ranks
 
 
 @dataclass(frozen=True)
-class StillReplaying:
-    """The rank is alive, and waits for more of another rank's state."""
+class StillReplaying(Message):
+    """The rank is alive, and waits for more of another rank's state. A shadow does not hold all of it."""
 
 
 @dataclass(frozen=True)
-class CaughtUp:
-    """The rank asks to be let in: it holds what the others train, or cannot get that while they do."""
+class CaughtUp(Message):
+    """The rank asks to be let in: it holds the state, or cannot get it while others train. A shadow holds all of it."""
 
 
 @dataclass(frozen=True)
-class Saved:
+class Saved(Message):
     """The rank has made the checkpoint that it was asked for, or has failed to."""
 
     error: str  # in words; empty: there was none
 
 
 @dataclass(frozen=True)
-class Notice:
+class Finished(Message):
+    """The rank ends well. It is the first process of a container, so the kernel kills the agent with it."""
+
+
+@dataclass(frozen=True)
+class Notice(Message):
     """The rank was told to end soon, or its host was: it leaves between two steps."""
 
 
@@ -101,7 +114,7 @@ class Notice:
 
 
 @dataclass(frozen=True)
-class Give:
+class Give(Message):
     """A rank waits to come in: send it your state while you train. An end of a socket comes with this.
 
     With `num_shares` the receiver is a shadow, and this rank sends one share of so many.
@@ -113,7 +126,7 @@ class Give:
 
 
 @dataclass(frozen=True)
-class Receive:
+class Receive(Message):
     """Receive a rank's state over the end of a socket that comes with this; with `num_shares` a share of it."""
 
     share: int = 0
@@ -121,7 +134,7 @@ class Receive:
 
 
 @dataclass(frozen=True)
-class Stop:
+class Stop(Message):
     """This membership is over: leave its communication at once, and say where you are."""
 
     epoch: int
@@ -129,7 +142,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Pause:
+class Pause(Message):
     """A rank waits to come in: all leave this membership between the same two steps."""
 
     epoch: int
@@ -137,8 +150,8 @@ class Pause:
 
 
 @dataclass(frozen=True)
-class RankAssignment:
-    """The rank's place in the next membership."""
+class RankAssignment(Message):
+    """The number and group of a rank in the next membership."""
 
     epoch: int
     rank: int
@@ -150,17 +163,18 @@ class RankAssignment:
     why: str
     members: tuple[str, ...]  # names of its processes, by rank
     others_ended: bool = False  # ranks have ended their training: no further step follows
+    left: tuple[str, ...] = ()  # names of those that were told to end, and have left the last membership
 
 
 @dataclass(frozen=True)
-class Refused:
+class Refused(Message):
     """The rank cannot come in."""
 
     why: str
 
 
 @dataclass(frozen=True)
-class Leave:
+class Leave(Message):
     """The others go on without this rank, or the job has ended: end with this exit code."""
 
     why: str
@@ -170,44 +184,27 @@ class Leave:
 
 
 @dataclass(frozen=True)
-class Said:
+class Said(Message):
     """Words of the agent to people, which the rank prints: the agent has no terminal of its own."""
 
     words: str
 
 
 @dataclass(frozen=True)
-class Ended:
+class Ended(Message):
     """Training is over: make the checkpoint that was asked for, and end."""
 
     why: str
 
 
-Message = (
-    Ready
-    | Trouble
-    | Stopped
-    | Following
-    | InLoop
-    | StillReplaying
-    | CaughtUp
-    | Saved
-    | Notice
-    | Give
-    | Receive
-    | Stop
-    | Pause
-    | RankAssignment
-    | Refused
-    | Leave
-    | Said
-    | Ended
-)
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Message)}
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in Message.__subclasses__()}
 
 
 class AgentConnection:
-    """One end of the socket. Messages arrive whole and in order. `is_guest`: an engine has started this rank."""
+    """One end of the socket. Messages arrive whole and in order.
+
+    `is_guest`: the rank has begun alone, whatever rank it gets. So does every rank with PACELINE_PEERS.
+    """
 
     def __init__(self, end: socket.socket, is_guest: bool = False) -> None:
         self._end, self.is_guest = end, is_guest
@@ -228,10 +225,15 @@ class AgentConnection:
         """
         number = os.environ.get(FD)
         if number is None:
-            return cls(guest.connect(), is_guest=True) if guest.PEERS in os.environ else None
+            if guest.PEERS not in os.environ:
+                return None
+            connection = cls(guest.connect(), is_guest=True)
+            if os.getpid() == 1:
+                atexit.register(connection.finish)
+            return connection
         try:
             os.set_inheritable(int(number), False)
-            return cls(socket.socket(fileno=int(number)))
+            return cls(socket.socket(fileno=int(number)), is_guest=guest.PEERS in os.environ)
         except (ValueError, OSError):  # inherited the variable without the descriptor
             return None
 
@@ -252,6 +254,13 @@ class AgentConnection:
             raise ConfigurationError("the job has ended, or is another user's: nothing is left to follow.")
         return cls(end)
 
+    def finish(self) -> None:
+        """Let the agent write down the job's end, before it is killed with this process. Nothing after an error."""
+        if getattr(sys, "last_value", None) is None and self.tell(Finished()):
+            poll = select.poll()
+            poll.register(self._end, select.POLLRDHUP)
+            poll.poll(_FINISH_S * 1000)
+
     def fileno(self) -> int:
         return self._end.fileno()
 
@@ -263,7 +272,7 @@ class AgentConnection:
 
         `handing` goes with it, and stays open here.
         """
-        words = json.dumps({"kind": type(message).__name__, **asdict(message)}).encode()
+        words = json.dumps({"kind": type(message).__name__, **vars(message)}).encode()
         with contextlib.suppress(OSError):
             rights = [] if handing is None else [array.array("i", [handing.fileno()])]
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, each) for each in rights]
@@ -280,7 +289,10 @@ class AgentConnection:
         for each in descriptors:
             os.set_inheritable(each, False)
             self.handed.append(socket.socket(fileno=each))
-        return decode(words) if words else None
+        message = decode(words) if words else None
+        if isinstance(message, Leave):
+            atexit.unregister(self.finish)  # the agent knows of this end, and goes on
+        return message
 
 
 def decode(words: bytes) -> Message:

@@ -36,11 +36,15 @@ from paceline.comm.device import is_accelerator
 from paceline.data import GlobalBatch
 from paceline.elastic.agent_connection import RESUME, difference
 from paceline.elastic.handover import Carried
-from paceline.elastic.rollback import Place, copied
+from paceline.elastic.rollback import TrainingPosition, copied
 from paceline.elastic.state_tree import PackedState, pack, unpack
 from paceline.errors import ConfigurationError
 
 _NAME, _UNFINISHED, _JOB, _LOCK = "step-", ".unfinished-", "job.json", ".lock"
+
+
+class FolderInUseError(ConfigurationError):
+    """Another process writes checkpoints into the folder."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,8 @@ def snapshot(carried: Carried, rest: Mapping[str, Any]) -> Snapshot:
         "model": {name: each for name, each in carried.module_state().items() if isinstance(each, Tensor)},
         "optimizer": carried.optimizer_state(),
     }
-    stored = {
-        _identity(each): f"model.{name}" for name, each in reversed(tree["model"].items())
-    }  # of tied ones the first
+    # Of tied tensors the first one's name.
+    stored = {_identity(each): f"model.{name}" for name, each in reversed(tree["model"].items())}
     for name, states in tree["optimizer"]["state"].items():
         for key, each in states.items():
             if isinstance(each, Tensor):
@@ -75,7 +78,7 @@ def snapshot(carried: Carried, rest: Mapping[str, Any]) -> Snapshot:
     for key, each in zip(keys, packed.tensors, strict=True):
         if key.startswith("elastic."):
             tree["elastic"][key.removeprefix("elastic.")] = each
-    return Snapshot(rest["place"][0], copied(tree))
+    return Snapshot(rest["position"][0], copied(tree))
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
@@ -116,10 +119,7 @@ class CheckpointFolder:
             described = json.loads(flat["elastic.words"].numpy().tobytes())
             tensors = [flat[key] for key in described["keys"]]
             tree: dict[str, Any] = unpack(PackedState(described["words"].encode(), tensors))
-        except (
-            Exception,
-            CheckpointException,
-        ) as error:  # torch raises many kinds for a file that is damaged
+        except (Exception, CheckpointException) as error:  # many kinds are of a file that is damaged
             why = [type(error).__name__, *str(error).strip().splitlines()][-1]
             raise ConfigurationError(
                 f"the checkpoint {checkpoint} cannot be loaded ({why:.200}). Remove that folder, and training resumes "
@@ -146,18 +146,14 @@ class CheckpointFolder:
     # ---- writing
 
     def open(self) -> None:
-        """Make the folder this job's, and keep other writers out until `close`.
-
-        Raises:
-            ConfigurationError: It belongs to another job, another process writes there, or it cannot be written to.
-        """
+        """Make the folder this job's, and keep other writers out until `close`. Raises ConfigurationError."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.close()
-            raise ConfigurationError(
+            raise FolderInUseError(
                 f"another process writes checkpoints into {self.path}. Name another folder, or end that process."
             ) from error
         except OSError as error:
@@ -173,7 +169,6 @@ class CheckpointFolder:
         unfinished.replace(self.path / _JOB)
 
     def close(self) -> None:
-        """Let others write here."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -206,6 +201,7 @@ class RankCheckpoints:
 
     def __init__(self, path: Path | str, carried: Carried, card: str) -> None:
         self._carried, self._folder = carried, CheckpointFolder(path, card)
+        self.path = self._folder.path.absolute()
         self._is_open = False
         self._writer: threading.Thread | None = None
 
@@ -220,8 +216,7 @@ class RankCheckpoints:
     def resume(self, rank: int, size: int) -> dict[str, Any] | None:
         """Take the newest checkpoint as rank `rank` of `size`. Return its tree, or None if there is none. Local.
 
-        Raises:
-            ConfigurationError: It is of another job, or damaged.
+        Raises ConfigurationError if it is of another job, or damaged.
         """
         newest = self._folder.newest()
         if newest is None:
@@ -240,33 +235,27 @@ class RankCheckpoints:
         self._carried.take(tree, is_new=True)
         return tree
 
-    def save(self, place: Place, batch: GlobalBatch, waits: bool) -> None:
-        """Write the state behind the last completed step. Local.
+    def save(self, position: TrainingPosition, batch: GlobalBatch, waits: bool) -> None:
+        """Write the state behind the last completed step, at `position`. `batch` is that of the job's beginning. Local.
 
-        Args:
-            place: Of that step.
-            batch: That of the job's beginning.
-            waits: Whether to return when it is written. Otherwise the state is copied, and a thread writes the copy.
-                Nothing is done if that still writes an earlier one.
-
-        Raises:
-            ConfigurationError: Waiting, and the folder is another job's or has another writer.
-            OSError: Waiting, and it could not be written.
+        If it `waits`, it raises ConfigurationError for a folder of another job, and OSError if it could not write.
+        Otherwise a thread writes a copy; nothing is done if that still writes an earlier one.
         """
         if not self._is_open:
             try:
                 self._folder.open()
-            except ConfigurationError as error:  # a shadow may write there
-                if waits:
+            except ConfigurationError as error:
+                if waits and not isinstance(error, FolderInUseError):  # a shadow may write there
                     raise
-                sys.stderr.write(f"paceline: the checkpoint of step {place.step} was not written: {error}\n")
+                step = position.step
+                sys.stderr.write(f"paceline: the checkpoint of step {step} was not written: {error}\n")
                 return
             self._is_open = True
         if self._writer is not None and self._writer.is_alive():
             if not waits:
                 return
             self._writer.join()
-        copy = snapshot(self._carried, self._carried.rest_tree(place, batch))
+        copy = snapshot(self._carried, self._carried.rest_tree(position, batch))
         if waits:
             if why := self._folder.write(copy):
                 raise OSError(why)

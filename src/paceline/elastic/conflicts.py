@@ -18,14 +18,14 @@ from paceline.comm.device_steps import why_not_voted
 from paceline.comm.device_vote import why_not_left
 from paceline.data import GlobalShuffle
 from paceline.ddp import DistributedDataParallel
+from paceline.elastic.agent_connection import RESUME
 from paceline.errors import ConfigurationError
-from paceline.optim import LAMB, LARS
+from paceline.optim import ExchangingOptimizer
 from paceline.reductions import Mean
 
 _BACKENDS = ("gloo", "paceline")
 _CAPS = "argument bucket caps"
 _MOST_CHARACTERS, _NUM_DIGESTS = 20_000, 100  # of a card, which is one message
-_DEFERS = "paceline.optim"
 
 
 def check(
@@ -35,16 +35,13 @@ def check(
     sampler: object,
     is_deterministic: bool,
 ) -> None:
-    """Refuse what could not go on with other ranks. Local; the same on every rank.
-
-    Raises:
-        ConfigurationError: With the reason, and what to do instead.
-    """
+    """Raise ConfigurationError for what could not go on with other ranks. Local; the same on every rank."""
     if not isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
             f"Elastic(model={type(model).__name__}): give the model that paceline.DistributedDataParallel wraps."
         )
     for reason in (
+        *_of_accelerate([model, *optimizers, *states]),
         *_of_sampler(model, sampler),
         *_of_group(model),
         *_of_model(model),
@@ -57,6 +54,15 @@ def check(
             raise ConfigurationError(
                 f"Elastic(scheduler={type(each).__name__}): a rank that comes must receive it. Give an object with "
                 "state_dict() and load_state_dict(), or leave it out."
+            )
+
+
+def _of_accelerate(given: Sequence[object]) -> Iterator[str]:
+    for each in given:
+        if getattr(each, "_is_accelerate_prepared", False):
+            yield (
+                f"{type(each).__name__} was prepared by Accelerate, which counts the ranks once, as it begins. Wrap "
+                "the model yourself and write the loop without Accelerator: docs/guide/from-accelerate.md."
             )
 
 
@@ -95,8 +101,6 @@ def _of_device(
     model: DistributedDataParallel, group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[str]:
     yield from why_not_left(group, device)
-    if getattr(model.membership.model.reduction, "keeps_state", False):
-        yield "compression with residuals is not right on an accelerator when a rank comes in. Use bf16 or fp16."
     if len({each.device for each in model.module.parameters()}) > 1:
         yield "the module is on several devices of this process, and one of them votes. Put it on one."
     if any("_in_backward_optimizers" in vars(each) for each in model.module.parameters()):
@@ -134,7 +138,7 @@ def _of_optimizers(optimizers: Sequence[object], on_device: bool) -> Iterator[st
     for each in optimizers:
         if not isinstance(each, Optimizer):
             yield f"optimizer={type(each).__name__} is no torch optimizer. Give the object itself, or a list of them."
-        elif type(each).__module__.startswith(_DEFERS) and not isinstance(each, (LARS, LAMB)):
+        elif isinstance(each, ExchangingOptimizer):
             yield (
                 f"{type(each).__name__} communicates in its step, or trains several steps apart: ranks cannot say "
                 "where a lost one was. Use an optimizer that steps on this rank alone."
@@ -163,12 +167,8 @@ def _of_determinism(model: DistributedDataParallel) -> Iterator[str]:
         yield f"{words}gradients of complex parameters are not folded. Hold their real and imaginary parts."
 
 
-def check_given(checkpoint: object, notice: object) -> None:
-    """Refuse a `checkpoint` or `notice` that is neither a path nor a function. Local.
-
-    Raises:
-        ConfigurationError: With what to give instead.
-    """
+def check_given(checkpoint: object, notice: object, shadow: object = 0) -> None:
+    """Raise ConfigurationError if `checkpoint` or `notice` is neither path nor function, or `shadow` lacks a folder."""
     if not (checkpoint is None or callable(checkpoint) or isinstance(checkpoint, (str, os.PathLike))):
         raise ConfigurationError(
             f"Elastic(checkpoint={checkpoint!r:.60}): give a folder, or a function without arguments that saves a "
@@ -178,6 +178,15 @@ def check_given(checkpoint: object, notice: object) -> None:
         raise ConfigurationError(
             f"Elastic(notice={notice!r:.60}): give the path of a file that appears when this machine is told to "
             "go, or a function that returns something true then."
+        )
+    if shadow not in (0, 1):
+        raise ConfigurationError(
+            f"Elastic(shadow={shadow!r:.20}): a job has one shadow, or none. Give 1 or 0."
+        )
+    if shadow and not (isinstance(checkpoint, (str, os.PathLike)) or os.environ.get(RESUME)):
+        raise ConfigurationError(
+            'Elastic(shadow=1): a shadow needs a folder to write into. Pass Elastic(..., checkpoint="checkpoints", '
+            "shadow=1)."
         )
 
 

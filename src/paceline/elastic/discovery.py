@@ -1,4 +1,4 @@
-"""The addresses at which agents of a job may listen, by `PACELINE_PEERS`. The source is asked with every heartbeat.
+"""The addresses at which agents of a job may listen, by `PACELINE_PEERS`. The source is asked once a second.
 
     10.0.0.1:29400,host-b       a list of addresses or names
     dns:NAME[:PORT]             all addresses of a name, such as a headless service's
@@ -19,7 +19,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.errors import ConfigurationError
-from paceline.host.addresses import ELSEWHERE, LOOPBACK, addresses_of, is_loopback, own_address_towards
+from paceline.host.addresses import (
+    ELSEWHERE,
+    LOOPBACK,
+    addresses_of,
+    interfaces,
+    is_loopback,
+    own_address_towards,
+)
 
 Address = tuple[str, int]
 _PORT = 29400
@@ -36,6 +43,11 @@ class Discovery:
     def __init__(self, words: str, own_address: str = "", port: int = 0) -> None:
         self.words = words
         kind, _, rest = words.partition(":")
+        if kind in ("dns", "file") and not rest.partition(":")[0]:
+            raise ConfigurationError(
+                f"PACELINE_PEERS (or --peers) {words} has no name behind the colon. Give dns:NAME, whose addresses are "
+                "the hosts, or file:FOLDER, a folder that all hosts share."
+            )
         self._port = port or _PORT
         self._own = own_address
         self._folder: Path | None = None
@@ -48,12 +60,12 @@ class Discovery:
             self._folder, self._port, self._find = Path(rest), port, self._in_folder
             if not self._folder.is_dir():
                 raise ConfigurationError(
-                    f"PACELINE_PEERS={words}: there is no folder {rest}. Make it where all hosts see it."
+                    f"PACELINE_PEERS (or --peers) {words}: there is no folder {rest}. Make it where all hosts see it."
                 )
         elif words == "slurm":
             if "SLURM_JOB_ID" not in os.environ:
                 raise ConfigurationError(
-                    "PACELINE_PEERS=slurm, but this is no Slurm job: SLURM_JOB_ID is not set."
+                    "PACELINE_PEERS (or --peers) is slurm, but this is no Slurm job: SLURM_JOB_ID is not set."
                 )
             self._find = self._in_slurm
         else:
@@ -69,10 +81,13 @@ class Discovery:
         if self._own:
             return self._own, self._port
         if self._folder is not None:
-            return own_address_towards(ELSEWHERE) or LOOPBACK, self._port
+            # A network of its own may have no way to elsewhere.
+            own = own_address_towards(ELSEWHERE) or next(iter(interfaces().values()), LOOPBACK)
+            return own, self._port
         found = self.find()
         for host, port in found:
-            with contextlib.suppress(OSError), socket.socket(_family(host)) as probe:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with contextlib.suppress(OSError), socket.socket(family) as probe:
                 probe.bind((host, 0))
                 return host, port
         for host, _ in found:
@@ -82,13 +97,12 @@ class Discovery:
         raise OSError(0, f"{self.words} names no address that this host reaches")
 
     def tell(self, host: str, port: int) -> None:
-        """Say that this host's agent listens there, if the source is a folder. Called with every heartbeat."""
+        """Write the address of this host's agent into the source, if that is a folder. Called once a second."""
         if self._folder is not None:
             self._file = self._folder / f"{host}_{port}.agent"
             self._file.touch()
 
     def forget(self) -> None:
-        """Take back what `tell` has said."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
@@ -123,15 +137,11 @@ def _said(command: list[str]) -> str:
         raise OSError(0, f"{command[0]} failed: {error}") from error
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
 def _listed(word: str, port: int) -> tuple[str, int]:
     if not word.strip() or "/" in word:
         raise ConfigurationError(
-            f"PACELINE_PEERS names {word!r}, which is no address of a host. Give HOST or HOST:PORT, several with "
-            "commas between them; or local, dns:NAME, file:FOLDER or slurm."
+            f"PACELINE_PEERS (or --peers) names {word!r}, which is no address of a host. Give HOST or HOST:PORT, "
+            "several with commas between them; or local, dns:NAME, file:FOLDER or slurm."
         )
     host, has_port, given = word.strip().rpartition(":")
     if not has_port or (":" in host and not host.endswith("]")):  # without a port; or an IPv6 address
@@ -141,5 +151,5 @@ def _listed(word: str, port: int) -> tuple[str, int]:
 
 def _port_of(word: str, given: str) -> int:
     if not given.isdecimal() or not 0 < int(given) < 1 << 16:
-        raise ConfigurationError(f"PACELINE_PEERS names {word!r}, and {given!r} is no port.")
+        raise ConfigurationError(f"PACELINE_PEERS (or --peers) names {word!r}, and {given!r} is no port.")
     return int(given)

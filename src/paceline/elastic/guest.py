@@ -5,7 +5,6 @@ Rules
 2. A rank begins alone, as rank 0 of 1, whatever its engine says.
 3. The first rank of a host opens the socket of the agent and hands it to an agent that it starts. So there is one agent
    a host and job, and no rank can come too early. The name of the socket ends with the agent.
-4. The agent ends with the last rank of its host.
 """
 
 from __future__ import annotations
@@ -15,81 +14,74 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import json
 import math
 import os
 import select
+import shlex
 import signal
 import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from paceline.errors import ConfigurationError, PeerLostError
-from paceline.host.addresses import LOOPBACK, is_loopback, own_address_towards
+from paceline.host.addresses import LOOPBACK, interface_towards
 from paceline.host.processes import GONE, Vitals, VitalSigns
+from paceline.version import __version__
 
 PEERS = "PACELINE_PEERS"
 """Environment variable: where agents of other hosts may be. With it, an engine starts the ranks."""
 DOOR = "PACELINE_AGENT_DOOR"
 """Environment variable of an agent: the descriptor of the socket that it listens on."""
 _IS_PREPARED = "PACELINE_GUEST"
+WELCOME = b"welcome"  # an agent says it to a rank that it takes
 LOCAL = "local"  # the source of a job of one host
 GRACE_S, JOIN_S, LOST_AFTER_S = 25.0, 30.0, 30.0
 _CONNECT_S = 10.0
+_ANSWER_S = 60.0  # an agent that has just been started imports first
 _BACKLOG = 512
+_MOST_WORDS = 300  # characters of a script's arguments that are shown
 _SO_PEERPIDFD = 77
 _PIDFD_GET_INFO, _INFO_EXIT, _INFO_BYTES = 0xC000FF0B | 64 << 16, 8, 64
 _EXIT_CODE_AT = 60  # in the kernel's struct pidfd_info
 _NUM_LOOKS, _LOOK_S = 10, 0.002
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _connected: list[int] = []  # processes that have an agent: this one, and those that it is a fork of
-_SIOCGIFADDR = 0x8915
 _AGENT = "paceline.launch.elastic.guest"
+JOB_PREFIX = "paceline-job"
+"""First word of the names at which agents listen for shadows."""
 
 
 @dataclass(frozen=True)
 class GuestSetting:
-    """The settings of a job whose ranks an engine starts. `paceline run` has options of the same names.
+    """The settings of a job whose ranks an engine starts. `paceline run` has options of the same names."""
 
-    Attributes:
-        peers: Where agents of other hosts may be; `local`: there are none.
-        least_nodes: Hosts with which training begins.
-        most_nodes: Hosts that train at most. A further one waits.
-        num_local_ranks: Ranks of each host.
-        min_ranks: Training goes on with at least so many ranks.
-        join_timeout_s: How long the ranks that are there wait for further ones, before training begins.
-        lost_after_s: After how many seconds a rank that stands still counts as lost.
-        grace_s: Seconds from a notice to the end of the process.
-        job: Name of the job; empty: it has none.
-        script: What the ranks run.
-        local_addr: Address of this host that the others reach; empty: found by the agent.
-        port: Port at which the agent listens; 0: the default.
-        record: Folder that all hosts share, for the record of the job's beginning and end; empty: none.
-    """
-
-    peers: str = LOCAL
-    least_nodes: int = 1
-    most_nodes: int = 1
-    num_local_ranks: int = 1
-    min_ranks: int = 1
-    join_timeout_s: float = JOIN_S
-    lost_after_s: float = LOST_AFTER_S
-    grace_s: float = GRACE_S
-    job: str = ""
-    script: str = "the script"
-    local_addr: str = ""
-    port: int = 0
-    record: str = ""
-
-    @property
-    def num_machines(self) -> int:
-        return self.most_nodes
+    peers: str = LOCAL  # where agents of other hosts may be; `local`: there are none
+    least_nodes: int = 1  # hosts with which training begins
+    most_nodes: int = 1  # hosts that train at most; a further one waits
+    num_local_ranks: int = 1  # of each host
+    min_ranks: int = 1  # training goes on with at least so many
+    join_timeout_s: float = JOIN_S  # how long the first ranks wait for further ones, before training begins
+    lost_after_s: float = LOST_AFTER_S  # a rank that stands still for so long counts as lost
+    grace_s: float = GRACE_S  # from a notice to the end of the process
+    job: str = ""  # its name; empty: it has none
+    script: str = "the script"  # what the ranks run
+    facts: str = ""  # the script with a digest of its file, and versions: those of all hosts have to be equal
+    arguments: str = ""  # the script's
+    local_addr: str = ""  # this host's address that the others reach; empty: found by the agent
+    port: int = 0  # at which the agent listens; 0: the default
+    record: str = ""  # folder that all hosts share, for the record of the job; empty: none
+    name: str = ""  # what `job_name` returned on the rank that has started the agent
 
     @classmethod
-    def of(cls, given: Mapping[str, str], script: str) -> GuestSetting:
+    def of(
+        cls, given: Mapping[str, str], script: str, facts: str = "", arguments: str = "", name: str = ""
+    ) -> GuestSetting:
         """Read the variables. Raises ConfigurationError for values that cannot be."""
         least, most = _nodes(given.get("PACELINE_NODES", "1"))
         peers = given[PEERS].strip()
@@ -124,9 +116,12 @@ class GuestSetting:
             or given.get("SLURM_JOB_ID")
             or "",
             script=script,
+            facts=facts,
+            arguments=arguments,
             local_addr=given.get("PACELINE_LOCAL_ADDR", ""),
             port=_whole(given, "PACELINE_PORT", "port") if given.get("PACELINE_PORT") else 0,
             record=_folder(given),
+            name=name,
         )
 
     @property
@@ -160,16 +155,8 @@ def prepare() -> None:
 
 def use_interface_towards(host: str) -> None:
     """Let Gloo use the network interface that leads to this host. Else it takes what the own host's name means."""
-    own = own_address_towards(host)
-    if "GLOO_SOCKET_IFNAME" in os.environ or not own or is_loopback(own):
-        return
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == own:
-                    os.environ["GLOO_SOCKET_IFNAME"] = name
-                    return
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(host)):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def credentials_of_peer(end: socket.socket) -> tuple[int, int]:
@@ -183,12 +170,14 @@ def credentials_of_peer(end: socket.socket) -> tuple[int, int]:
 def connect() -> socket.socket:
     """Return a connection to the agent of this host, which is started if there is none. Blocks.
 
-    Raises:
-        ConfigurationError: A variable has a value that cannot be, or another user's process listens there.
-        PeerLostError: The agent does not start.
+    Raises ConfigurationError for a bad variable, or another user's process there; PeerLostError if none answers.
     """
-    script = Path(sys.argv[0] or "python").name
-    name = GuestSetting.of(os.environ, script).socket_name
+    script = sys.argv[0] or "python"
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    # The script as `paceline shadow` is given it.
+    main = script if module is None else module.name.removesuffix(".__main__")
+    about = Path(script).name, facts_of(script), shown(sys.argv[1:]), job_name(main, sys.argv[1:])
+    name = GuestSetting.of(os.environ, *about).socket_name
     until_s = time.monotonic() + _CONNECT_S
     while time.monotonic() < until_s:
         end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -196,20 +185,58 @@ def connect() -> socket.socket:
             end.connect(name)
         except OSError:
             end.close()
-            _open_door(name, script)
+            _open_door(name, about)
             continue
-        if credentials_of_peer(end)[1] not in (os.getuid(), 0):
+        agent, user = credentials_of_peer(end)
+        if user not in (os.getuid(), 0):
             raise ConfigurationError(
                 "a process of another user listens where the agent of this host should. Give the job another name by "
                 "PACELINE_JOB."
             )
+        end.settimeout(_ANSWER_S)
+        is_welcome = False
+        try:
+            with contextlib.suppress(ConnectionError):
+                is_welcome = end.recv(len(WELCOME)) == WELCOME
+        except TimeoutError:
+            end.close()
+            raise PeerLostError(
+                f"the agent of this host, process {agent}, has not answered for {_ANSWER_S:g} s. Is it stopped?"
+            ) from None
+        if not is_welcome:  # that agent was about to end: another one is started
+            end.close()
+            until_s = time.monotonic() + _CONNECT_S
+            continue
+        end.settimeout(None)
         os.register_at_fork(after_in_child=end.close)  # else a loader's worker would keep it open
         _connected.append(os.getpid())
         return end
     raise PeerLostError(f"the agent of this host did not start within {_CONNECT_S:g} s. Is its memory full?")
 
 
-def _open_door(name: str, script: str) -> None:
+def facts_of(script: str) -> str:
+    """Return what hosts compare: the name of the script, a digest of its file, and versions. Local."""
+    path = Path(script)
+    digest = f" ({hashlib.sha256(path.read_bytes()).hexdigest()[:8]})" if path.is_file() else ""
+    return f"{path.name}{digest} by paceline {__version__}, torch {version('torch')}"
+
+
+def shown(arguments: Sequence[str]) -> str:
+    """Return a script's arguments as hosts show them to each other."""
+    words = "".join(each if each.isprintable() else "?" for each in shlex.join(arguments))
+    digest = hashlib.sha256(words.encode()).hexdigest()[:8]
+    return words if len(words) <= _MOST_WORDS else f"{words[:_MOST_WORDS]}... ({digest})"
+
+
+def job_name(script: str, arguments: Sequence[str]) -> str:
+    """Return the beginning of the name at which the agent of this script's job listens for shadows. Local."""
+    path = Path(script)
+    words = [str(path.resolve() if path.exists() else script), *arguments]
+    digest = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
+    return f"{JOB_PREFIX}/{os.getuid()}/{digest}"
+
+
+def _open_door(name: str, about: Sequence[str]) -> None:
     """Open the socket of the agent and start an agent that has it, unless another rank is about to do so."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
         try:
@@ -221,19 +248,23 @@ def _open_door(name: str, script: str) -> None:
             return
         door.listen(_BACKLOG)
         os.set_inheritable(door.fileno(), True)
-        environment = {**os.environ, DOOR: str(door.fileno()), "PACELINE_SCRIPT": script}
+        environment = {**os.environ, DOOR: str(door.fileno())}
         nowhere = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
-        command = [sys.executable, "-m", _AGENT]
-        os.posix_spawn(sys.executable, command, environment, file_actions=nowhere, setsid=True)
+        # The shell ends at once, so the agent is no child of this rank: Ray kills those as a rank ends.
+        command = ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-m", _AGENT, *about]
+        shell = os.posix_spawn(command[0], command, environment, file_actions=nowhere, setsid=True)
+        with contextlib.suppress(ChildProcessError):  # a script that ignores SIGCHLD has none to wait for
+            os.waitpid(shell, 0)
 
 
 def _say_if_nothing_is_elastic(pid: int) -> None:
     dist = sys.modules.get("torch.distributed")
-    is_rank = pid == os.getpid() and dist is not None and dist.is_available() and dist.is_initialized()
-    if is_rank and pid not in _connected:
+    has_group = dist is not None and dist.is_available() and dist.is_initialized()
+    is_rank = has_group or "paceline.ddp.wrapper" in sys.modules  # a script may have destroyed its group
+    if is_rank and pid == os.getpid() and pid not in _connected:
         sys.stderr.write(
-            f"paceline: {PEERS} is set, but this script made no paceline.Elastic. It ran as a plain job: a lost rank "
-            "would have ended it.\n"
+            f"paceline: {PEERS} is set, but this script made no paceline.Elastic. So nothing was elastic, and each "
+            f"process trained alone, as rank 0 of 1. Make one, or unset {PEERS}.\n"
         )
 
 

@@ -33,8 +33,8 @@ from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.elastic.rollback import (
     HOST,
     Buffers,
-    Place,
     Randomness,
+    TrainingPosition,
     extra_state,
     put_extra_state,
     settings_of,
@@ -46,13 +46,13 @@ _FACTOR, _MODULUS = 1_000_003, (1 << 61) - 1
 
 
 @dataclass(frozen=True)
-class Standings:
+class RankStates:
     """The state that each rank of a group holds: a row of steps completed, whether it holds all of it, and a digest."""
 
     rows: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, step: int, is_whole: bool, digest: int, group: ProcessGroup) -> Standings:
+    def of(cls, step: int, is_whole: bool, digest: int, group: ProcessGroup) -> RankStates:
         """Tell each other. Collective; blocks."""
         row = torch.tensor([step, is_whole, digest])
         rows = [torch.empty_like(row) for _ in range(group.size())]
@@ -74,7 +74,7 @@ class Standings:
         return digest not in {each[2] for each in self.rows if each[1] and each[0] == newest and each[2]}
 
     def lacks_something(self, rank: int) -> bool:
-        """Return whether it has to receive at least the rest: buffers, random numbers, schedules, its place."""
+        """Return whether it has to receive at least the rest: buffers, random numbers, schedules, its position."""
         return not self.rows[rank][1] or self.lacks_all(rank)
 
 
@@ -127,14 +127,14 @@ class Carried:
             "optimizers": [_own_state(each) for each in self.optimizers],
         }
 
-    def rest(self, place: Place, batch: GlobalBatch) -> PackedState:
+    def rest(self, position: TrainingPosition, batch: GlobalBatch) -> PackedState:
         """Return what else another rank needs, between two steps. Local. `batch` is that of the job's beginning."""
-        return pack(self.rest_tree(place, batch))
+        return pack(self.rest_tree(position, batch))
 
-    def rest_tree(self, place: Place, batch: GlobalBatch) -> dict[str, Any]:
+    def rest_tree(self, position: TrainingPosition, batch: GlobalBatch) -> dict[str, Any]:
         """Return what `rest` packs; buffers, and what others return, are not copied."""
         return {
-            "place": [place.step, place.epoch, place.position],
+            "position": [position.step, position.epoch, position.num_samples],
             "batch": batch.as_dict(),
             "sampler": dict(self.sampler.state_dict()),
             "randomness": Randomness(device=self.device).as_tree(),
@@ -173,10 +173,7 @@ class Carried:
         }
 
     def take(self, tree: Any, *, is_new: bool) -> None:
-        """Take over the giver's state; with `is_new` also its random numbers. Local.
-
-        A rank that is a step behind has drawn these numbers itself.
-        """
+        """Take over the giver's state; if `is_new`, random numbers too: a rank that is behind has drawn them. Local."""
         if "parameters" in tree:
             for each, own_state in zip(self.optimizers, tree["optimizers"], strict=True):
                 _put_own_state(each, own_state)
@@ -240,21 +237,21 @@ def _sum_of(found: npt.NDArray[np.uint8]) -> int:
 
 
 def hand_over(
-    carried: Carried, standings: Standings, place: Place, batch: GlobalBatch, group: ProcessGroup
+    carried: Carried, states: RankStates, position: TrainingPosition, batch: GlobalBatch, group: ProcessGroup
 ) -> dict[str, Any]:
     """Let each rank have what it lacks; returns that, nothing if it lacks nothing. Collective; blocks.
 
     Contract:
-        `standings` are the same on every rank; `place` and `batch` count on the holder.
+        `states` are the same on every rank; `position` and `batch` count on the holder.
     """
     ranks, found = range(group.size()), dict[str, Any]()
-    is_holder = group.rank() == standings.holder
+    is_holder = group.rank() == states.holder
     parts: tuple[tuple[Callable[[int], bool], Callable[[], PackedState]], ...] = (
-        (standings.lacks_something, lambda: carried.rest(place, batch)),
-        (standings.lacks_all, carried.whole),
+        (states.lacks_something, lambda: carried.rest(position, batch)),
+        (states.lacks_all, carried.whole),
     )
     for lacks, pack_part in parts:
-        order = [standings.holder, *filter(lacks, ranks)]
+        order = [states.holder, *filter(lacks, ranks)]
         if len(order) > 1 and group.rank() in order:
             tree = unpack(_pass_on(pack_part() if is_holder else None, order, group), carried.device)
             found.update({} if is_holder else tree)

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from paceline.data import GlobalShuffle
 from paceline.elastic.handover import Carried
-from paceline.elastic.rollback import Place, Rollback
+from paceline.elastic.rollback import Rollback, TrainingPosition
 from paceline.elastic.world import ApartWorld
 from paceline.errors import ConfigurationError
 
 
 class LateStart:
-    """The time from `Elastic(...)` to the first step of a rank whose state is of `place`.
+    """The time from `Elastic(...)` to the first step of a rank whose state is of `position`.
 
     `own_epoch` is where the script was before. `is_apart`: the other ranks train, so this one may not communicate.
     """
@@ -31,31 +31,31 @@ class LateStart:
         carried: Carried,
         sampler: GlobalShuffle,
         own_epoch: int,
-        place: Place,
+        position: TrainingPosition,
         rollback: Rollback,
         is_apart: bool = True,
     ) -> None:
-        self._carried, self._sampler, self._place, self._rollback = carried, sampler, place, rollback
+        self._carried, self._sampler, self._position, self._rollback = carried, sampler, position, rollback
         self._digest = carried.digest()
-        sampler.set_epoch(place.epoch)  # also at its end: the others do next what the script does behind it
+        # Also at its end: the others do next what the script does behind it.
+        sampler.set_epoch(position.epoch)
         self._next = own_epoch  # that a script which counts would begin
         self._counts: bool | None = None
         sampler.known_epoch = None
-        rollback.note(place)
+        rollback.note(position)
         self._world = ApartWorld() if is_apart else None
 
     def passes_over(self) -> bool:
         """Return whether the script begins an epoch that is over. Otherwise be where the others are. Local.
 
-        Raises:
-            ConfigurationError: The script has changed what this rank received.
+        Raises ConfigurationError if the script has changed what this rank received.
         """
         known, self._sampler.known_epoch = self._sampler.known_epoch, None
         if self._counts is None:
             self._counts = known is None
         epoch = self._next if self._counts or known is None else known
         self._next = epoch + 1
-        if epoch < self._place.epoch:
+        if epoch < self._position.epoch:
             return True
         if self._world is not None:
             self._world.end()
@@ -67,7 +67,7 @@ class LateStart:
                 "epochs)."
             )
         self._rollback.undo()
-        sampler, place = self._sampler, self._place
-        sampler.move(sampler.batch, sampler.rank, place.epoch, place.position, sampler.logical)
-        sampler.set_epoch(place.epoch)
+        sampler, position = self._sampler, self._position
+        sampler.move(sampler.batch, sampler.rank, position.epoch, position.num_samples, sampler.logical)
+        sampler.set_epoch(position.epoch)
         return False

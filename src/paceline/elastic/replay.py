@@ -5,12 +5,12 @@ Rules
    were copied the gradients of every later step follow, as `optimizer.step()` finds them, with the settings of that
    step. The receiver steps its own optimizer with them: the same numbers by the same code are the same bits. With them
    comes what the devices' vote and a `GradScaler` tell a fused optimizer, so a bad step changes nothing there either.
-2. That they are is not believed but compared: by `Carried.digest`, when the membership ends. What a script changes
-   behind the optimizer's back shows there, and the rank receives everything, as if nothing had been sent.
+2. That they are is not believed but compared, by `Carried.digest`, when the receiver becomes a member. What a script
+   changes behind the optimizer's back shows there, and the rank receives everything, as if nothing had been sent.
 3. The giver never waits for the receiver. What has not been read is bounded; beyond that the giver gives up. Nor does
    it wait for an accelerator: copies are on their way to the host, and the sending thread waits for them.
 4. Frames are JSON and tensors as they are. Nothing is unpickled. Between hosts the agents connect the two, and have
-   made sure that both are of the job (`launch/elastic/state_call.py`).
+   made sure that both are of the job (`launch/elastic/links.py`).
 5. A shadow (`shadow.py`) has one giver for each rank of its host, and each gives its `Share`. Between two steps a frame
    "turn" follows the gradients. It has the step, random numbers and digests of some parameters. The first giver adds
    the rest of the state. A shadow applies a step only when this frame is there.
@@ -35,10 +35,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.comm.device import AsyncValue, is_accelerator
+from paceline.comm.device import AsyncValue
 from paceline.data import GlobalBatch
 from paceline.elastic.handover import Carried, bytes_of
-from paceline.elastic.rollback import HOST, Place, Randomness, copied, settings_of
+from paceline.elastic.rollback import HOST, Randomness, TrainingPosition, copied, settings_of
 from paceline.elastic.state_tree import PackedState, empty_tensors, pack, unpack
 from paceline.errors import ConfigurationError, PacelineError
 
@@ -48,9 +48,7 @@ _MOST_STATES = 2.0  # that may wait to be read
 _DIGEST_STEPS = 64  # in which a shadow confirms every parameter once
 _DRAIN_S, _LOOK_S = 1.0, 0.001
 _LENGTH_BYTES = 8
-_NO_SHADOW = (
-    "no shadow can follow a model on an accelerator. Save after elastic.synchronize() within the loop."
-)
+_NO_SHADOW = "the ranks train on an accelerator, whose bits no CPU repeats. Save after elastic.synchronize()."
 _SAID = (
     "found_inf",
     "grad_scale",
@@ -65,15 +63,15 @@ class Share:
     index: int
     count: int
 
-    def places(self, sizes: Sequence[int]) -> list[int]:
-        """Return the places of this part's parameters, so that the parts have about as many bytes each."""
+    def indices(self, sizes: Sequence[int]) -> list[int]:
+        """Return the indices of this part's parameters, so that the parts have about as many bytes each."""
         room = [0] * self.count
         found = []
-        for place in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
+        for index in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
             owner = room.index(min(room))
-            room[owner] += sizes[place]
+            room[owner] += sizes[index]
             if owner == self.index:
-                found.append(place)
+                found.append(index)
         return sorted(found)
 
 
@@ -87,7 +85,7 @@ class Giver:
         self._end, self._carried, self._share = end, carried, share
         self._parameters, self._num_sent = carried.parameters, 0
         parts = Share(0, 1) if share is None else share
-        self._places = parts.places([_size(each) for each in self._parameters])
+        self._indices = parts.indices([_size(each) for each in self._parameters])
         self._measure()
         self._posted = self._sent = 0  # bytes; only the thread writes the second
         self._frames: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -96,52 +94,43 @@ class Giver:
         self._begun_at: int | None = None  # the step of the first turn
         self._turned_at = -1
         self._next_digest = 0
-        if share is not None and is_accelerator(carried.device):
-            self._post({"refused": _NO_SHADOW})
-            self._leave()
-        elif share is not None:
-            self._num_sent = len(self._places)  # until the shadow asks for a snapshot
+        if share is not None:
+            self._num_sent = len(self._indices)  # until the shadow asks for a snapshot
             self._post({"bytes": sum(map(self._size_of, range(len(self._parameters))))})
-            if devices := {each.device.type for each in self._parameters} - {"cpu"}:
-                self._post({"refused": f"the ranks train on {devices.pop()}, whose bits no CPU repeats."})
+            if {each.device.type for each in self._parameters} - {"cpu"}:
+                self._post({"refused": _NO_SHADOW})
                 self._leave()
         threading.Thread(target=self._send, name="paceline-giver", daemon=True).start()
 
-    def _size_of(self, place: int) -> int:
+    def _size_of(self, index: int) -> int:
         """Return the bytes of a parameter and its states in optimizers."""
         return sum(
-            _size(each) for state in self._carried.of(self._parameters[place]) for each in _tensors_in(state)
+            _size(each) for state in self._carried.of(self._parameters[index]) for each in _tensors_in(state)
         )
 
     def _measure(self) -> None:
         """See how large the own share is. An optimizer has states only after its first step."""
-        self._total = sum(map(self._size_of, self._places))
+        self._total = sum(map(self._size_of, self._indices))
 
-    def go_on(self, place: Place, batch: GlobalBatch) -> None:
-        """A step begins at this place: copy some more. Local. `batch` is that of the job's beginning."""
+    def go_on(self, position: TrainingPosition, batch: GlobalBatch) -> None:
+        """A step begins at this position: copy some more. Local. `batch` is that of the job's beginning."""
         if self._share is not None:
-            self._turn(place, batch)
+            self._turn(position, batch)
         begun, stop = self._posted, max(_LEAST_BYTES, self._total // _NUM_STEPS)
-        while not self.is_over and self._num_sent < len(self._places) and self._posted - begun < stop:
-            index = self._places[self._num_sent]
-            self._post({"place": index, "state": copied(self._carried.of(self._parameters[index]))})
+        while not self.is_over and self._num_sent < len(self._indices) and self._posted - begun < stop:
+            index = self._indices[self._num_sent]
+            self._post({"index": index, "state": copied(self._carried.of(self._parameters[index]))})
             self._num_sent += 1
-            if self._num_sent == len(self._places):
+            if self._num_sent == len(self._indices):
                 self._post({"is_whole": True})
 
-    def end(self, place: Place, batch: GlobalBatch) -> int:
-        """End the transfer at this place. Return the digest of all that was given, or 0. Local."""
-        if self._share is not None:
-            if place.step > self._turned_at:
-                self._turn(place, batch)
-            self._leave()
-            return 0
-        self._post({"end": place.step})
-        is_whole = not self.is_over and self._num_sent == len(self._places)
+    def end(self, position: TrainingPosition, batch: GlobalBatch) -> None:
+        """End the transfer at this position. Local."""
+        if self._share is None:
+            self._post({"end": position.step})
+        elif position.step > self._turned_at:
+            self._turn(position, batch)
         self._leave()
-        with contextlib.suppress(ConfigurationError):
-            return self._carried.digest() if is_whole else 0
-        return 0
 
     # ---- to a shadow
 
@@ -153,28 +142,28 @@ class Giver:
                 return
             time.sleep(_LOOK_S)
 
-    def _turn(self, place: Place, batch: GlobalBatch) -> None:
+    def _turn(self, position: TrainingPosition, batch: GlobalBatch) -> None:
         """Post what belongs to the end of a step, and hear what the shadow asks for."""
         assert self._share is not None
         if self.is_over or (self._is_behind and self._sent < self._posted):
             return
         is_first = self._begun_at is None
         if self._begun_at is None:
-            self._begun_at = place.step
+            self._begun_at = position.step
         asked_for = self._asked_for()
         is_anew = self._is_behind or asked_for not in (None, self._begun_at)
         if is_anew or self._turned_at in (-1, self._begun_at):
             self._measure()
-        self._is_behind, self._turned_at = False, place.step
+        self._is_behind, self._turned_at = False, position.step
         if is_anew:
             self._num_sent = 0
             self._post({"snapshot": True})
-        tree: dict[str, Any] = {"turn": place.step}
+        tree: dict[str, Any] = {"turn": position.step}
         if self._share.index == 0:
-            tree["rest"] = copied(self._carried.rest_tree(place, batch))
+            tree["rest"] = copied(self._carried.rest_tree(position, batch))
         else:
             tree["randomness"] = Randomness().as_tree()
-        if not is_first and self._num_sent == len(self._places):
+        if not is_first and self._num_sent == len(self._indices):
             tree["digests"] = self._some_digests()
         self._post(tree)
 
@@ -190,12 +179,12 @@ class Giver:
         """Return the digests of a few parameters, so that all have their turn in `_DIGEST_STEPS`."""
         found: list[tuple[int, int]] = []
         num_bytes = 0
-        while self._places and (not found or num_bytes < self._total / _DIGEST_STEPS):
-            place = self._places[self._next_digest % len(self._places)]
-            found.append((place, self._carried.digest_of(self._parameters[place])))
-            num_bytes += self._size_of(place)
+        while self._indices and (not found or num_bytes < self._total / _DIGEST_STEPS):
+            index = self._indices[self._next_digest % len(self._indices)]
+            found.append((index, self._carried.digest_of(self._parameters[index])))
+            num_bytes += self._size_of(index)
             self._next_digest += 1
-            if len(found) == len(self._places):
+            if len(found) == len(self._indices):
                 break
         return found
 
@@ -207,9 +196,9 @@ class Giver:
             return  # a step that was given up: another rank may have completed it, and no share of it may look sent
         own = set(map(id, stepped))
         found = [
-            (place, gradient)
-            for place in self._places[: self._num_sent]
-            if (gradient := self._parameters[place].grad) is not None and id(self._parameters[place]) in own
+            (index, gradient)
+            for index in self._indices[: self._num_sent]
+            if (gradient := self._parameters[index].grad) is not None and id(self._parameters[index]) in own
         ]
         if any(gradient.layout is not torch.strided for _, gradient in found):
             self._post({"refused": "sparse gradients are not sent. Leave out sparse=True."})
@@ -219,7 +208,7 @@ class Giver:
                 {
                     "optimizer": self._carried.optimizers.index(optimizer),
                     "settings": [settings_of(group) for group in optimizer.param_groups],
-                    "gradients": [(place, gradient.clone()) for place, gradient in found],
+                    "gradients": [(index, gradient.clone()) for index, gradient in found],
                     "said": {
                         name: each.clone()
                         for name in _SAID
@@ -236,10 +225,11 @@ class Giver:
         except ConfigurationError:  # nothing that can be sent
             self._leave()
             return
-        num_bytes = sum(map(_size, packed.tensors))
+        num_bytes = len(packed.words) + sum(map(_size, packed.tensors))
         if self._posted + num_bytes - self._sent <= _MOST_STATES * self._total + _LEAST_BYTES:
             self._posted += num_bytes
-            self._frames.put((packed.words, [t if t.is_cpu else AsyncValue(t) for t in packed.tensors]))
+            tensors = [t if t.is_cpu else AsyncValue(t) for t in packed.tensors]
+            self._frames.put((packed.words, tensors, num_bytes))
         elif self._share is None:
             self._leave()
         else:
@@ -255,12 +245,12 @@ class Giver:
     def _send(self) -> None:
         with self._end, contextlib.suppress(OSError):
             while (frame := self._frames.get()) is not None:
-                words, tensors = frame
+                words, tensors, num_bytes = frame
                 self._end.sendall(len(words).to_bytes(_LENGTH_BYTES, "big") + words)
                 for each in tensors:
                     tensor = each.read() if isinstance(each, AsyncValue) else each
                     self._end.sendall(bytes_of(tensor).data)
-                    self._sent += _size(tensor)
+                self._sent += num_bytes
         self.is_over = True
 
 
@@ -305,20 +295,20 @@ def receive(
 def take(tree: Any, carried: Carried) -> None:
     """Carry out one frame. Local."""
     if "state" in tree:
-        carried.put(carried.parameters[tree["place"]], tree["state"])
+        carried.put(carried.parameters[tree["index"]], tree["state"])
     elif "gradients" in tree:
         optimizer = carried.optimizers[tree["optimizer"]]
         for group, settings in zip(optimizer.param_groups, tree["settings"], strict=True):
             group.update(settings)
-        for place, gradient in tree["gradients"]:
-            carried.parameters[place].grad = gradient
+        for index, gradient in tree["gradients"]:
+            carried.parameters[index].grad = gradient
         for name, value in tree["said"].items():
             setattr(optimizer, name, value)
         optimizer.step()
         for name in tree["said"]:
             delattr(optimizer, name)
-        for place, _ in tree["gradients"]:
-            carried.parameters[place].grad = None
+        for index, _ in tree["gradients"]:
+            carried.parameters[index].grad = None
 
 
 def read_frame(end: socket.socket, device: torch.device = HOST) -> Any:

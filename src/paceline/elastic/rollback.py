@@ -35,12 +35,12 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
-class Place:
+class TrainingPosition:
     """The position of training. After the last step of an epoch it is that epoch's end, until the next loop begins."""
 
     step: int  # steps that have been completed
     epoch: int  # of the data, for the next step
-    position: int  # samples of it before that step
+    num_samples: int  # samples of it before that step
 
 
 class Randomness:
@@ -68,7 +68,6 @@ class Randomness:
         random.setstate(self._python)
 
     def as_tree(self) -> dict[str, Any]:
-        """Return the random states for another rank."""
         return {
             "torch": self._torch,
             "numpy": self._numpy,
@@ -94,10 +93,7 @@ def _words_of_numpy() -> bytes | None:
 
 
 class Buffers:
-    """All buffers of a module, those that are None as well, by (place among its modules, name).
-
-    Modules that are put into it later are not looked for.
-    """
+    """All buffers of a module, also those that are None, by (place among its modules, name); not of later modules."""
 
     def __init__(self, module: Module) -> None:
         self._holders = [each._buffers for each in module.modules()]
@@ -136,8 +132,7 @@ def put_extra_state(module: Module, given: Mapping[str, Any]) -> None:
 class Note:
     """The state in which one step began on this host."""
 
-    step: int  # completed steps before
-    place: Place
+    position: TrainingPosition
     buffers: dict[tuple[int, str], Tensor]
     extra_state: dict[str, Any]
     randomness: Randomness
@@ -149,11 +144,7 @@ class Note:
 class Rollback:
     """Remembers how steps began: buffers, optimizers' settings, and the state of what else steps behind a window.
 
-    Args:
-        module: The wrapped one.
-        optimizers: Those that step its parameters.
-        others: Schedules, scalers and averages of the script.
-        device: The accelerator of the module, whose generator counts as well; the CPU if there is none.
+    `others` are schedules, scalers and averages of the script. The generator of the module's `device` counts as well.
     """
 
     def __init__(
@@ -170,15 +161,14 @@ class Rollback:
         self._free: list[dict[tuple[int, str], Tensor]] = []  # memory of notes that are not needed any more
         self._last_randomness: Randomness | None = None
 
-    def note(self, place: Place, num_known: int | None = None) -> None:
-        """A step begins at `place`. Forget steps before `num_known`; None: all of them. Local."""
-        while self._notes and (num_known is None or self._notes[0].step < num_known):
+    def note(self, position: TrainingPosition, num_known: int | None = None) -> None:
+        """A step begins at `position`. Forget steps before `num_known`; None: all of them. Local."""
+        while self._notes and (num_known is None or self._notes[0].position.step < num_known):
             self._free = [self._notes.popleft().buffers]
         self._last_randomness = Randomness(self._last_randomness, self._device)
         self._notes.append(
             Note(
-                place.step,
-                place,
+                position,
                 self._copied_buffers(),
                 copied(extra_state(self._module)) if self._has_extra_state else {},
                 self._last_randomness,
@@ -199,9 +189,9 @@ class Rollback:
             torch._foreach_copy_(list(kept.values()), [each.detach() for each in now.values()])
         return kept
 
-    def undo(self, step: int | None = None) -> Place:
-        """Restore the state in which a step began, the last one or that after so many; returns its place. Local."""
-        while step is not None and self._notes[-1].step > step:
+    def undo(self, step: int | None = None) -> TrainingPosition:
+        """Restore the state in which a step began, the last one or that after so many; returns its position. Local."""
+        while step is not None and self._notes[-1].position.step > step:
             self._notes.pop()
         note = self._notes[-1]
         note.randomness.restore()
@@ -216,7 +206,7 @@ class Rollback:
                     del each.state[parameter]
         for each, state in zip(self._others, note.states, strict=True):
             _put_state(each, copied(state))
-        return note.place
+        return note.position
 
     @torch.no_grad()
     def keep_indices(self, is_good: Tensor) -> None:
@@ -232,7 +222,6 @@ class Rollback:
 
 
 def _filled(optimizer: Optimizer) -> dict[Tensor, int]:
-    """Return how many values an optimizer keeps for each parameter."""
     return {key: len(kept) for key, kept in optimizer.state.items() if isinstance(key, Tensor)}
 
 
@@ -244,7 +233,6 @@ def _state_of(other: Any) -> Any:
 
 
 def _put_state(other: Any, state: Any) -> None:
-    """Take back what `_state_of` was."""
     if isinstance(other, torch.amp.GradScaler):
         vars(other).update(state)
         getattr(other, _WITHIN_A_STEP).clear()

@@ -9,6 +9,8 @@ Rules
    holds, and takes a snapshot.
 4. It copies its state for a checkpoint, and a thread writes the copy. Givers wait for neither.
 5. When all ranks are gone, it writes what it holds.
+6. A spare is a shadow that the launch has started. The agent lets it take the place of a lost rank, if it holds the
+   whole state. Then it is a member like others, and the launch starts another shadow.
 """
 
 from __future__ import annotations
@@ -23,15 +25,24 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from paceline.elastic.agent_connection import SHADOW, AgentConnection, Ready, Receive, Refused
+from paceline.elastic.agent_connection import (
+    SHADOW,
+    AgentConnection,
+    CaughtUp,
+    RankAssignment,
+    Ready,
+    Receive,
+    Refused,
+    StillReplaying,
+)
 from paceline.elastic.checkpoints import CheckpointFolder, snapshot
 from paceline.elastic.handover import Carried
-from paceline.elastic.replay import read_frame, take
+from paceline.elastic.replay import Replayed, read_frame, take
 from paceline.errors import ConfigurationError, PacelineError, ReplicaMismatchError
 from paceline.host.processes import available_bytes
 
@@ -48,12 +59,22 @@ class ShadowOrders:
     keep: int  # how many it keeps
     write_every_s: float
     job: str  # name of the socket at which the agent listens
+    is_spare: bool = False  # whether it takes the place of a lost rank
 
     @classmethod
     def of_this_process(cls) -> ShadowOrders | None:
         """Return the orders of this process; None: it is no shadow."""
         words = os.environ.get(SHADOW)
         return None if words is None else cls(**json.loads(words))
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """The place of a lost rank, which a shadow takes, and what it holds; None: not all of it."""
+
+    connection: AgentConnection
+    assignment: RankAssignment
+    held: Replayed | None
 
 
 @dataclass
@@ -73,7 +94,7 @@ class _Stream:
 
     def __init__(self, end: socket.socket, index: int) -> None:
         self._end, self.index = end, index
-        self.ahead = _Bundle()
+        self.ahead, self.asked_for = _Bundle(), _NO_STEP
         self.is_first = True  # nothing was applied yet
         self.is_valid = False  # the shadow holds its parameters as they were behind the last turn
         self.is_complete = False  # all of them
@@ -81,6 +102,7 @@ class _Stream:
 
     def ask(self, step: int) -> None:
         """Say which step the shadow holds. A giver that is gone hears nothing."""
+        self.asked_for = step
         with contextlib.suppress(OSError):
             self._end.sendall(step.to_bytes(_POSITION_BYTES, "big", signed=True))
 
@@ -89,9 +111,8 @@ class _Stream:
         bundle = self.ahead
         while bundle.turn is None and not self.has_ended:
             tree = None
-            with contextlib.suppress(
-                OSError, PacelineError, ValueError
-            ):  # a giver that was killed, or is none
+            # The giver may have been killed, or the peer may be no giver.
+            with contextlib.suppress(OSError, PacelineError, ValueError):
                 tree = read_frame(self._end)
             if tree is None:
                 self.has_ended = True
@@ -114,10 +135,20 @@ class _Stream:
 
 
 class Shadow:
-    """Follows the ranks of a job with `carried`, and writes checkpoints into `folder` as `orders` say."""
+    """Follows the ranks of a job with `carried`, and writes checkpoints into `folder` as `orders` say.
 
-    def __init__(self, carried: Carried, folder: CheckpointFolder, orders: ShadowOrders) -> None:
+    `says_whole` is told whether the shadow holds the whole state, whenever that changes.
+    """
+
+    def __init__(
+        self,
+        carried: Carried,
+        folder: CheckpointFolder,
+        orders: ShadowOrders,
+        says_whole: Callable[[bool], object] = lambda _: None,
+    ) -> None:
         self._carried, self._folder, self._orders = carried, folder, orders
+        self._says_whole = says_whole
         self.step, self.is_whole = _NO_STEP, False
         self._rest: dict[str, Any] = {}  # of the last step that was applied
         self._streams: list[_Stream] = []
@@ -142,6 +173,8 @@ class Shadow:
         finally:
             for each in self._streams:
                 each.close()
+        if self.is_whole and not self._orders.is_spare:
+            self._write_aside()  # an engine may start all ranks again at once, which resume then
 
     def _advance(self) -> bool:
         """Apply what comes next. Return False if nothing does: what a shadow holds then is a completed step."""
@@ -187,10 +220,16 @@ class Shadow:
 
     def _apply(self, turn: int, streams: Sequence[_Stream]) -> None:
         bundles = [each.ahead for each in streams]
+        if turn > self.step:
+            for each in self._streams:
+                if each not in streams:  # its share of this step never comes, only a snapshot does
+                    each.is_valid = each.is_complete = False
         for each in streams:
             if each.is_first:
                 each.is_first = False
                 each.is_valid = each.is_complete = self.is_whole
+                if not self.is_whole and turn == each.asked_for:  # then it sends no snapshot by itself
+                    each.ask(_NO_STEP)
             if each.ahead.is_snapshot:
                 each.is_valid, each.is_complete = True, False
             each.is_complete = each.is_complete or each.ahead.is_whole
@@ -209,6 +248,8 @@ class Shadow:
             each.ahead = _Bundle()
         was_whole, self.step = self.is_whole, turn
         self.is_whole = all(each.is_complete and each.is_valid for each in self._streams) and bool(self._rest)
+        if self.is_whole != was_whole:
+            self._says_whole(self.is_whole)
         if self.is_whole and not was_whole:
             self._note(f"follows the training from step {turn} on")
         if self.is_whole:
@@ -231,7 +272,7 @@ class Shadow:
                     "other than by optimizer.step() is not followed. Leave it out, or save checkpoints by "
                     "Elastic(checkpoint=...)."
                 )
-            self.is_whole = False
+            self._is_not_whole()
             self._note(f"error: {words}; takes a new snapshot")
             self._ask_for_snapshot()
             return
@@ -241,7 +282,11 @@ class Shadow:
         if self.step > self._written:
             self._finish_writing()
             self._write_aside()
+        self._is_not_whole()
+
+    def _is_not_whole(self) -> None:
         self.is_whole = False
+        self._says_whole(False)
 
     def _ask_for_snapshot(self) -> None:
         for each in self._streams:
@@ -294,6 +339,16 @@ class Shadow:
         newest = self._folder.newest()
         self._note("no checkpoint was written" if newest is None else f"the newest checkpoint is {newest}")
 
+    def release(self) -> Replayed | None:
+        """Leave the folder to another shadow. Return what this one holds, or None if not all of it."""
+
+        def close() -> None:
+            self._finish_writing()
+            self._folder.close()
+
+        threading.Thread(target=close, name="paceline-checkpoint").start()
+        return Replayed(self.step, self._carried.digest()) if self.is_whole else None
+
     def _note(self, words: str) -> None:
         sys.stderr.write(f"paceline shadow: {words}\n")
 
@@ -312,8 +367,14 @@ class _TerminatedError(BaseException):
     """A signal asks this process to end. No handler of a giver's errors may catch it."""
 
 
-def run(orders: ShadowOrders, carried: Carried, card: str) -> None:
-    """Follow the job until it ends; then this process ends. Blocks.
+def run(orders: ShadowOrders, carried: Carried, card: str, saves: bool) -> Promotion:
+    """Follow the job until this process takes the place of a lost rank, or the job ends. Blocks.
+
+    Args:
+        orders: The task.
+        carried: The state that follows.
+        card: What this process has in common with the ranks.
+        saves: Whether it makes a checkpoint as a rank, if training cannot go on.
 
     Raises:
         SystemExit: The job has ended, or this process was asked to end. What the shadow held is written.
@@ -322,13 +383,20 @@ def run(orders: ShadowOrders, carried: Carried, card: str) -> None:
     """
     folder = CheckpointFolder(orders.folder, card, orders.keep)
     folder.open()
-    shadow = Shadow(carried, folder, orders)
-    line = AgentConnection.to_job(orders.job)
-    line.tell(Ready(card))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _raise_terminated)
+    connection = AgentConnection.to_job(orders.job)
+    shadow = Shadow(
+        carried,
+        folder,
+        orders,
+        lambda is_whole: connection.tell(CaughtUp() if is_whole else StillReplaying()),
+    )
+    connection.tell(Ready(card, saves, is_spare=orders.is_spare))
+    before = {number: signal.signal(number, _raise_terminated) for number in (signal.SIGTERM, signal.SIGINT)}
     with contextlib.suppress(_TerminatedError):
-        _obey(line, shadow)
+        if (assignment := _obey(connection, shadow)) is not None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            return Promotion(connection, assignment, shadow.release())
     shadow.finish()
     raise SystemExit(0)
 
@@ -339,15 +407,17 @@ def _raise_terminated(number: int, _: FrameType | None) -> None:
     raise _TerminatedError(signal.Signals(number).name)
 
 
-def _obey(line: AgentConnection, shadow: Shadow) -> None:
-    """Follow one membership after the other, as the agent says, until it is gone."""
+def _obey(connection: AgentConnection, shadow: Shadow) -> RankAssignment | None:
+    """Follow one membership after the other, as the agent says. Return a place in one; None: the agent is gone."""
     ends: list[socket.socket] = []
-    while (message := line.hear()) is not None:
+    while (message := connection.hear()) is not None:
         if isinstance(message, Refused):
             raise ReplicaMismatchError(message.why)
+        if isinstance(message, RankAssignment):
+            return message
         if not isinstance(message, Receive):
             continue
-        end = line.handed.popleft()
+        end = connection.handed.popleft()
         if message.share == 0:
             for each in ends:
                 each.close()
@@ -357,3 +427,4 @@ def _obey(line: AgentConnection, shadow: Shadow) -> None:
             shadow.begin(ends)
             shadow.follow()
             ends = []
+    return None

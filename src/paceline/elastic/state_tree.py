@@ -50,11 +50,8 @@ def _described(value: Any, where: str, found: dict[int, tuple[int, Tensor]]) -> 
         return value
     if _is_plain_tensor(value):
         place, _ = found.setdefault(id(value), (len(found), value))
-        kind, where_it_is = (
-            str(value.dtype).removeprefix("torch."),
-            {} if value.is_cpu else {"on_device": True},
-        )
-        return {"t": place, "shape": list(value.shape), "dtype": kind, **where_it_is}
+        described = {"t": place, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        return described if value.is_cpu else {**described, "on_device": True}
     if isinstance(value, Mapping):
         return {"d": [[inner(key), inner(each, key)] for key, each in value.items()]}
     if isinstance(value, (list, tuple)):

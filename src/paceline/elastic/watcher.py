@@ -51,7 +51,7 @@ from paceline.errors import PeerLostError, ReplicaMismatchError
 _AGAIN_RATIO, _AGAIN_S = 0.05, 0.005
 _STORE_S = 0.2  # from the agent's word until the store's is
 _NOTICE_S = 1.0  # between two looks at a file, or two calls of a function, that tells of a notice
-_NOTICES = (signal.SIGTERM, signal.SIGUSR1)
+NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 NO_EPOCH = -1
 Told = RankAssignment | Refused | Ended | Leave | socket.socket | None
 
@@ -72,20 +72,32 @@ class LeavingError(PeerLostError):
         self.told = told
 
 
+def when_noticed(notice: Callable[[], object] | str | os.PathLike[str], tell: Callable[[], object]) -> None:
+    """Call `tell` on another thread, once the file `notice` exists or the function `notice` returns true."""
+    function = notice if callable(notice) else Path(notice).exists
+
+    def look() -> None:
+        while not function():
+            time.sleep(_NOTICE_S)
+        tell()
+
+    threading.Thread(target=look, name="paceline-notice", daemon=True).start()
+
+
 class Watcher:
     """This rank's ear for its agent: the `epoch` of its membership, and since when (`since_s`) that is over.
 
     `leave` ends what an accelerator waits for (rule 4).
     """
 
-    def __init__(self, line: AgentConnection, leave: DeviceExit | None = None) -> None:
-        self._line, self._leave = line, leave
+    def __init__(self, connection: AgentConnection, leave: DeviceExit | None = None) -> None:
+        self._connection, self._leave = connection, leave
         self._device_is_free = threading.Event()  # it waits for no rank of a membership that is over (rule 4)
         self._device_is_free.set()
         self._is_aborting = False
         self.epoch = NO_EPOCH
         self._over = NO_EPOCH  # the last epoch that has ended, by the agent's word
-        self._why = ""
+        self.why = ""  # in words
         self._pause: Pause | None = None
         self.since_s = 0.0
         self._acknowledged = True
@@ -94,7 +106,7 @@ class Watcher:
         self._to_store: frozenset[int] = frozenset()
         self._is_alone = False  # the agent is gone
         self._to_give: deque[tuple[Give, socket.socket]] = deque()
-        self._seats: queue.SimpleQueue[Told] = queue.SimpleQueue()
+        self._assignments: queue.SimpleQueue[Told] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._noticed, self._wakes = os.pipe()  # signals, as Python's own handler writes them
         self.takes_signals = False
@@ -105,13 +117,7 @@ class Watcher:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the membership that this rank is in has ended."""
         return self._over >= self.epoch
-
-    @property
-    def why(self) -> str:
-        """Return why it has, in words."""
-        return self._why
 
     @property
     def wants_pause(self) -> bool:
@@ -133,7 +139,7 @@ class Watcher:
             self._acknowledged = False
             if self._over >= epoch:
                 self._acknowledged = True
-                raise OverError(f"the membership of epoch {epoch} was over before it began: {self._why}")
+                raise OverError(f"the membership of epoch {epoch} was over before it began: {self.why}")
             if self._leave is not None:
                 self._leave.enter()
                 self._is_aborting = False
@@ -146,7 +152,7 @@ class Watcher:
             self._to_store = opened & connections.to_port(store_port)
             self._chosen = opened - self._to_store
             if self._over >= self.epoch:
-                raise OverError(f"the membership of epoch {self.epoch} was over as it began: {self._why}")
+                raise OverError(f"the membership of epoch {self.epoch} was over as it began: {self.why}")
 
     def acknowledge(self) -> None:
         """The main thread waits for nothing any more. What it has launched, and not waited for, ends."""
@@ -173,18 +179,15 @@ class Watcher:
         with self._changed:
             return self._to_give.popleft() if self._to_give else None
 
-    def next_seat(self) -> RankAssignment | socket.socket:
-        """This rank's next place, or first where the others' state comes from; blocks.
+    def next_assignment(self) -> RankAssignment | socket.socket:
+        """Return this rank's next assignment, or first where the others' state comes from; blocks.
 
-        Raises:
-            ReplicaMismatchError: It cannot come in.
-            EndedError: Training does not go on.
-            LeavingError: This rank does not go on.
-            PeerLostError: The agent is gone.
+        Raises ReplicaMismatchError if the rank cannot come in, EndedError if training does not go on, LeavingError if
+        the rank does not. Raises PeerLostError if the agent is gone.
         """
-        told = self._seats.get()
-        while not (self._seats.empty() or isinstance(told, (socket.socket, Leave))):
-            told = self._seats.get()
+        told = self._assignments.get()
+        while not (self._assignments.empty() or isinstance(told, (socket.socket, Leave))):
+            told = self._assignments.get()
         if isinstance(told, Leave):
             raise LeavingError(told)
         if isinstance(told, Refused):
@@ -195,11 +198,15 @@ class Watcher:
             raise PeerLostError(
                 "the agent of this host has ended, so no process says any more which ranks train together. Start again "
                 "from the last checkpoint."
-                if self._line.is_guest
-                else "the launcher has ended, and with it the job: nobody says any more which ranks train together. "
+                if self._connection.is_guest
+                else "the launcher has ended, and with it the job: no agent says any more which ranks train together. "
                 "Start again from the last checkpoint."
             )
         return told
+
+    def begin_with(self, assignment: RankAssignment) -> None:
+        """Let this be the first place that `next_assignment` returns. Local."""
+        self._assignments.put(assignment)
 
     # ---- notices
 
@@ -207,14 +214,13 @@ class Watcher:
         """Take SIGTERM and SIGUSR1 as notices, unless the script handles them. Only the main thread can."""
         if threading.current_thread() is not threading.main_thread():
             return
-        mine = [each for each in _NOTICES if signal.getsignal(each) is signal.SIG_DFL]
+        mine = [each for each in NOTICES if signal.getsignal(each) is signal.SIG_DFL]
         for each in mine:
             signal.signal(each, self._take_signal)
         os.set_blocking(self._wakes, False)
         before = signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False) if mine else -1
-        if (
-            before != -1
-        ):  # the script's; the handler runs, too, but later, if the main thread waits in native code
+        if before != -1:
+            # The script's. The handler runs too, but later if the main thread waits in native code.
             signal.set_wakeup_fd(before)
         self.takes_signals = bool(mine)
 
@@ -232,15 +238,7 @@ class Watcher:
 
     def ask(self, notice: Callable[[], object] | str | os.PathLike[str]) -> None:
         """Look for a notice from now on: a file that appears, or a function that returns something true. Local."""
-        path = None if callable(notice) else Path(notice)
-        function = path.exists if path is not None else notice
-
-        def look() -> None:
-            while not function():  # type: ignore[operator]
-                time.sleep(_NOTICE_S)
-            self._line.tell(Notice())
-
-        threading.Thread(target=look, name="paceline-notice", daemon=True).start()
+        when_noticed(notice, lambda: self._connection.tell(Notice()))
 
     @contextlib.contextmanager
     def shielding(self) -> Iterator[None]:
@@ -248,7 +246,7 @@ class Watcher:
         if not self.takes_signals:
             yield
             return
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOTICES)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
         try:
             yield
         finally:
@@ -260,12 +258,12 @@ class Watcher:
         while True:
             is_breaking = self.is_over and not self._acknowledged
             again_s = max(_AGAIN_S, _AGAIN_RATIO * (time.monotonic() - self.since_s))
-            ears = [self._line.fileno(), self._noticed]
+            ears = [self._connection.fileno(), self._noticed]
             ready = select.select(ears, [], [], again_s if is_breaking else None)[0]
             if self._noticed in ready:
                 self._take_notices(os.read(self._noticed, 64))
-            if self._line.fileno() in ready:
-                message = self._line.hear()
+            if self._connection.fileno() in ready:
+                message = self._connection.hear()
                 self._take(message)
                 if message is None:
                     break
@@ -276,8 +274,9 @@ class Watcher:
             self._take_notices(os.read(self._noticed, 64))
 
     def _take_notices(self, numbers: bytes) -> None:
-        told = [each for each in _NOTICES if each in numbers]
-        if told and not self._line.tell(Notice()):  # the agent is gone, and with it what the handler is for
+        told = [each for each in NOTICES if each in numbers]
+        if told and not self._connection.tell(Notice()):
+            # The agent is gone, and with it what the handler is for.
             os._exit(128 + told[0])
 
     def _break(self) -> None:
@@ -303,24 +302,24 @@ class Watcher:
                     self.since_s = time.monotonic()
                 if self._leave is not None and message.epoch >= self.epoch:
                     self._leave.withdraw()
-                self._over, self._why = max(self._over, message.epoch), message.why
+                self._over, self.why = max(self._over, message.epoch), message.why
             elif isinstance(message, Pause):
                 self._pause = message
             elif isinstance(message, Give):
-                end = self._line.handed.popleft()
+                end = self._connection.handed.popleft()
                 if message.epoch >= self.epoch:  # the agent may be ahead of the main thread
                     self._to_give.append((message, end))
                 else:
                     end.close()
             elif isinstance(message, Receive):
-                self._seats.put(self._line.handed.popleft())
+                self._assignments.put(self._connection.handed.popleft())
             elif isinstance(message, Leave) and message.at_once:
                 os._exit(message.code)  # as a signal would, whatever the main thread waits for
             elif isinstance(message, (RankAssignment, Refused, Ended, Leave)):
-                self._seats.put(message)
+                self._assignments.put(message)
             elif isinstance(message, Said):
                 sys.stderr.write(f"paceline: {message.words}\n")
             elif message is None:
                 self._is_alone = True
-                self._seats.put(None)
+                self._assignments.put(None)
             self._changed.notify_all()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import ipaddress
 import socket
+import struct
 
 LOOPBACK = "127.0.0.1"
 ELSEWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737): no host of any network here
 _DISCARD_PORT = 9
+_SIOCGIFADDR = 0x8915
 
 
 def is_loopback(host: str) -> bool:
@@ -28,7 +32,7 @@ def addresses_of(name: str) -> list[str]:
 
 
 def own_address_towards(host: str, family: int = socket.AF_UNSPEC) -> str:
-    """This host's address on the route to another, by name or address; "" if there is none. Sends nothing."""
+    """Return this host's address on the route to another host; "" if there is no route. Sends nothing."""
     try:
         found = socket.getaddrinfo(host, _DISCARD_PORT, family, socket.SOCK_DGRAM)
         family, kind, protocol, _, place = found[0]
@@ -37,3 +41,21 @@ def own_address_towards(host: str, family: int = socket.AF_UNSPEC) -> str:
             return str(probe.getsockname()[0])
     except (OSError, UnicodeError):
         return ""
+
+
+def interfaces() -> dict[str, str]:
+    """Return the IPv4 address of each network interface of this host that others may reach, by the interface's name."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                words = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if not is_loopback(address := socket.inet_ntoa(words[20:24])):
+                    found[name] = address
+    return found
+
+
+def interface_towards(host: str) -> str:
+    """Return the name of the network interface that leads to another host; "" if none, or loopback, does."""
+    own = own_address_towards(host)
+    return next((name for name, address in interfaces().items() if address == own), "")

@@ -39,10 +39,7 @@ def start_time_of(pid: int) -> str:
 
 
 def whereabouts(*namespaces: str) -> str:
-    """Return words that two processes have in common if they run under one boot of one kernel, in these namespaces.
-
-    Raises OSError if the kernel does not say.
-    """
+    """Return a text that processes under one boot, in these namespaces, have in common. Raises OSError if unknown."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return "/".join([boot, *(str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in namespaces)])
 
@@ -57,7 +54,7 @@ class Vitals:
 
 
 class VitalSigns:
-    """Looks at one process again and again: a file that stays open, for some microseconds a look."""
+    """The vitals of one process, read repeatedly from a file that stays open: some microseconds per look."""
 
     def __init__(self, pid: int) -> None:
         # Not /proc/PID/stat, which counts what all threads use: some look after a main thread that hangs.
@@ -111,7 +108,7 @@ class ProcessIdentity:
         return f"(process {self.pid} on {self.host})"
 
     def state(self) -> str:
-        """The kernel's letter, as `state_of`; UNKNOWN for a process that cannot be seen from here."""
+        """Return the kernel's letter, as `state_of`. It is UNKNOWN for a process of another host or namespace."""
         if not self.where or self.where != ProcessIdentity.of_this_process().where:
             return UNKNOWN
         return state_of(self.pid) if start_time_of(self.pid) == self.start_time else GONE
@@ -132,7 +129,7 @@ def stat_of(process: int | str) -> list[str]:
 
 
 def children_of(pid: int | str) -> list[int]:
-    """A process's children; "self" is this one."""
+    """Return the children of a process; "self" is this one."""
     found: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -169,7 +166,7 @@ _LEAST_FAULTS = 50
 
 @dataclass(frozen=True)
 class Activity:
-    """Totals of a process and its descendants, since they started."""
+    """The totals of a process and its descendants, since they started."""
 
     on_core_s: float  # on a core, or waiting for a disk
     queued_s: float  # ready for a core
@@ -190,7 +187,7 @@ class Activity:
 
 
 def activity_of(pid: int) -> Activity:
-    """Read it. Of a process that is not there: nothing."""
+    """Return the activity of a process and its descendants; all zeros if there is no such process."""
     tree = family_of(pid)
     fields = [found for each in tree if (found := _fields(each))]
     ticks = sum(sum(map(int, found[_TIMES])) + int(found[_DISK_TIME]) for found in fields)

@@ -110,7 +110,7 @@ def kernel_words(pid: int) -> str:
 
 
 def py_spy() -> str | None:
-    """The program, on the PATH or beside this Python."""
+    """Return the path of py-spy, from PATH or beside this Python; None if it is not installed."""
     return shutil.which("py-spy") or shutil.which("py-spy", path=sysconfig.get_path("scripts"))
 
 

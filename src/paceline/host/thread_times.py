@@ -11,14 +11,14 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.host.processes import children_of, stat_of
+from paceline.host.processes import stat_of
 
 _ROOT = Path("/")
 
 
 @dataclass(frozen=True)
 class ThreadTimes:
-    """Counts since the thread began; 0 where the kernel does not say."""
+    """The kernel's counters of a thread since it began; 0 if the kernel does not count."""
 
     cpu_s: float  # on a core
     queued_s: float  # ready, and waiting for a core; contains `throttled_s`
@@ -28,10 +28,7 @@ class ThreadTimes:
 
 
 class ThreadClock:
-    """Reads the times of the thread that made it; in another thread, or a forked process, make another.
-
-    Its files are closed with it.
-    """
+    """The counters of the thread that made this object, for no other thread or process. Its files close with it."""
 
     def __init__(self) -> None:
         self._schedstat = self._quota = -1
@@ -39,7 +36,7 @@ class ThreadClock:
         self._quota = next((fd for path in _quota_files() if (fd := _opened(path)) >= 0), -1)
 
     def read(self) -> ThreadTimes:
-        """The counts now. Never raises; five microseconds."""
+        """Return the present counters. It never raises, and takes five microseconds."""
         cpu_ns, queued_ns = _numbers(self._schedstat, 2)
         usage = resource.getrusage(resource.RUSAGE_THREAD)
         throttled_s = _throttled_s(_read(self._quota))
@@ -49,7 +46,6 @@ class ThreadClock:
         self.close()
 
     def close(self) -> None:
-        """Let go of the files."""
         for file in (self._schedstat, self._quota):
             if file >= 0:
                 os.close(file)
@@ -108,26 +104,17 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _SHOWN = 3
 
 
-@dataclass(frozen=True)
-class CoreUse:
-    """A process that ran on the core last, and its time on any core since the look before."""
-
-    pid: int
-    name: str
-    cpu_s: float
-
-
 class CoreNeighbours:
-    """Looks now and then; the first look finds nothing, as it has nothing to compare with."""
+    """Finds the processes that share this thread's core. The first look finds none: it has nothing to compare with."""
 
     def __init__(self) -> None:
         self._before: dict[int, float] = {}
 
-    def look(self) -> tuple[CoreUse, ...]:
-        """Return the processes that used this thread's core most since the look before, most first."""
+    def look(self) -> list[tuple[int, str, float]]:
+        """Return the processes that used this core most since the look before: id, name, seconds; most first."""
         used: dict[int, float] = {}
         found = []
-        core = _core_of_this_thread()
+        core = _of_this_thread(_CORE)
         for name in os.listdir("/proc"):  # noqa: PTH208  half as long as iterdir
             if not name.isdigit() or (pid := int(name)) == os.getpid():
                 continue
@@ -140,34 +127,24 @@ class CoreNeighbours:
             used[pid] = _TICK_S * (int(fields[_USER]) + int(fields[_SYSTEM]))
             since_s = used[pid] - self._before.get(pid, used[pid])
             if since_s > 0 and int(fields[_CORE]) == core:
-                found.append(CoreUse(pid, command, since_s))
+                found.append((pid, command, since_s))
         self._before = used
-        return tuple(sorted(found, key=lambda x: -x.cpu_s)[:_SHOWN])
+        return sorted(found, key=lambda x: -x[2])[:_SHOWN]
 
 
-def _core_of_this_thread() -> int:
-    try:
-        return int(stat_of("thread-self")[_CORE])
-    except OSError:
-        return -1
+def _of_this_thread(field: int) -> int:
+    with contextlib.suppress(OSError, IndexError):
+        return int(stat_of("thread-self")[field])
+    return -1
 
 
 def swapped_in_pages() -> int:
-    """Pages that this host has brought back from swap since it started; 0 if it does not say."""
+    """Return how many pages this host has read back from swap since it started; 0 if the kernel does not say."""
     try:
         words = Path("/proc/vmstat").read_text()
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in words.splitlines() if line.startswith("pswpin ")), 0)
-
-
-def frequency_ratio() -> float | None:
-    """The frequency of this thread's core over the highest it may have; None if the kernel does not say."""
-    folder = Path(f"/sys/devices/system/cpu/cpu{_core_of_this_thread()}/cpufreq")
-    try:
-        return int((folder / "scaling_cur_freq").read_text()) / int((folder / "cpuinfo_max_freq").read_text())
-    except (OSError, ValueError, ZeroDivisionError):
-        return None
 
 
 def stolen_s() -> float:
@@ -181,16 +158,4 @@ def stolen_s() -> float:
 
 def disk_s() -> float:
     """Return how long this thread has waited for a disk; 0 where the kernel does not account for delays."""
-    return _disk_s("thread-self")
-
-
-def children_disk_s() -> float:
-    """Return how long this process's children, its loader workers among them, have waited for a disk."""
-    return sum(map(_disk_s, children_of("self")))
-
-
-def _disk_s(process: int | str) -> float:
-    try:
-        return _TICK_S * int(stat_of(process)[_DISK])
-    except (OSError, IndexError):
-        return 0.0
+    return _TICK_S * max(0, _of_this_thread(_DISK))

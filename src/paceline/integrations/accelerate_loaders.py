@@ -34,9 +34,8 @@ def _change(accelerate: Any) -> None:
     @functools.wraps(make_loader)
     def init_loader(self: Any, *given: Any, batch_sampler: Any = None, **named: Any) -> None:
         if _is_divided(batch_sampler):
-            if issubclass(
-                type(self), accelerate.DataLoaderDispatcher
-            ):  # its `__class__` is the inner loader's
+            # Not `isinstance`: the dispatcher's `__class__` is the inner loader's.
+            if issubclass(type(self), accelerate.DataLoaderDispatcher):
                 raise ConfigurationError(
                     "dispatch_batches=True lets rank 0 read the batches of all ranks, but "
                     f"{type(batch_sampler).__name__} hands out one rank's. Leave dispatch_batches out."

@@ -45,7 +45,7 @@ _counts: dict[tuple[str, int, int], progress.Counter | None] = {}
 
 
 def count_collectives() -> None:
-    """Count from now on, in whatever of torch has been imported and will be. Imports no torch."""
+    """Count collectives from now on, also of torch's modules that are imported later. Imports no torch."""
     when_imported("torch.distributed.distributed_c10d", _count_functions)
     when_imported("torch.nn.parallel.distributed", _count_backwards)
 
@@ -84,8 +84,8 @@ def _counted_start(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def counting(*args: Any, **named: Any) -> Any:
         num_ranks = os.environ.get("WORLD_SIZE", "")
-        everybody = range(int(num_ranks)) if num_ranks.isdecimal() else ()
-        count = progress.counter("start", everybody) if everybody else None
+        all_ranks = range(int(num_ranks)) if num_ranks.isdecimal() else ()
+        count = progress.counter("start", all_ranks) if all_ranks else None
         with _within(count, f"in torch.distributed.{function.__name__}"):
             return function(*args, **named)
 

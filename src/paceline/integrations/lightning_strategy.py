@@ -41,8 +41,39 @@ def strategy_of(package: str) -> type:
     import torch  # noqa: PLC0415  `import paceline` must not import torch
 
     from paceline.ddp import DistributedDataParallel  # noqa: PLC0415
+    from paceline.integrations.notices import Notice, NoticeVote  # noqa: PLC0415
+    from paceline.optim.shard import Sharded  # noqa: PLC0415
 
     base: Any = importlib.import_module(f"{package}.strategies").DDPStrategy
+    callback: Any = importlib.import_module(f"{package}.callbacks").Callback
+
+    class LeaveOnNotice(callback):  # type: ignore[misc]
+        """Saves a checkpoint where Lightning looks for one, and ends all ranks, once one of them is told to end."""
+
+        def __init__(self, notice: Notice | None) -> None:
+            self._notice = notice
+            self._step = 0  # optimizer steps until now
+            self._vote: NoticeVote | None = None
+
+        def on_train_start(self, trainer: Any, _: Any) -> None:
+            self._vote, self._step = NoticeVote(self._notice, replaces_sigterm=True), trainer.global_step
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if self._vote is None or trainer.global_step == self._step:  # in the midst of accumulation
+                return
+            self._step = trainer.global_step
+            if self._vote.asks_to_leave():
+                folder = trainer.default_root_dir
+                trainer.save_checkpoint(trainer._checkpoint_connector.hpc_save_path(folder))
+                self._vote.leave()
+
+        def on_exception(self, *_: Any) -> None:
+            self.teardown()
+
+        def teardown(self, *_: Any, **__: Any) -> None:
+            if self._vote is not None:
+                self._vote.close()
+                self._vote = None
 
     class PacelineStrategy(base):  # type: ignore[misc]
         """Data parallelism in Lightning with Paceline's DistributedDataParallel.
@@ -50,9 +81,30 @@ def strategy_of(package: str) -> type:
         Takes what Lightning's DDPStrategy takes. What that does not know is handed to the wrapper:
         `PacelineStrategy(compression="auto", bucket_cap_mb=10)`. For our backend between CPUs:
         `process_group_backend="paceline"`. A `ddp_comm_hook` is registered on every kind of device.
+
+        If a rank gets SIGTERM or SIGUSR1, all ranks save a checkpoint behind the same step and exit with code 143.
+        `notice` tells so as well: the path of a file that appears, or a function that returns something true. The
+        checkpoint lies in `default_root_dir`, and `fit(..., ckpt_path="hpc")` goes on from there.
         """
 
         strategy_name = "paceline"
+
+        def __init__(self, *arguments: Any, notice: Notice | None = None, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self._notice = notice
+
+        def setup(self, trainer: Any) -> None:
+            super().setup(trainer)
+            if trainer.training and not any(isinstance(each, LeaveOnNotice) for each in trainer.callbacks):
+                trainer.callbacks.append(LeaveOnNotice(self._notice))
+
+        def teardown(self) -> None:
+            strategy: Any = self  # of a class that mypy does not know
+            every = strategy.optimizers
+            # Lightning moves the whole state to the CPU, which no rank has of a sharded optimizer.
+            strategy.optimizers = [each for each in every if not isinstance(each, Sharded)]
+            super().teardown()
+            strategy.optimizers = every
 
         def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
             device_ids = self.determine_ddp_device_ids()

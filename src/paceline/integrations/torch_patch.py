@@ -16,17 +16,15 @@ import functools
 import sys
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from typing_extensions import Self
 
 from paceline import reductions
 from paceline.compression import Compressor
 from paceline.ddp import DistributedDataParallel as OurDDP
 from paceline.reductions import Reduction
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _HOMES = ("torch.nn.parallel", "torch.nn.parallel.distributed")
 _OTHERS_OF_TORCH = ("torch.", "paceline.")

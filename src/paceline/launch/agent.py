@@ -21,12 +21,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed import DistNetworkError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paceline.comm import TOKEN
@@ -35,24 +35,20 @@ from paceline.host.addresses import LOOPBACK, is_loopback
 from paceline.integrations import at_start
 from paceline.launch import rendezvous_endpoint
 from paceline.launch.command_line import LaunchArguments, num_cores, port_is_taken
-from paceline.launch.elastic import agent as elastic_agent
+from paceline.launch.elastic import supervisor
+from paceline.launch.elastic.rank_process import how_it_ended
 from paceline.launch.elastic.several_hosts import find_own_address
 from paceline.launch.hang_watch import HangWatch
 from paceline.launch.launch_errors import InterruptedLaunchError, LaunchError
 from paceline.launch.live_view import LiveView
 from paceline.launch.machines import MachineRendezvous, MachinesDifferError, NodeInfo
 from paceline.launch.stores import Listening
-from paceline.launch.tcp_tuning import advice_towards
 from paceline.launch.watchdog import MARK, Watchdog
-from paceline.observe import left_tables
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _NUM_SHOWN = 4
 # How likely an end by this signal is only a consequence of another rank's: a rank that loses its peer raises or is
 # aborted by its communication library, and SIGTERM is what the agent sends to those that are left.
-_CONSEQUENCES = {signal.SIGABRT: 2, signal.SIGTERM: 3}
+_CONSEQUENCES: dict[int, int] = {signal.SIGABRT: 2, signal.SIGTERM: 3}
 
 
 def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
@@ -77,7 +73,8 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
     elif arguments.num_machines > 1:
         if arguments.is_first:
             rendezvous_endpoint.be_first(arguments.torchrun, arguments.words, note)
-        find_own_address(arguments)
+        if arguments.guest is None:
+            find_own_address(arguments)
     own_address = arguments.torchrun.local_addr
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
@@ -90,9 +87,6 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
         companions = [enter(each.running(own_address, note)) for each in arguments.companions]
         when_met = hangs.meet if arguments.hang_after_s else None
         enter(Listening(arguments.num_machines, note, rendezvous, when_met))
-        if arguments.shows_timings:
-            stack.callback(_note_timings, watchdog.folder, note)
-            enter(_environment({left_tables.VARIABLE: str(watchdog.folder)}))
         if arguments.shows_live:
             _show_live(arguments, watchdog.folder, enter)
         if arguments.torchrun.log_dir is None:
@@ -100,7 +94,7 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
             arguments.torchrun.log_dir = _kept_logs(arguments, note) or str(watchdog.folder)
         enter(_in_words(arguments, companions, hangs))
         if arguments.min_ranks is not None:
-            elastic_agent.run(arguments, hangs, note)
+            supervisor.run(arguments, hangs, note)
         else:
             torchrun.run(arguments.torchrun)
 
@@ -122,17 +116,10 @@ def _in_words(arguments: LaunchArguments, companions: Sequence[Running], hangs: 
         raise _interrupted(arguments, error.sigval, hangs.last_words) from error
     except KeyboardInterrupt as error:  # before the agent took over the signals
         raise _interrupted(arguments, signal.SIGINT) from error
-    except DistNetworkError as error:
+    except (DistNetworkError, RendezvousError, TimeoutError) as error:
         if port is not None and "EADDRINUSE" in str(error):
             raise LaunchError(_port_in_use(port)) from error
         raise LaunchError(_no_rendezvous(arguments, error)) from error
-    except (RendezvousError, TimeoutError) as error:
-        raise LaunchError(_no_rendezvous(arguments, error)) from error
-
-
-def _note_timings(folder: Path, note: Callable[[str], None]) -> None:
-    for lines in left_tables.found_in(folder):
-        note(lines)
 
 
 def _show_live(arguments: LaunchArguments, folder: Path, enter: Callable[[Any], object]) -> None:
@@ -189,9 +176,6 @@ def _find_the_others(arguments: LaunchArguments, note: Callable[[str], None]) ->
     rendezvous_endpoint.wait_for_store(args, note)
     least, most = torchrun.parse_min_max_nnodes(args.nnodes)
     where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
-    is_spokesman = not arguments.is_first and args.node_rank <= 1  # with numbered machines one line is enough
-    if is_spokesman and (advice := advice_towards(where.rpartition(":")[0].strip("[]"))):
-        note(advice)
     return MachineRendezvous(
         node=NodeInfo.of_this_machine(args, arguments.num_local_ranks),
         num_machines=most,
@@ -232,38 +216,30 @@ def _kept_logs(arguments: LaunchArguments, note: Callable[[str], None]) -> str |
 def _ranks_failed(arguments: LaunchArguments, error: ChildFailedError, elapsed_s: float) -> str:
     failures = sorted(error.failures.items(), key=lambda item: _likely_cause_first(*item))
     # The agent ends the others by SIGTERM, and torch counts them among the failures.
-    first, rest = failures[0], [item for item in failures[1:] if item[1].exitcode != -signal.SIGTERM]
+    number, first = failures[0]
+    rest = [item for item in failures[1:] if item[1].exitcode != -signal.SIGTERM]
     stopped = arguments.num_local_ranks - 1 - len(rest)
-    also = "".join(f"; rank {rank} {_how_it_ended(failure)}" for rank, failure in rest[:_NUM_SHOWN])
+    also = "".join(f"; rank {rank} {how_it_ended(failure.exitcode)}" for rank, failure in rest[:_NUM_SHOWN])
     more = f"; {len(rest) - _NUM_SHOWN} more failed" if len(rest) > _NUM_SHOWN else ""
     others = f"; {stopped} other rank(s) on this machine were stopped" if stopped else ""
     early = "" if arguments.min_ranks is None else ", before the ranks had met in paceline.Elastic"
     rule = early and "A script without paceline.Elastic cannot outlive a rank. "
     return (
-        f"rank {first[0]} of {arguments.script} (pid {first[1].pid}) {_how_it_ended(first[1])}, {elapsed_s:.1f} s "
-        f"after the start{early}{also}{more}{others}. {rule}{_what_next(first[1], arguments)}"
+        f"rank {number} of {arguments.script} (pid {first.pid}) {how_it_ended(first.exitcode)}, {elapsed_s:.1f} s "
+        f"after the start{early}{also}{more}{others}. {rule}{_what_next(first, arguments)}"
     )
 
 
 def _likely_cause_first(rank: int, failure: ProcessFailure) -> tuple[int, int, int]:
-    """Sort killed ranks first, then by time.
-
-    torch's stamps are whole seconds, too coarse to tell which rank failed first.
-    """
-    order = 1 if failure.exitcode > 0 else _CONSEQUENCES.get(signal.Signals(-failure.exitcode), 0)
+    """Sort killed ranks first, then by time. torch's stamps are whole seconds, too coarse to tell which was first."""
+    order = 1 if failure.exitcode > 0 else _CONSEQUENCES.get(-failure.exitcode, 0)
     return order, failure.timestamp, rank
-
-
-def _how_it_ended(failure: ProcessFailure) -> str:
-    if failure.exitcode < 0:
-        return f"was killed by {failure.signal_name()}"
-    return f"exited with code {failure.exitcode}"
 
 
 def _what_next(failure: ProcessFailure, arguments: LaunchArguments) -> str:
     if failure.exitcode == -signal.SIGKILL:
         return (
-            "If nobody sent that signal, the machine ran out of memory. Look for 'Out of memory' in dmesg, and try "
+            "If no person sent that signal, the machine ran out of memory. Look for 'Out of memory' in dmesg, and try "
             "fewer ranks or a smaller batch. `paceline explain was killed by` says more."
         )
     if failure.exitcode < 0 and -failure.exitcode not in _CONSEQUENCES:

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed import run as torchrun
 
+from paceline.elastic.guest import PEERS, GuestSetting
 from paceline.errors import ConfigurationError
 from paceline.extras import (
     LAUNCH_OPTIONS,
@@ -42,11 +43,14 @@ from paceline.launch.option_values import (
     LOST_AFTER_S,
     MOST_MACHINES,
     MOST_RANKS,
+    PEER_OPTIONS,
     check_elastic,
+    check_peers,
     check_values,
+    guest_setting,
 )
 
-_FILLED_IN = ("rdzv_backend", "node_rank", "master_addr")
+_FILLED_IN = ("rdzv_backend", "node_rank", "master_addr", "nproc_per_node")
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,6 @@ class LaunchArguments:
     words: tuple[str, ...] = ()  # the command line itself
     is_first: bool = False  # whether this machine has to say where the others come to
     companions: tuple[Companion, ...] = ()  # processes next to the ranks, by options of other packages
-    shows_timings: bool = False  # whether to print at the end where the time of a step went
     shows_live: bool = False  # whether to show a line a rank while they train
     hang_after_s: float = 0.0  # how long nothing may move before a rank is called hung; 0: no watch
     # with how many ranks training goes on when some are lost; None: a lost rank ends the launch
@@ -72,6 +75,7 @@ class LaunchArguments:
     lost_after_s: float = LOST_AFTER_S  # how long a rank may stand still before it counts as lost
     grace_s: float = GRACE_S  # with `min_ranks`: how long ranks may take to leave after a signal
     join_timeout_s: float = JOIN_S  # how long hosts wait for further ones before they begin
+    guest: GuestSetting | None = None  # with --peers: how hosts find each other
 
 
 def num_cores() -> int:
@@ -84,10 +88,12 @@ def parse(arguments: list[str]) -> LaunchArguments:
     extra = extra_options()
     args = _parser(extra).parse_args(arguments)
     _check_script(args)
+    check_peers(args)
     num_nodes = _num_nodes(args.nnodes)
     is_first = rendezvous_endpoint.choose_backend(args, num_nodes)
     num_local_ranks = _num_local_ranks(args.nproc_per_node)
-    _check_devices(num_local_ranks, _num_devices(), share=args.share_devices)
+    num_devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    _check_devices(num_local_ranks, num_devices, share=args.share_devices)
     if args.max_restarts < 0:
         raise ConfigurationError(f"--max-restarts {args.max_restarts} is negative. Pass 0 for no restarts.")
     if args.watch and not sys.stderr.isatty():
@@ -95,6 +101,9 @@ def parse(arguments: list[str]) -> LaunchArguments:
             "--watch draws a table in a terminal, and stderr is none here. Leave it out; `paceline doctor -- paceline "
             "run ...` writes a line whenever something delays the steps."
         )
+    guest = guest_setting(args, num_local_ranks)
+    if guest is not None:
+        num_nodes, args.min_ranks = guest.most_nodes, guest.min_ranks
     given = {name: getattr(args, attribute_of(name)) for name in extra}
     companions = tuple(extra[name].parse(text) for name, text in given.items() if text is not None)
     check_values(args, num_local_ranks, num_nodes)
@@ -106,17 +115,17 @@ def parse(arguments: list[str]) -> LaunchArguments:
         num_local_ranks=num_local_ranks,
         local_port=_local_port(args, num_nodes),
         num_machines=num_nodes,
-        environment=_rank_environment(args),
+        environment={**_rank_environment(args), **({} if guest is None else {PEERS: guest.peers})},
         words=tuple(arguments),
         is_first=is_first,
         companions=companions,
-        shows_timings=args.timings,
         shows_live=args.watch,
         hang_after_s=args.hang_after,
         min_ranks=args.min_ranks,
         shadow=args.shadow,
-        lost_after_s=LOST_AFTER_S if args.lost_after is None else args.lost_after,
-        grace_s=getattr(args, "shutdown_timeout", None) or GRACE_S,
+        lost_after_s=guest.lost_after_s if guest else args.lost_after or LOST_AFTER_S,
+        grace_s=guest.grace_s if guest else getattr(args, "shutdown_timeout", None) or GRACE_S,
+        guest=guest,
     )
 
 
@@ -138,11 +147,6 @@ def _parser(extra: Mapping[str, ExtraOption]) -> argparse.ArgumentParser:
         own.add_argument(*dict.fromkeys((option, f"--{option[2:].replace('-', '_')}")), help=words, **more)
 
     add("--share-devices", "Allow more ranks than this machine has accelerators.", action="store_true")
-    words = (
-        "At the end, print where the time of a step went: model.timings.table() of the first rank, and ranks that "
-        "differ from it."
-    )
-    add("--timings", words, action="store_true")
     words = "Show one line per rank in this terminal: its last steps, where their time goes, and what delays them."
     add("--watch", words, action="store_true")
     words = f"Name the missing ranks after so many seconds without progress. 0: never. Default: {QUIET_S:g}."
@@ -158,6 +162,8 @@ def _parser(extra: Mapping[str, ExtraOption]) -> argparse.ArgumentParser:
         f"With --min-ranks: a rank that stands still for so long counts as lost (default {LOST_AFTER_S:g})."
     )
     add("--lost-after", words, type=float, metavar="SECONDS")
+    for of_peers, (metavar, words) in PEER_OPTIONS.items():
+        add(of_peers, words, metavar=metavar)
     words = "Make torch's DistributedDataParallel be Paceline's in every rank; the script stays as it is."
     add("--replace-ddp", words, action="store_true")
     words = (
@@ -216,11 +222,11 @@ def _usage(message: str, known: list[str]) -> str:
 
 
 def _closest(unknown: str, known: list[str]) -> str | None:
-    """The option that was probably meant: one that starts alike, else one that looks alike."""
+    """Return the option that was probably meant: one that starts alike, or looks alike, with the user's dashes."""
+    known = [option for option in known if "_" in unknown or "_" not in option]
     for length in range(len(unknown), len("--xy"), -1):
-        for option in known:
-            if option.startswith(unknown[:length]):
-                return option
+        if found := next((option for option in known if option.startswith(unknown[:length])), None):
+            return found
     return next(iter(difflib.get_close_matches(unknown, known, n=1)), None)
 
 
@@ -303,11 +309,6 @@ def _num_local_ranks(nproc_per_node: str) -> int:
             f"has {num_cores()} cores."
         )
     return num_ranks
-
-
-def _num_devices() -> int:
-    """Accelerators on this machine; 0 if training happens on its CPU."""
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def _check_devices(num_ranks: int, num_devices: int, *, share: bool) -> None:

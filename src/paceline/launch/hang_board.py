@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.comm.sealed_store import SealedStore
-from paceline.files_given import parse_json
+from paceline.given import parse_json
 from paceline.observe.progress import Entered
 
 
@@ -66,9 +66,10 @@ def standstill(entered: Iterable[Entered], num_ranks: int) -> Standstill | None:
     waiting: dict[int, Entered] = {}
     missing: set[int] = set()
     for group in by_group.values():
-        furthest = max(each.count for each in group)
+        furthest, slowest = (choose(each.count for each in group) for choose in (max, min))
+        # Where no rank is seen to wait, some may have launched a collective that others have not.
         inside = [each for each in group if each.waits] or [
-            each for each in group if each.count == furthest and _lags(group, furthest)
+            each for each in group if slowest < each.count == furthest
         ]
         waiting |= {each.rank: each for each in inside}
         if inside:
@@ -91,11 +92,6 @@ def standstill(entered: Iterable[Entered], num_ranks: int) -> Standstill | None:
     )
 
 
-def _lags(group: Sequence[Entered], furthest: int) -> bool:
-    """Return whether some ranks have launched a collective that others have not, where none is seen to wait."""
-    return any(each.count < furthest for each in group)
-
-
 class StepLengths:
     """The lengths of the last steps, as the ranks count them."""
 
@@ -105,7 +101,6 @@ class StepLengths:
         self._lengths_s: deque[float] = deque(maxlen=20)
 
     def note(self, entered: Iterable[Entered], now_s: float) -> None:
-        """Note the step at which the ranks are now."""
         step = max((each.step for each in entered), default=-1)
         if step > self._step:
             if self._step >= 0:
@@ -171,7 +166,6 @@ class Board:
             return []
 
     def tell(self, lines: Sequence[str]) -> None:
-        """Tell the others of a hang on this machine."""
         self._num_told = self._store.add(_TOLD, 1)
         self._sealed.set(f"{_TOLD}/{self._num_told}", json.dumps(list(lines)))
 
@@ -192,6 +186,7 @@ class Correspondent:
 
     def __init__(self, board: Board) -> None:
         self._board = board
+        self.num_ranks = board.num_ranks  # of all machines; 0: not known
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._others: list[Entered] = []
         self._heard: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -200,11 +195,6 @@ class Correspondent:
         self._has_answered.set()
         self._thread = threading.Thread(target=self._serve, name="paceline-hang-board", daemon=True)
         self._thread.start()
-
-    @property
-    def num_ranks(self) -> int:
-        """The ranks of all machines; 0: not known."""
-        return self._board.num_ranks
 
     def look(self, own: Sequence[Entered], now_s: float, *, asks: bool) -> tuple[list[Entered], list[str]]:
         """Call `Board.look` and `Board.heard`; empty if the store is slow. RuntimeError: the store is gone."""

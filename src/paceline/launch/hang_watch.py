@@ -100,10 +100,6 @@ def _describe(rank: int, pid: int, stack: Stack) -> list[str]:
     return lines + [f"    {frame}" for frame in stack.frames[:_MOST_FRAMES]]
 
 
-def _describe_briefly(waits: Entered, stack: Stack) -> list[str]:
-    return [f"  rank {waits.rank} waits in {_place(stack)}"] if stack.frames else []
-
-
 def _place(stack: Stack) -> str:
     own = [frame for frame in stack.frames if frame.is_of_user] or list(stack.frames)
     return str(own[0]) if own else "a place that could not be read"
@@ -150,7 +146,8 @@ class HangWatch:
         self._awaited: Mapping[int, int] = {}
         self._suspicion: _Suspicion | None = None
         self._steps = StepLengths()
-        self._last_words = ""
+        self.last_words = ""
+        """The hang in which the launch ended, for the launcher's last message; or an empty string."""
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="paceline-hang-watch", daemon=True)
 
@@ -171,12 +168,9 @@ class HangWatch:
             before.close()
 
     def note_waits(self, waiting: Mapping[int, int], missing: Mapping[int, int], what: str) -> None:
-        """Take note of ranks here that others wait for outside of collectives.
+        """Take note of ranks here that others wait for outside of collectives, by their numbers and process ids.
 
-        Args:
-            waiting: Process ids of the ranks that wait, by rank; empty if only the launcher waits.
-            missing: Process ids of the ranks that they wait for; empty if no rank waits.
-            what: What `waiting` does, in words.
+        `waiting` is empty if only the launcher waits, `missing` if no rank waits. `what` says in words what is done.
         """
         ranks = tuple(sorted(missing))
         waits = (waiting or {_LAUNCHER: 0}) if missing else {}
@@ -188,11 +182,6 @@ class HangWatch:
                 Entered(rank, pid, group, ranks, 1, now_s, -1, what, waits=True)
                 for rank, pid in waits.items()
             )
-
-    @property
-    def last_words(self) -> str:
-        """The hang in which the launch ended, for the launcher's last message; or an empty string."""
-        return self._last_words
 
     def _watch(self) -> None:
         while not self._ends.wait(_LOOK_S):
@@ -232,10 +221,7 @@ class HangWatch:
         return now.who != before.who or now.since_s > before.since_s + off_s
 
     def _judge(self, suspicion: _Suspicion, now_s: float, known_s: float) -> None:
-        """Tell if it is a hang that no rank involved has moved until `known_s`.
-
-        Ranks of other machines may have moved since.
-        """
+        """Tell if it is a hang that no rank involved has moved until `known_s`. Remote ranks may have moved since."""
         what, quiet_s = suspicion.what, known_s - suspicion.what.since_s
         if what.missing and not set(what.missing) & set(suspicion.pids):
             return  # none of them is here: their launcher tells
@@ -275,11 +261,11 @@ class HangWatch:
         lines = [headline]
         for rank, stack in stacks.items():
             lines += _describe(rank, pids[rank], stack)
-        if waits is not None:
-            lines += _describe_briefly(waits, stack_of(waits.pid))
+        if waits is not None and (stack := stack_of(waits.pid)).frames:
+            lines.append(f"  rank {waits.rank} waits in {_place(stack)}")
         lines.append(_NEXT)
         where = "; ".join(f"rank {rank} was in {_place(stack)}" for rank, stack in stacks.items())
-        self._last_words = f" Before that: {headline}" + (f" {where}." if where else "")
+        self.last_words = f" Before that: {headline}" + (f" {where}." if where else "")
         for line in lines:
             self._note(line)
         if self._board is not None:
@@ -296,7 +282,7 @@ class HangWatch:
                 self._board = None
             return []
         if lines and here is not None:
-            self._last_words = f" Before that: {lines[0]}"
+            self.last_words = f" Before that: {lines[0]}"
             for line in (f"{lines[0]} That is on another machine.", *lines[1:]):
                 self._note(line)
         return others
@@ -304,7 +290,7 @@ class HangWatch:
     def _tell_that_it_went_on(self, suspicion: _Suspicion, now_s: float) -> None:
         stood_s = now_s - suspicion.what.since_s
         self._quiet_s = min(max(self._quiet_s, 2.0 * stood_s), _BUSY_S)
-        self._last_words = ""
+        self.last_words = ""
         who = _names_of(suspicion.what.missing) if suspicion.what.missing else "every rank"
         self._note(
             f"{who} went on after {stood_s:.1f} s; it was no hang. The next one is called one after "

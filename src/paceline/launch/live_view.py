@@ -6,8 +6,10 @@ ranks print goes through this process meanwhile, because it would otherwise be w
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -19,9 +21,7 @@ from typing_extensions import Self
 
 from paceline.diagnosis import diagnose
 from paceline.observe.run_folder import begin_run
-from paceline.observe.run_lines import from_line
-from paceline.observe.run_reading import RankRun, Run
-from paceline.observe.run_records import RankHeader
+from paceline.observe.run_reading import Run, run_of
 from paceline.quantities import ms
 
 _TAIL_BYTES = 64 * 1024
@@ -47,7 +47,6 @@ class LiveView:
     def __init__(self, folder: Path, command: Sequence[str]) -> None:
         self._folder = folder
         self._header = begin_run(folder, command)
-        self._firsts: dict[Path, RankHeader] = {}
         self._live = Live(
             get_renderable=self._draw,
             console=Console(stderr=True),
@@ -66,39 +65,25 @@ class LiveView:
         run = self.read()
         if not run.ranks:
             return Text("no rank has completed a step yet", style="bright_black")
-        return Group(table_of_ranks(run), Text(_sentence(run)))
+        finding = diagnose(run).finding
+        return Group(table_of_ranks(run), Text(finding.sentence if finding is not None else ""))
 
     def read(self) -> Run:
-        """Read the last steps of every rank."""
-        found = [rank for path in self._folder.glob("rank*.jsonl") if (rank := self._tail(path)) is not None]
-        return Run(self._header, tuple(sorted(found, key=lambda rank: rank.header.rank)))
+        """Read the last steps of the ranks that have completed some."""
+        paths = [path for path in self._folder.glob("rank*.jsonl") if ".before." not in path.name]
+        run = run_of(self._header, {path.name: _ends_of(path) for path in paths})
+        return replace(run, ranks=tuple(rank for rank in run.ranks if rank.steps))
 
-    def _tail(self, path: Path) -> RankRun | None:
-        if ".before." in path.name:
-            return None
-        try:
-            with path.open("rb") as file:
-                if path not in self._firsts:
-                    first = from_line(file.readline())
-                    if not isinstance(first, RankHeader):
-                        return None
-                    self._firsts[path] = first
-                at = max(0, file.seek(0, 2) - _TAIL_BYTES)
-                file.seek(at)
-                lines = file.read().split(b"\n")[1 if at else 0 : -1]
-        except (OSError, ValueError):
-            return None  # it is being made, or replaced
-        rank = RankRun(self._firsts[path])
-        for line in lines:
-            try:
-                record = from_line(line)
-            except ValueError:
-                continue
-            if isinstance(record, RankHeader):
-                rank = RankRun(record)
-            elif record is not None:
-                rank.add(record)
-        return rank if rank.steps else None
+
+def _ends_of(path: Path) -> bytes:
+    """Return a file's first line, which says whose it is, and its last ones; nothing while it is made or replaced."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        first = file.readline()
+        at = max(len(first), file.seek(0, 2) - _TAIL_BYTES)
+        file.seek(at)
+        last = file.read()
+        return first + (last if at == len(first) else last.partition(b"\n")[2])
+    return b""
 
 
 def table_of_ranks(run: Run) -> Table:
@@ -139,8 +124,3 @@ def _bar(medians: dict[str, float]) -> Text:
     longest = max((name for name in medians if name != "waiting"), key=lambda name: medians[name])
     bar.append(f"  {longest} {ms(medians[longest])}")
     return bar
-
-
-def _sentence(run: Run) -> str:
-    finding = diagnose(run).finding
-    return finding.sentence if finding is not None else ""

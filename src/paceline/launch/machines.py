@@ -10,6 +10,7 @@ Rules
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import importlib.util
@@ -21,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,6 @@ import torch.distributed as dist
 from paceline.comm import TOKEN
 from paceline.comm.sealed_store import SealedStore
 from paceline.errors import PacelineError
-
-if TYPE_CHECKING:
-    import argparse
 
 _PAUSE_S = 0.1
 _QUIET_S = 3.0  # so long nothing is said about waiting
@@ -86,7 +83,6 @@ class NodeInfo:
         return None
 
     def encode(self) -> str:
-        """Return the node as one line of text."""
         return json.dumps(asdict(self))
 
 
@@ -113,9 +109,8 @@ class MachineRendezvous:
         number = store.add(_COUNT, 1) - 1
         sealed = SealedStore(store, "machines")
         sealed.set(_key(number), self.node.encode())
-        nodes: dict[int, NodeInfo] = {}
         try:
-            self._gather(store, sealed, number, nodes, note)
+            nodes = self._gather(store, sealed, number, note)
         except MachinesDifferError:
             self._linger(store, is_server)
             raise
@@ -123,15 +118,10 @@ class MachineRendezvous:
         return list(_told_apart(nodes).values())
 
     def _gather(
-        self,
-        store: dist.Store,
-        sealed: SealedStore,
-        number: int,
-        nodes: dict[int, NodeInfo],
-        note: Callable[[str], None],
-    ) -> None:
+        self, store: dist.Store, sealed: SealedStore, number: int, note: Callable[[str], None]
+    ) -> dict[int, NodeInfo]:
         began_s, has_told = time.monotonic(), False
-        strangers: set[int] = set()
+        nodes, strangers = dict[int, NodeInfo](), set[int]()
         while True:
             for other in range(min(store.add(_COUNT, 0), _MOST_NODES)):
                 if other in nodes or not store.check([_key(other)]):
@@ -141,18 +131,31 @@ class MachineRendezvous:
                     nodes[other] = node
                     self._compare(_told_apart(nodes), other, note)
                 elif other == 0:
-                    raise MachinesDifferError(self._other_token())
+                    raise MachinesDifferError(
+                        f"{self.node.name} has another {TOKEN} than the machine where the launch began, at "
+                        f"{self.where}. Neither can read what the other wrote there. Give every machine the same, or "
+                        "none. Nothing was started here."
+                    )
                 elif other not in strangers:
                     strangers.add(other)
-                    note(f"somebody came to {self.where} without this job's {TOKEN}; that does not count")
+                    note(f"a process connected to {self.where} without this job's {TOKEN}; it does not count")
             if number >= self.num_machines + len(strangers) and not self.takes_latecomers:
-                raise MachinesDifferError(self._too_many(nodes))
+                raise MachinesDifferError(
+                    f"{self.node.name} came too late: the {self.num_machines} machine(s) of --nnodes have met at "
+                    f"{self.where} already ({_names(nodes)}). If they have ended, name another port or file, or remove "
+                    "the file. If this machine belongs to them, start all with a larger --nnodes."
+                )
             missing = self.num_machines - len(nodes)
             if 0 in nodes and (missing <= 0 or not self.waits):
                 break
             waited_s = time.monotonic() - began_s
             if waited_s > self.timeout_s:
-                raise MachinesDifferError(self._too_few(nodes))
+                raise MachinesDifferError(
+                    f"only {len(nodes)} of {self.num_machines} machines came to {self.where} within "
+                    f"{self.timeout_s:.0f} s: {_names(nodes)}. Look at the others' launchers: they need the same "
+                    "--rdzv-id, and have to be paceline run's, not torchrun's; --rdzv-conf join_timeout=3600 waits "
+                    "longer. Nothing was started."
+                )
             if waited_s > _QUIET_S and not has_told:
                 has_told = True
                 note(
@@ -162,6 +165,7 @@ class MachineRendezvous:
         if has_told:
             ranks = sum(node.num_ranks for node in nodes.values())
             note(f"all {self.num_machines} machines are there, {ranks} ranks: {_names(nodes)}")
+        return nodes
 
     def _linger(self, store: dist.Store, is_server: bool) -> None:
         """Wait so that the other machines, also late ones, read the error before the store ends."""
@@ -180,7 +184,11 @@ class MachineRendezvous:
             for what, value in first.must_agree.items():
                 found = node.must_agree.get(what)
                 if found != value:
-                    raise MachinesDifferError(self._does_not_fit(node, first, what, found, value))
+                    raise MachinesDifferError(
+                        f"{node.name} does not fit {first.name}, where the launch began: {what} is {found} on "
+                        f"{node.name}, {value} on {first.name}. All machines need the same; nothing was started on any "
+                        f"of the {self.num_machines}."
+                    )
             for other in nodes:
                 if (
                     other != number
@@ -188,44 +196,15 @@ class MachineRendezvous:
                     and node.node_rank is not None
                     and nodes[other].node_rank == node.node_rank
                 ):
-                    raise MachinesDifferError(self._same_number(*(nodes[i] for i in sorted((other, number)))))
+                    names = " and ".join(nodes[each].name for each in sorted((other, number)))
+                    raise MachinesDifferError(
+                        f"{names} were both given --node-rank {node.node_rank}. Each machine needs a number of its "
+                        "own, from 0; or leave --node-rank out. Nothing was started."
+                    )
             if node.arguments != first.arguments and self.node.name == first.name:
                 note(
                     f"{node.name} gives the script other arguments than {first.name}: {' '.join(node.arguments)!r}"
                 )
-
-    def _does_not_fit(self, node: NodeInfo, first: NodeInfo, what: str, found: str | None, value: str) -> str:
-        return (
-            f"{node.name} does not fit {first.name}, where the launch began: {what} is {found} on {node.name}, {value} "
-            f"on {first.name}. All machines need the same; nothing was started on any of the {self.num_machines}."
-        )
-
-    def _same_number(self, one: NodeInfo, other: NodeInfo) -> str:
-        return (
-            f"{one.name} and {other.name} were both given --node-rank {one.node_rank}. Each machine needs a number of "
-            "its own, from 0; or leave --node-rank out. Nothing was started."
-        )
-
-    def _too_many(self, nodes: Mapping[int, NodeInfo]) -> str:
-        return (
-            f"{self.node.name} came too late: the {self.num_machines} machine(s) of --nnodes have met at {self.where} "
-            f"already ({_names(nodes)}). If they have ended, name another port or file, or remove the file. If this "
-            f"machine belongs to them, start all with a larger --nnodes."
-        )
-
-    def _too_few(self, nodes: Mapping[int, NodeInfo]) -> str:
-        return (
-            f"only {len(nodes)} of {self.num_machines} machines came to {self.where} within {self.timeout_s:.0f} s: "
-            f"{_names(nodes)}. Look at the others' launchers: they need the same --rdzv-id, and have to be paceline "
-            "run's, not torchrun's; --rdzv-conf join_timeout=3600 waits longer. Nothing was started."
-        )
-
-    def _other_token(self) -> str:
-        return (
-            f"{self.node.name} has another {TOKEN} than the machine where the launch began, at {self.where}. "
-            "Neither can read what the other wrote there. Give every machine the same, or none. "
-            "Nothing was started here."
-        )
 
 
 _COUNT, _HEARD = "machines", "machines that know"

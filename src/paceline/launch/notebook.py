@@ -15,12 +15,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from paceline.errors import ConfigurationError, PacelineError
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 _PR_SET_PDEATHSIG = 1
 
@@ -110,7 +108,6 @@ def _cloudpickle() -> ModuleType:
 
 
 def _launch(folder: Path, num_processes: str) -> None:
-    """Start the ranks, as `paceline run` does."""
     from paceline.launch import launch, parse  # noqa: PLC0415  torchrun, which the ranks do not need
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # ends with the notebook's process

@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import Std
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from paceline.elastic.guest import PEERS, GuestSetting, facts_of, shown
 from paceline.errors import ConfigurationError
 from paceline.host.addresses import addresses_of
 from paceline.launch import rendezvous_endpoint
@@ -25,6 +26,22 @@ MOST_MACHINES = 100_000
 LOST_AFTER_S = GRACE_S = JOIN_S = 30.0
 _MOST_PORT = 65535
 _NEVER_ARRIVE = ("SIGKILL", "SIGSTOP")
+PEER_OPTIONS = {
+    "--peers": (
+        "SOURCE",
+        "As --min-ranks, and find hosts by local, addresses, dns:NAME, file:FOLDER or slurm.",
+    ),
+    "--nodes": ("MIN:MAX", "With --peers: begin with MIN hosts after --join-timeout, with MAX at once."),
+    "--join-timeout": ("SECONDS", "With --peers: how long the first hosts wait for others (default 30)."),
+    "--job": ("NAME", "With --peers: the name of the job, the same on all hosts."),
+    "--job-folder": (
+        "FOLDER",
+        "With --peers: a shared folder, for the record that the job has begun and ended.",
+    ),
+    "--port": ("PORT", "With --peers: where this host's agent listens (default 29400)."),
+}
+"""Options that are named like the variables of ranks that an engine starts: value, help."""
+_PER_HOST = "PACELINE_RANKS_PER_HOST"
 
 
 def check_values(args: argparse.Namespace, num_local_ranks: int, num_machines: int) -> None:
@@ -96,7 +113,6 @@ def _check_meeting(args: argparse.Namespace, num_machines: int) -> None:
             raise ConfigurationError(
                 f"--rdzv-conf {name}={value} is not a number of seconds, or of attempts."
             )
-    rendezvous_endpoint.patience_s(args)
     if not 0 <= args.node_rank < num_machines:
         raise ConfigurationError(
             f"--node-rank {args.node_rank} does not fit --nnodes {args.nnodes}: machines are numbered from 0 to "
@@ -150,14 +166,66 @@ def _check_log_folder(text: str | None) -> None:
     if text is None:
         return
     there = next(path for path in (Path(text).absolute(), *Path(text).absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise ConfigurationError(
-            f"--log-dir {text} cannot be made: {there} is not a folder. Pass another one."
-        )
-    if not os.access(there, os.W_OK):
-        raise ConfigurationError(
-            f"--log-dir {text} cannot be made: {there} may not be written to. Pass another one."
-        )
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        why = "may not be written to" if there.is_dir() else "is not a folder"
+        raise ConfigurationError(f"--log-dir {text} cannot be made: {there} {why}. Pass another one.")
+
+
+def check_peers(args: argparse.Namespace) -> None:
+    """Fill in the ranks of a host. Raises ConfigurationError for options that mean nothing with --peers, or without."""
+    if args.nproc_per_node is None:
+        args.nproc_per_node = os.environ.get(_PER_HOST, "1") if has_peers(args) else "1"
+    given = [option for option in PEER_OPTIONS if getattr(args, _attribute(option)) is not None]
+    if not has_peers(args):
+        if given:
+            raise ConfigurationError(
+                f"{given[0]} has no effect without --peers. Add --peers, such as --peers dns:trainers, or leave it out."
+            )
+        return
+    for option, is_given in (
+        ("--nnodes", str(args.nnodes) not in ("1:1", "1")),
+        ("--node-rank", args.node_rank is not None),
+        ("--master-addr", args.master_addr is not None),
+        ("--rdzv-endpoint", bool(args.rdzv_endpoint)),
+        ("--standalone", args.standalone),
+        ("--shadow", args.shadow is not None),
+    ):
+        if is_given:
+            raise ConfigurationError(
+                f"--peers and {option} exclude each other: with --peers ({PEERS}) no host is the first. Leave one out; "
+                "--nodes MIN:MAX says how many hosts there are."
+            )
+
+
+def has_peers(args: argparse.Namespace) -> bool:
+    """Return whether hosts find each other by --peers or its variable."""
+    return args.peers is not None or PEERS in os.environ
+
+
+def guest_setting(args: argparse.Namespace, num_local_ranks: int) -> GuestSetting | None:
+    """Return the settings of --peers and what belongs to it; None without. An option counts more than its variable.
+
+    Raises ConfigurationError that names the option or the variable, whichever was given.
+    """
+    if not has_peers(args):
+        return None
+    options = [*PEER_OPTIONS, "--min-ranks", "--lost-after", "--local-addr", "--shutdown-timeout"]
+    values = {option: getattr(args, _attribute(option), None) for option in options}
+    values["--ranks-per-host"] = num_local_ranks
+    given = {f"PACELINE_{_attribute(o).upper()}": (o, str(v)) for o, v in values.items() if v is not None}
+    environment = {**os.environ, **{variable: value for variable, (_, value) in given.items()}}
+    script, arguments = args.training_script, shown(args.training_script_args)
+    try:
+        return GuestSetting.of(environment, Path(script).name, facts_of(script), arguments)
+    except ConfigurationError as error:
+        said = str(error)
+        for variable, (option, _) in given.items():
+            said = said.replace(f"{variable}=", f"{option} ").replace(variable, option)
+        raise ConfigurationError(said) from error
+
+
+def _attribute(option: str) -> str:
+    return option[2:].replace("-", "_")
 
 
 def check_elastic(

@@ -126,7 +126,6 @@ def _watch(process: subprocess.Popen[Any], place: Path, look: Callable[[Path], N
 
 
 def _num_common(run: Run) -> int:
-    """Steps that every rank of the job has recorded."""
     complete = len(run.ranks) == run.num_ranks
     return min((len(rank.steps) for rank in run.ranks), default=0) if complete else 0
 

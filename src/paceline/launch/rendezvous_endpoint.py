@@ -21,6 +21,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from torch.distributed import run as torchrun
+
 from paceline.comm import TOKEN
 from paceline.errors import ConfigurationError
 from paceline.host.addresses import ELSEWHERE, LOOPBACK, addresses_of, own_address_towards
@@ -62,11 +64,7 @@ def meets_by_file(args: argparse.Namespace) -> bool:
 
 def patience_s(args: argparse.Namespace) -> float:
     """Return how long machines wait for each other: torch's `join_timeout` of --rdzv-conf, 10 minutes by default."""
-    words = [word.strip() for word in (args.rdzv_conf or "").split(",")]
-    given = [word.partition("=")[2] for word in words if word.startswith("join_timeout=")]
-    if given and not given[-1].isdecimal():
-        raise ConfigurationError(f"--rdzv-conf join_timeout={given[-1]} is not a number of seconds.")
-    return float(given[-1]) if given else _JOIN_TIMEOUT_S
+    return float(torchrun._parse_rendezvous_config(args.rdzv_conf or "").get("join_timeout", _JOIN_TIMEOUT_S))
 
 
 def be_first(args: argparse.Namespace, words: Sequence[str], note: Callable[[str], None]) -> None:
@@ -104,7 +102,7 @@ def without(words: Sequence[str], options: Sequence[str]) -> list[str]:
 
 
 def find_own_address(args: argparse.Namespace) -> None:
-    """Tell torch which address of this machine the others reach. By default it takes a name."""
+    """Tell torch which address of this machine the other machines reach. By default torch takes its name."""
     if args.local_addr is not None or args.rdzv_backend != "c10d":
         return
     host = None if meets_by_file(args) else args.rdzv_endpoint.rpartition(":")[0]
@@ -119,17 +117,12 @@ def wait_for_store(args: argparse.Namespace, note: Callable[[str], None]) -> Non
     began_s, has_told = time.monotonic(), False
     while time.monotonic() - began_s < patience_s(args):
         addresses_of_meeting(host, f"--rdzv-endpoint {args.rdzv_endpoint}")
-        with contextlib.suppress(TimeoutError, ConnectionError):
-            try:
-                socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
-            except OSError as error:
-                if not isinstance(error, (TimeoutError, ConnectionError)):
-                    time.sleep(_KNOCK_S)  # no way there, for now
-            else:
-                return
+        with contextlib.suppress(OSError):
+            socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
+            return
         if time.monotonic() - began_s > _QUIET_S and not has_told:
             has_told = True
-            note(f"nobody listens at {args.rdzv_endpoint} yet; waiting for the launcher of the machine there")
+            note(f"nothing listens at {args.rdzv_endpoint} yet; waiting for the launcher there")
         time.sleep(_KNOCK_S)
 
 
@@ -139,7 +132,8 @@ def addresses_of_meeting(host: str, option: str) -> list[str]:
         return addresses_of(host.strip("[]"))
     except OSError as error:
         raise ConfigurationError(
-            f"{option}: nobody here knows the name {host} ({error.strerror}). Check the spelling, or name the address."
+            f"{option}: this host does not know the name {host} ({error.strerror}). Check the spelling, or name the "
+            "address."
         ) from error
 
 

@@ -5,22 +5,46 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from paceline.elastic.agent_connection import SHADOW, AgentConnection
+from paceline.comm import TOKEN
+from paceline.elastic.agent_connection import (
+    SHADOW,
+    AgentConnection,
+    Ready,
+    Receive,
+    Refused,
+    difference,
+)
+from paceline.elastic.discovery import Discovery
+from paceline.elastic.guest import JOB_PREFIX, PEERS, GuestSetting, job_name
 from paceline.errors import ConfigurationError
 from paceline.launch.agent import launch
 from paceline.launch.command_line import parse
-from paceline.launch.elastic.shadows import PREFIX, name_of
+from paceline.launch.elastic.links import call_for_state, hear_about
+from paceline.launch.elastic.plan import Address
 
 _NAMES = Path("/proc/net/unix")
+_LOOK_S = 0.2  # between two calls of other hosts
 
 
 def follow(
-    folder: Path, keep: int, write_every_s: float, words: list[str], note: Callable[[str], None]
+    folder: Path,
+    keep: int,
+    write_every_s: float,
+    words: list[str],
+    note: Callable[[str], None],
+    is_spare: bool,
+    peers: str | None,
 ) -> None:
-    """Run a script as the shadow of the job that trains it here; blocks until the job has ended.
+    """Run a script as the shadow of the job that trains it; blocks until the job has ended.
 
     Args:
         folder: Where it writes checkpoints.
@@ -28,6 +52,8 @@ def follow(
         write_every_s: Seconds between two of them.
         words: The script and its arguments, as `paceline run` was given them; before it `-m` for a module.
         note: Called with a line for the user.
+        is_spare: Whether it takes the place of a lost rank.
+        peers: Where agents of the job's hosts may be; None: the job trains on this host.
 
     Raises:
         ConfigurationError: No such job trains here, several do, or it does not use `Elastic`.
@@ -38,25 +64,100 @@ def follow(
             "pass the job's script behind --, as in `paceline shadow checkpoints -- train.py`, with the arguments that "
             "`paceline run` was given."
         )
+    given = {**os.environ, PEERS: peers or ""}
+    os.environ.pop(PEERS, None)  # the shadow is no rank of an engine
     arguments = parse(["--nproc-per-node", "1", "--hang-after", "0", *words])
-    name = _job_of(name_of(arguments), arguments.script)
-    line = AgentConnection.to_job(name)
-    note("waits for the job's ranks to reach paceline.Elastic")
-    if line.hear() is None:
-        raise ConfigurationError(
-            f"the job of {arguments.script} ended, and its ranks had not reached paceline.Elastic. A shadow follows "
-            "what Elastic hands out: iterate over `elastic.steps(loader)`."
-        )
-    line.close()
-    orders = {"folder": str(folder), "keep": keep, "write_every_s": write_every_s, "job": name}
+    script, script_arguments = arguments.script, arguments.torchrun.training_script_args
+    if peers is None:
+        name = _job_of(job_name(script, script_arguments), script)
+        line = AgentConnection.to_job(name)
+        note("waits for the job's ranks to reach paceline.Elastic")
+        if line.hear() is None:
+            raise ConfigurationError(
+                f"the job of {script} ended, and its ranks had not reached paceline.Elastic. A shadow follows what "
+                "Elastic hands out: iterate over `elastic.steps(loader)`."
+            )
+        line.close()
+    else:
+        name = _Relay(GuestSetting.of(given, script), note).name
+    orders = {
+        "folder": str(folder),
+        "keep": keep,
+        "write_every_s": write_every_s,
+        "job": name,
+        "is_spare": is_spare,
+    }
     os.environ[SHADOW] = json.dumps(orders)
     launch(arguments, note)
 
 
+class _Relay:
+    """The agent that a shadow connects to at `name`, if its job trains on other hosts. It calls their agents.
+
+    A membership's end closes the connections. Then they are called again, until none has answered for a while.
+    """
+
+    def __init__(self, setting: GuestSetting, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._setting, self._discovery = setting, Discovery(setting.peers, setting.local_addr, setting.port)
+        self._token = f"{os.environ.get(TOKEN, '')} {setting.job}"
+        self.name = f"paceline-relay/{os.getuid()}/{os.getpid()}.{secrets.token_hex(4)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen(1)
+        threading.Thread(target=self._serve, name="paceline relay", daemon=True).start()
+
+    def _serve(self) -> None:
+        with self._listener, contextlib.closing(AgentConnection(self._listener.accept()[0])) as shadow:
+            said = shadow.hear()
+            while isinstance(said, Ready) and (found := self._call_all()) is not None:
+                ends, card = found
+                if why := difference(card.partition("\n")[2], said.card):
+                    words = (
+                        f"the shadow runs another script or model: {why}. Start it as the ranks were started."
+                    )
+                    shadow.tell(Refused(words))
+                for share, end in enumerate(ends):
+                    shadow.tell(Receive(share, len(ends)), handing=end)
+                poll = select.poll()
+                poll.register(ends[0], select.POLLRDHUP)
+                poll.poll()
+                for end in ends:
+                    end.close()
+            self._note(
+                f"no host of the job answers at {self._setting.peers}: it has ended, or has another {TOKEN} or "
+                "PACELINE_JOB."
+            )
+
+    def _call_all(self) -> tuple[list[socket.socket], str] | None:
+        """Return a connection to each rank of one host, and their card; None: no agent has answered. Blocks."""
+        heard_s = time.monotonic()
+        while time.monotonic() - heard_s < self._setting.lost_after_s:
+            found: Sequence[tuple[str, int]] = ()
+            with contextlib.suppress(OSError):
+                found = self._discovery.find()
+            for address in found:
+                ends: list[socket.socket] = []
+                with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as closes:
+                    first: dict[str, Any] = {"num_shares": 1}
+                    while len(ends) < first["num_shares"]:
+                        end = closes.enter_context(call_for_state(Address(*address), self._token, len(ends)))
+                        told = hear_about(end)
+                        ends.append(end)
+                        heard_s, first = time.monotonic(), told if len(ends) == 1 else first
+                        if told != first:
+                            raise ConnectionResetError("the membership has changed")
+                    if first["num_shares"]:
+                        closes.pop_all()
+                        return ends, first["card"]
+            time.sleep(_LOOK_S)
+        return None
+
+
 def _job_of(beginning: str, script: str) -> str:
     """Return the name of the one job whose name begins so."""
-    names = [line.split()[-1] for line in _NAMES.read_text().splitlines() if f"@{PREFIX}/" in line]
-    jobs = sorted({name[1:] for name in names if name[1:].startswith(f"{PREFIX}/{os.getuid()}/")})
+    names = [line.split()[-1] for line in _NAMES.read_text().splitlines() if f"@{JOB_PREFIX}/" in line]
+    jobs = sorted({name[1:] for name in names if name[1:].startswith(f"{JOB_PREFIX}/{os.getuid()}/")})
     found = [job for job in jobs if job.startswith(f"{beginning}/")]
     if len(found) == 1:
         return found[0]
@@ -69,8 +170,9 @@ def _job_of(beginning: str, script: str) -> str:
     others = [_command_of(_pid_of(job)) for job in jobs]
     hint = f" These do: {'; '.join(others)}." if others else ""
     raise ConfigurationError(
-        f"no job under `paceline run --min-ranks` trains {script} with these arguments on this host.{hint} Give the "
-        "same words behind -- as behind `paceline run`'s own options."
+        f"no job trains {script} with these arguments on this host. A shadow follows "
+        f"jobs of `paceline run --min-ranks` or with {PEERS}.{hint} Repeat behind -- what follows the options of "
+        "`paceline run`, or follows `python`."
     )
 
 

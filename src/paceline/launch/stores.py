@@ -28,10 +28,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 from typing_extensions import Self
 
-from paceline.comm import TOKEN
+from paceline.comm import RANKS_OF_HOST, TOKEN
 from paceline.host.addresses import LOOPBACK, addresses_of, is_loopback
 from paceline.launch.machines import MachineRendezvous
-from paceline.observe.workload_recording import RANKS_OF_HOST
 
 _BACKLOG = 2048
 _TOKEN_KEY, _IN_FILE = "paceline token", "paceline launchers"
@@ -85,8 +84,13 @@ class Listening:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Remove the file by which the machines met, if this is the last to leave it."""
         self._within.close()
-        self.leave()
+        if self._file is not None:
+            path, store = self._file
+            with contextlib.suppress(RuntimeError, OSError):
+                if store.add(_IN_FILE, -1) <= 0:
+                    path.unlink()
 
     def store(
         self,
@@ -118,21 +122,13 @@ class Listening:
         """Open the file by which machines meet, in place of `FileStore`."""
         with contextlib.suppress(FileExistsError):
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-        store = dist.FileStore(path)  # without a number of users it stays until `leave`
+        store = dist.FileStore(path)  # without a number of users it stays until `__exit__`
         self._file = Path(path), store
         if TOKEN not in os.environ:  # a process that may read the file belongs to the job
             os.environ[TOKEN] = store.compare_set(_TOKEN_KEY, "", secrets.token_hex(16)).decode()
         store.add(_IN_FILE, 1)
         self._meet(store, is_server=False)
         return store
-
-    def leave(self) -> None:
-        """Remove the file by which the machines met, if this is the last to leave it."""
-        if self._file is not None:
-            path, store = self._file
-            with contextlib.suppress(RuntimeError, OSError):
-                if store.add(_IN_FILE, -1) <= 0:
-                    path.unlink()
 
     def _meet(self, store: dist.Store, is_server: bool) -> None:
         """Compare the machines, in the first store of the launch; the ranks are told how many each one has."""

@@ -61,7 +61,8 @@ class Watchdog:
     def __enter__(self) -> Self:
         remove_orphans()
         self._adopted = _adopt(wanted=True)
-        self._kin = LaunchProcesses(self._launch_id, os.getpid(), _children(os.getpid()))
+        own = os.getpid()
+        self._kin = LaunchProcesses(self._launch_id, (own, _start(own)), _children(own))
         environment = {name: value for name, value in os.environ.items() if name != MARK}
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(self._folder), *self._kin.words],
@@ -95,13 +96,12 @@ class _Process(NamedTuple):
 class LaunchProcesses:
     """The processes of a launch: marked ones, the launcher's children, and their descendants and sessions.
 
-    `others` are children that the launcher had before the launch, by their start; they do not count.
+    `launcher` is its process id and start. `others` are the starts of children that it had before the launch, which do
+    not count.
     """
 
-    def __init__(self, launch_id: str, launcher: int, others: dict[int, str]) -> None:
-        self._launch_id = launch_id
-        self._launcher = (launcher, _start(launcher))
-        self._others = others
+    def __init__(self, launch_id: str, launcher: tuple[int, str], others: dict[int, str]) -> None:
+        self._launch_id, self._launcher, self._others = launch_id, launcher, others
         self._known: dict[int, str] = {}
 
     @property
@@ -115,12 +115,8 @@ class LaunchProcesses:
     @classmethod
     def from_words(cls, words: list[str]) -> LaunchProcesses:
         launch_id, *numbers = words
-        (launcher, start), *others = [
-            (int(pid), start) for pid, _, start in (w.partition(".") for w in numbers)
-        ]
-        found = cls(launch_id, launcher, dict(others))
-        found._launcher = (launcher, start)
-        return found
+        launcher, *others = [(int(pid), start) for pid, _, start in (w.partition(".") for w in numbers)]
+        return cls(launch_id, launcher, dict(others))
 
     def look(self) -> None:
         """Note the launcher's children. After its death, /proc no longer says whose they are."""
@@ -254,10 +250,7 @@ def _watch(folder: str, kin: LaunchProcesses) -> None:
 
 
 if __name__ == "__main__":
-    for _number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # of a job's scheduler, to all its processes
+    # Of a job's scheduler, to all its processes.
+    for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(_number, signal.SIG_IGN)
     _watch(sys.argv[1], LaunchProcesses.from_words(sys.argv[2:]))

@@ -1,7 +1,4 @@
-"""Records of what happened in a step, and when: reports, planners and traces read them.
-
-The records import torch's profiler; the format of a trace, which `paceline plan` reads, imports nothing.
-"""
+"""Records of what happened in a step, and when: reports and planners read them."""
 
 from __future__ import annotations
 
@@ -27,12 +24,8 @@ __all__ = [
 __getattr__ = on_first_use(
     __name__,
     {
-        "BucketTiming": "run_records",
-        "StepTiming": "timings",
-        "StepTimings": "timings",
-        "MetricsServer": "metrics",
-        "open_metrics": "metrics",
-        "step_metrics": "metrics",
-        "write_metrics": "metrics",
+        "metrics": "MetricsServer open_metrics step_metrics write_metrics",
+        "run_records": "BucketTiming",
+        "timings": "StepTiming StepTimings",
     },
 )

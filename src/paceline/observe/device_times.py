@@ -18,22 +18,6 @@ if TYPE_CHECKING:
     from paceline.observe.timings import StepTiming
 
 
-class HostClock:
-    """Times of a device that computes when it is told to."""
-
-    def mark(self) -> Any:
-        """Note this moment."""
-        return time.perf_counter()
-
-    def is_past(self, mark: Any) -> bool:
-        """Return whether the device has come there."""
-        return True
-
-    def between_s(self, start: Any, end: Any) -> float:
-        """Return the seconds between two marks."""
-        return float(end - start)
-
-
 class DeviceClock:
     """Times of an accelerator, which computes later: marks are queued between its kernels, on the current stream."""
 
@@ -55,11 +39,6 @@ class DeviceClock:
         if not end.query():
             end.synchronize()
         return float(start.elapsed_time(end)) * 1e-3
-
-
-def clock_of(device: torch.device) -> HostClock | DeviceClock:
-    """The clock for what this device computes."""
-    return HostClock() if device.type == "cpu" else DeviceClock(device)
 
 
 def name_of(device: torch.device) -> str:
@@ -93,12 +72,10 @@ class DeviceTimes:
 
     @classmethod
     def begin(cls, device: torch.device) -> DeviceTimes:
-        """A backward begins."""
         clock = DeviceClock(device)
         return cls(clock, clock.mark(), time.perf_counter())
 
     def launch(self, index: int) -> None:
-        """A bucket leaves."""
         self.buckets[index] = BucketMarks(self.clock.mark())
 
     def done(self, index: int) -> None:
@@ -112,7 +89,6 @@ class DeviceTimes:
         marks.arrived = self.finished = self.clock.mark()
 
     def end(self) -> None:
-        """Autograd has nothing left to do."""
         if self.ended is None:
             self.ended = self.finished = self.clock.mark()
 

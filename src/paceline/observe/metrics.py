@@ -94,8 +94,9 @@ def _of_doctor(diagnosis: Diagnosis) -> Iterator[str]:
             "kind": found.kind,
             "rank": "" if found.rank is None else str(found.rank),
             "host": found.host,
+            "phase": found.phase,
+            "cause": found.cause,
         }
-        labels |= {"phase": found.phase, "cause": found.cause}
         yield from _gauge("paceline_doctor_delay_seconds", "What the named rank or link adds to a step.")
         yield _sample("paceline_doctor_delay_seconds", labels, found.delay_s)
         if found.without is not None:

@@ -34,7 +34,7 @@ _FILE_BYTES = _HEADER.size + _NUM_SLOTS * _SLOT_BYTES
 
 @dataclass(frozen=True)
 class Entered:
-    """The progress of one rank in one group's collectives."""
+    """The progress of one rank through the collectives of one group."""
 
     rank: int  # in the job
     pid: int  # its process
@@ -49,7 +49,7 @@ class Entered:
 
 
 class Counter:
-    """This rank's count in one group."""
+    """The number of collectives that this rank has entered in one group."""
 
     def __init__(self, memory: mmap.mmap, slot: int) -> None:
         self._memory = memory
@@ -73,7 +73,7 @@ class Counter:
 
 
 class _File:
-    """This process's file, made when the first group is counted."""
+    """The file of this process's counters, made when the first group is counted."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None

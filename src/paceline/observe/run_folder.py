@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from paceline.errors import ConfigurationError
-from paceline.files_given import parse_json
+from paceline.given import parse_json
 from paceline.observe.run_lines import made, to_line
 from paceline.observe.run_records import Labels, RankHeader, Record, RunHeader
 from paceline.version import __version__
@@ -78,7 +78,7 @@ def header_of(folder: Path) -> RunHeader:
 
 
 class RankWriter:
-    """Writes one rank's lines. Local; never raises once it is made."""
+    """The writer of one rank's lines. Local. Only its constructor raises."""
 
     def __init__(self, folder: Path, header: RankHeader, most_bytes: int = MOST_BYTES) -> None:
         self._path = folder / f"rank{header.rank}.jsonl"

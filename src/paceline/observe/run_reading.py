@@ -89,7 +89,7 @@ _RANK_FILE = re.compile(r"rank(\d+)(\.before)?\.jsonl")
 
 
 class _Reader:
-    """Collects ranks' lines, and what was wrong with them."""
+    """The reader of ranks' lines. It collects what was wrong with them."""
 
     def __init__(self, run_id: str) -> None:
         self.ranks: dict[int, RankRun] = {}
@@ -120,7 +120,7 @@ class _Reader:
             under.is_cut = bool(lines[-1])
 
     def _life(self, header: RankHeader) -> RankRun | None:
-        """The life whose header this is; None for one of another run."""
+        """Return the rank's life that begins with this header; None if it belongs to another run."""
         if header.run_id != self._run_id:
             return None
         before = self.ranks.get(header.rank)
@@ -133,21 +133,18 @@ class _Reader:
 
     def notes(self) -> list[str]:
         found = [
-            f"{name}: {count} lines could not be read" for name, count in sorted(self._unreadable.items())
+            f"{name}: {count} lines {words}"
+            for counts, words in (
+                (self._unreadable, "could not be read"),
+                (self._unknown, "of kinds that this version does not know"),
+                (self._foreign, "of another job, which writes into the same folder, were left out"),
+            )
+            for name, count in sorted(counts.items())
         ]
-        found += [
-            f"{name}: {count} lines of kinds that this version does not know"
-            for name, count in sorted(self._unknown.items())
-        ]
-        found += [
-            f"{name}: {count} lines of another job, which writes into the same folder, were left out"
-            for name, count in sorted(self._foreign.items())
-        ]
-        found += [
+        return found + [
             f"rank {rank} was started {count + 1} times; its last life counts"
             for rank, count in sorted(self._restarted.items())
         ]
-        return found
 
 
 def _missing(run: Run) -> list[str]:
@@ -181,7 +178,6 @@ class ClockOffset:
     source: str  # "same clock", "ends of steps" or "none": nothing in common
 
     def aligned_s(self, time_s: float) -> float:
-        """A time of this rank on the first rank's clock."""
         return time_s + self.shift_s + self.drift * (time_s - self.from_s)
 
 

@@ -9,10 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Of the traces that `workload_recording` writes and the planner reads. None of this imports torch.
-TRACE_FORMAT, TRACE_VERSION = "paceline trace", 1
-NUM_WARM_UP = 2  # steps at the beginning, which do not count
-
 PHASES = ("loading", "forward", "backward", "optimizer", "checkpoint", "garbage", "recording", "waiting")
 """What an `Interval` may be; time of a step in none of them is Python between them. Waiting is for other ranks within a
 forward: for buffers, or for gradients of the step before (forward overlap)."""
@@ -97,7 +93,7 @@ class StepRecord:
 
     @property
     def work_s(self) -> float:
-        """Seconds of own work, from the end of the backward before to its own last gradient, less waiting."""
+        """Return the seconds of own work: from the end of the backward before to the last gradient, less waiting."""
         inner_s = sum(
             max(0.0, min(x.end_s, self.work_ended_s) - max(x.start_s, self.began_s))
             for x in self.intervals
@@ -107,7 +103,7 @@ class StepRecord:
 
     @property
     def waited_s(self) -> float:
-        """Seconds in which this rank waited for others."""
+        """Return the seconds in which this rank waited for other ranks."""
         return self.step_s - self.work_s
 
     @property
@@ -188,8 +184,6 @@ class Sample:
     queued_s: float = 0.0  # of all its threads, since they started
     disk_s: float = 0.0  # the training thread, waiting for a disk since it started
     stolen_s: float = 0.0  # from this machine by the one that hosts it, all cores together, since it started
-    loader_disk_s: float = 0.0  # of its child processes: waiting for a disk
-    frequency_ratio: float | None = None  # of its core, to the highest; None: the kernel does not say
 
 
 @dataclass(frozen=True)

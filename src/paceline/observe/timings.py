@@ -1,6 +1,6 @@
-"""One record a synchronized step: when each bucket was ready, launched and done, and how long the step waited.
+"""One record per synchronized step: when each bucket was ready, launched and done, and how long the step waited.
 
-And ranges in torch's profiler for the stations of a gradient's way, named as the fields of these records.
+The stations of a gradient's way are also ranges in torch's profiler, named as the fields of these records.
 
 All times are those of `time.perf_counter()`, in seconds. On an accelerator those of backward, of its buckets and of the
 waiting are the device's, as soon as it has come past them (`StepTimings.settle`). Until then they are host times: when
@@ -24,7 +24,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from paceline.observe import spans
 from paceline.observe.device_times import DeviceTimes
-from paceline.observe.left_tables import leave_at_exit
 from paceline.observe.run_records import BucketTiming
 
 HISTORY_STEPS = 256
@@ -89,7 +88,7 @@ class StepTiming:
 
 
 class _Optimizers:
-    """Seconds that this process has spent in steps of optimizers, by torch's hooks for all of them."""
+    """The seconds that this process has spent in steps of optimizers, by torch's hooks for all optimizers."""
 
     def __init__(self) -> None:
         self.spent_s = 0.0
@@ -107,7 +106,7 @@ class _Optimizers:
         self._began_s = time.perf_counter()
 
     def leave_out(self, seconds: float) -> None:
-        """Subtract this time from the optimizer's step under way, if there is one."""
+        """Subtract this time from the optimizer's step under way, if an optimizer steps."""
         if self._began_s is not None:
             self.spent_s -= seconds
 
@@ -163,7 +162,7 @@ class StepTimes:
         self.last_forward_s = forward_s
 
     def note_earlier_backward(self, backward_s: float) -> None:
-        """Note the duration of a micro-step's backward that does not synchronize."""
+        """Add the duration of a micro-step's backward, which does not synchronize."""
         self._earlier_backward_s += backward_s
         ended_s = time.perf_counter()
         spans.note("backward", ended_s - backward_s, ended_s)
@@ -175,7 +174,7 @@ class StepTimes:
         _optimizers.leave_out(until_s - since_s)
 
     def end_backward(self, started_s: float, ended_s: float, last_gradient_s: float) -> None:
-        """The synchronized backward began and ended then: the parts of the step before it are known."""
+        """Store when the synchronized backward began and ended, and compute the step's optimizer and other time."""
         self.started_s, self.last_gradient_s = started_s, last_gradient_s
         self._backward_s = ended_s - started_s
         if self._since_s is not None:
@@ -185,7 +184,7 @@ class StepTimes:
             self._other_s = max(0.0, started_s - self._since_s - busy_s)
 
     def record(self, step: int, exposed_s: float, buckets: tuple[BucketTiming, ...]) -> StepTiming:
-        """All gradients of step number `step` have arrived, and it has waited so long for them: return its record."""
+        """Return the record of step number `step`, whose gradients have arrived; it waited `exposed_s` for them."""
         self.timing = StepTiming(
             step=step,
             forward_s=self._forward_s,
@@ -214,14 +213,8 @@ class StepTimings:
         self.decisions: dict[str, str] = {}
         self._steps: deque[StepTiming] = deque(maxlen=HISTORY_STEPS)
         self._unsettled: deque[tuple[int, DeviceTimes]] = deque()  # by the step's number
-        self._under_way = StepTimes()
+        self.under_way = StepTimes()
         watch_optimizers()
-        leave_at_exit(self)
-
-    @property
-    def under_way(self) -> StepTimes:
-        """The times of the step under way."""
-        return self._under_way
 
     def decide(self, option: str, words: str, is_told: bool) -> None:
         """Record that an option has decided by itself: on or off, and why. Tell the user once, if asked to."""
@@ -232,8 +225,8 @@ class StepTimings:
 
     def begin_step(self) -> StepTimes:
         """Return the times of the step that begins now."""
-        self._under_way = StepTimes(time.perf_counter(), _optimizers.spent_s)
-        return self._under_way
+        self.under_way = StepTimes(time.perf_counter(), _optimizers.spent_s)
+        return self.under_way
 
     def table(self, num_steps: int = HISTORY_STEPS) -> str:
         """Return where the time of the last `num_steps` went: the median, the most and the share of each part."""
@@ -241,11 +234,8 @@ class StepTimings:
         if not steps:
             return "no step has been synchronized yet"
         first, last = steps[0].step, steps[-1].step
-        title = (
-            f"where the time of a step goes: step {last}"
-            if len(steps) == 1
-            else (f"where the time of a step goes: steps {first} to {last}")
-        )
+        which = f"step {last}" if len(steps) == 1 else f"steps {first} to {last}"
+        title = f"where the time of a step goes: {which}"
         if steps[-1].num_micro_steps > 1:
             title += f", of {steps[-1].num_micro_steps} micro-steps"
         rows = {name: [step.parts_s[name] for step in steps] for name in steps[0].parts_s}
@@ -276,6 +266,12 @@ class StepTimings:
         """Wait until the device has done all steps, so that records have its times. Local; does nothing on a CPU."""
         while self._unsettled:
             self._settle_first()
+
+    def settled_last(self) -> StepTiming:
+        """Return the last step's record with the device's times, after a wait as in `settle`."""
+        self.settle()
+        assert self.last is not None
+        return self.last
 
     def _settle_first(self) -> None:
         step, marks = self._unsettled.popleft()

@@ -36,7 +36,7 @@ _PATIENCE_S = 1.0  # for what is under way when the model is gone
 
 
 class Overlap(Protocol):
-    """The forward overlap of a wrapped model, as this module uses it."""
+    """The forward overlap of a wrapped model, as optimizers use it."""
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -120,11 +120,8 @@ class BehindForward:
                 ) from self._failure
             try:
                 with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-                    self._peers.wait(
-                        self._under_way[number],
-                        "receiving the parameters that other ranks have stepped",
-                        HALF_STEPPED,
-                    )
+                    doing = "receiving the parameters that other ranks have stepped"
+                    self._peers.wait(self._under_way[number], doing, HALF_STEPPED)
             except Exception as error:
                 self._failure = error
                 raise

@@ -28,20 +28,29 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.comm.collectives import can_all_to_all, shares_memory
 from paceline.errors import ConfigurationError
-from paceline.optim.behind_forward import BehindForward
-from paceline.optim.overlap import (
+from paceline.optim.adopted_optimizer import (
     PER_ELEMENT,
-    PER_PARAMETER,
-    counted_step,
+    AdoptedOptimizer,
+    adopt,
     ordinary,
+    parameters_of,
+    refuse,
     settings_of,
-    stand_in_of,
+    why_not_by_parameter,
 )
-from paceline.optim.shard_state import cut_state, full_state, move
+from paceline.optim.behind_forward import BehindForward
+from paceline.optim.shard_state import (
+    OwnPart,
+    Waiting,
+    cut_state,
+    divide_waiting,
+    full_state,
+    move,
+    own_parts,
+)
 from paceline.optim.sharded_step import Cut, Members, ShardedStep
 from paceline.optim.shares import is_dense
-from paceline.reductions import Mean
-from paceline.reductions.owned_mean import OwnedMean
+from paceline.reductions.owned_mean import Owned, ScatteredParameter, for_owners
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -49,9 +58,7 @@ _WHY_ALL = (
     "the optimizer is sharded (paceline.optim.shard), so each rank takes part in every step and alone has its part of "
     "the state"
 )
-_owners: WeakIdKeyDictionary = (
-    WeakIdKeyDictionary()
-)  # of parameters: a weak reference to the sharded optimizer
+_owners = WeakIdKeyDictionary()  # of parameters: a weak reference to the sharded optimizer
 
 
 def shard(
@@ -73,8 +80,8 @@ def shard(
     then: `.grad` is None afterwards.
 
     Args:
-        optimizer: One of torch's, LARS or LAMB, over parameters of `model`, which has not stepped. It is changed in
-            place, so schedulers may have been given it before.
+        optimizer: One of torch's, or LARS or LAMB of `paceline-recipes`, over parameters of `model`. It has not
+            stepped. It is changed in place, so schedulers may have been given it before.
         model: What `paceline.DistributedDataParallel` returned. Several optimizers may share its parameters out.
         per_parameter: For an optimizer of another class. It says that each parameter is stepped by its own gradient
             and state only, and that a step neither changes `param_groups` nor counts its calls. Each parameter is
@@ -83,7 +90,7 @@ def shard(
         whole_gradients: Whether every rank has all gradients. False: it has those that it steps, and a step sends as
             many bytes as an all-reduce. Reading `.grad` before the step raises; clip by `model.clip_grad_norm_`. The
             step takes the gradients, so `.grad` is None afterwards. None: False where that saves bytes, so between
-            hosts with the plain mean.
+            hosts with the plain mean, or with it compressed to 16 bits.
 
     Returns:
         `optimizer` itself. With one rank, and without master weights, it is as it was.
@@ -102,8 +109,10 @@ def shard(
     members = model.membership
     if members.size > 1 or master_weights:
         if whole_gradients is False and (why := _why_whole(optimizer, members)):
-            raise _refuse(f"whole_gradients=False is not possible, because {why}. Leave it out.")
+            _refuse(f"whole_gradients=False is not possible, because {why}. Leave it out.")
         is_whole, is_muon = type(optimizer) not in PER_ELEMENT, type(optimizer).__name__ == "Muon"
+        if whole_gradients and isinstance(members.model.reduction, Owned):  # an optimizer before had parts
+            members.model.reduction.disown(parameters_of(optimizer))
         cut = Cut(is_whole=is_whole, is_muon=is_muon, has_masters=master_weights)
         owned = (lambda: None) if whole_gradients else functools.partial(_owned_mean, optimizer, members)
         overlap = getattr(model, "forward_overlap", None)
@@ -126,57 +135,52 @@ def full_state_dict(optimizer: Optimizer) -> dict[str, Any] | None:
     Raises:
         PeerLostError: A rank died or hangs.
     """
-    if not isinstance(optimizer, _Sharded):
+    if not isinstance(optimizer, Sharded):
         return optimizer.state_dict()
     return optimizer._full_state()
 
 
-def _refuse(why: str) -> ConfigurationError:
-    return ConfigurationError(f"shard(optimizer, model): {why}")
+_refuse = functools.partial(refuse, "shard")
 
 
 def _check(optimizer: Any, model: Any, per_parameter: bool) -> None:
     """Raise ConfigurationError if the optimizer's steps cannot be divided among the ranks of this model."""
     if not isinstance(model, Module) or not hasattr(model, "membership"):
-        raise _refuse(
+        _refuse(
             f"the model is a {type(model).__name__}. Pass what paceline.DistributedDataParallel returned; torch's "
             "class of that name does not know who shares a step."
         )
     members: Members = model.membership  # type: ignore[assignment]
     if members.model.is_made_up_for:
-        raise _refuse(
+        _refuse(
             "the model trains under paceline.Elastic, and a rank that is lost would take its part of the optimizer's "
             "state with it. Leave out one of them."
         )
-    if isinstance(optimizer, _Sharded):
-        raise _refuse("this optimizer has been through shard() before. Call it once.")
+    if isinstance(optimizer, Sharded):
+        _refuse("this optimizer has been through shard() before. Call it once.")
     kind = getattr(optimizer, "_kind", type(optimizer))
     if not isinstance(optimizer, Optimizer) or kind is not type(optimizer):
-        raise _refuse(
+        _refuse(
             f"the optimizer is a {type(optimizer).__name__} that is wrapped or overlapped already. Pass the "
             "torch.optim.Optimizer itself, before anything else takes it."
         )
     if hasattr(optimizer, "consolidate_state_dict"):
-        raise _refuse(
+        _refuse(
             f"{type(optimizer).__name__} divides the state itself. Give the plain optimizer that it wraps, and leave "
             "out hook_with_zero_step."
         )
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise _refuse(
+        _refuse(
             f"{kind.__name__} evaluates its closure as often as it likes, so ranks cannot divide its step. Use an "
             "optimizer that takes one step from the gradients, such as AdamW."
         )
-    if kind not in PER_PARAMETER and not per_parameter:
-        names = ", ".join(each.__name__ for each in PER_PARAMETER)
-        raise _refuse(
-            f"{kind.__name__} is not known to step each parameter by its own gradient and state alone, as {names} do. "
-            "If it does, pass per_parameter=True; otherwise train without shard()."
-        )
+    if not per_parameter and (why := why_not_by_parameter(kind)):
+        _refuse(f"{why}. If it does, pass per_parameter=True; otherwise train without shard().")
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise _refuse("differentiable=True needs the whole step in one graph. Leave it out.")
+        _refuse("differentiable=True needs the whole step in one graph. Leave it out.")
     if any(float(kept.get("step", 1)) > 0 for kept in optimizer.state.values() if kept):
-        raise _refuse(
+        _refuse(
             f"this {kind.__name__} has stepped, or loaded its state, already. Call shard() first, then "
             "optimizer.load_state_dict(state)."
         )
@@ -185,26 +189,26 @@ def _check(optimizer: Any, model: Any, per_parameter: bool) -> None:
 
 def _check_parameters(optimizer: Optimizer, model: Module) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for parameter in _parameters_of(optimizer):
+    for parameter in parameters_of(optimizer):
         if id(parameter) not in names:
-            raise _refuse(
+            _refuse(
                 f"a parameter of shape {tuple(parameter.shape)} is not the model's, so no rank reduces its gradient. "
                 "Make the optimizer of model.parameters()."
             )
         name = names[id(parameter)]
         if (other := _owner_of(parameter)) is not None:
-            raise _refuse(
+            _refuse(
                 f"{name} is stepped by another sharded optimizer ({type(other).__name__}) already. Give each parameter "
                 "to one of them."
             )
         if not is_dense(parameter):
-            raise _refuse(
+            _refuse(
                 f"{name}, with the strides {parameter.stride()}, has gaps in its memory, so it cannot be sent as it "
                 "lies. Call .contiguous() on its data first."
             )
     for name, part in model.named_modules():
         if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.sparse:
-            raise _refuse(
+            _refuse(
                 f"{name} has sparse gradients, whose rows belong to no rank's part. Build the embedding with "
                 "sparse=False."
             )
@@ -220,32 +224,28 @@ def _owner_of(parameter: Parameter) -> Optimizer | None:
     return owner
 
 
-def _parameters_of(optimizer: Optimizer) -> list[Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _why_whole(optimizer: Optimizer, members: Members) -> str:
     """Return why gradients have to be whole over these groups, or cost no bytes; "" if neither. Local."""
     groups, reduction = members.gradient_groups, members.model.reduction
     hinders = {
         "the ranks share memory, where whole gradients cost no bytes": all(map(shares_memory, groups)),
-        f"gradients are combined by {reduction!r}": type(reduction) not in (Mean, OwnedMean),
+        f"gradients are combined by {reduction!r}": for_owners(reduction) is None,
         "buckets take turns over several process groups": len(groups) > 1,
         "the process group has no all-to-all": not all(map(can_all_to_all, groups)),
         "a parameter is of a class of its own": any(
-            type(p) is not Parameter for p in _parameters_of(optimizer)
+            type(p) not in (Parameter, ScatteredParameter) for p in parameters_of(optimizer)
         ),
     }
     return next((why for why, is_so in hinders.items() if is_so), "")
 
 
-def _owned_mean(optimizer: Optimizer, members: Members) -> OwnedMean | None:
+def _owned_mean(optimizer: Optimizer, members: Members) -> Owned | None:
     """Return what reduces each gradient for its owner; None: gradients are whole. Local; the same on every rank."""
     if _why_whole(optimizer, members):
         return None
-    if type(members.model.reduction) is Mean:
-        members.model.reduce_by(OwnedMean())
-    owned: OwnedMean = members.model.reduction
+    owned = for_owners(members.model.reduction)
+    if owned is not members.model.reduction:
+        members.model.reduce_by(owned)
     return owned
 
 
@@ -254,35 +254,22 @@ def _buckets_of(members: Members) -> list[list[Parameter]]:
 
 
 def _adopt(optimizer: Optimizer, shares: ShardedStep) -> None:
-    replaced = optimizer.__dict__.pop("step", None)
-    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
-        optimizer.__dict__["step"] = replaced
-        raise _refuse(
-            f"the step of this {type(optimizer).__name__} has been replaced on the object, so what it does is not "
-            "known. Call shard() on the optimizer first, then what replaces its step."
-        )
-    kind, begun = type(optimizer), optimizer.state_dict() if optimizer.state else None
-    members = shares.members
+    begun, members = optimizer.state_dict() if optimizer.state else None, shares.members
+    followed = members.name if members.epoch == 0 else ""
+    adopt(optimizer, Sharded, "shard", _shares=shares, _waiting={}, _followed=followed)
     members.keep_together(_WHY_ALL)
-    for parameter in _parameters_of(optimizer):
+    for parameter in parameters_of(optimizer):
         _owners[parameter] = weakref.ref(optimizer)
-    own = {"__module__": kind.__module__, "_kind": kind, "_stand_in": stand_in_of(kind)}
-    optimizer.__class__ = type(kind.__name__, (_Sharded, kind), own)
-    optimizer.__dict__["_shares"] = shares
-    optimizer.__dict__["_followed"] = members.name if members.epoch == 0 else ""
-    if replaced is not None:
-        optimizer.__dict__["step"] = counted_step(optimizer)
-    shares.follow(_parameters_of(optimizer))
+    shares.follow(parameters_of(optimizer))
     if begun is not None:  # Adagrad's, which begins before the first step
         optimizer.load_state_dict(begun)
 
 
-class _Sharded(Optimizer):
+class Sharded(AdoptedOptimizer):
     """Put in front of an optimizer's class."""
 
-    _kind: type[Optimizer]
-    _stand_in: type[Any]  # of that class, with groups of its own
     _shares: ShardedStep
+    _waiting: Waiting  # state of parameters that have no parts yet
     _followed: str  # the name of the membership for whose ranks the state is divided
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -322,22 +309,27 @@ class _Sharded(Optimizer):
         if behind is None or not behind.has_outstanding:
             super().zero_grad(set_to_none)
             return
-        for parameter in _parameters_of(self):  # the step has taken the gradients of those that are under way
-            if not behind.overlap.is_outstanding(parameter) and parameter.grad is not None:
-                if set_to_none:
-                    parameter.grad = None
-                else:
-                    parameter.grad.detach_().zero_()
+        for parameter in parameters_of(self):  # the step has taken the gradients of those that are under way
+            if behind.overlap.is_outstanding(parameter):
+                continue
+            if not set_to_none:
+                with torch._C.DisableTorchFunctionSubclass():  # this rank may have a part
+                    gradient = parameter.grad
+                if gradient is not None:
+                    gradient.detach_().zero_()
+            else:
+                parameter.grad = None
 
     step: Any = Optimizer.profile_hook_step(_step)
     step.hooked = True
 
     def _follow_members(self) -> None:
         """Divide what is not divided yet; among other ranks, if these have changed. Collective then."""
-        self._shares.follow(_parameters_of(self))
+        self._shares.follow(parameters_of(self))
         if (members := self._shares.members).name != self._followed:
-            move(self._shares, self.__dict__["state"])
+            move(self._shares, self.__dict__["state"], self._waiting)
             self._followed = members.name
+        divide_waiting(self._shares, self.__dict__["state"], self._waiting)
 
     def _run(self, groups: Sequence[Mapping[str, Any]], parts: Sequence[tuple[int, Parameter]]) -> None:
         """Run the optimizer's own step over these parts, with the settings of these groups. On any thread."""
@@ -345,46 +337,52 @@ class _Sharded(Optimizer):
         group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
         for index, part in parts:
             own[group_of[index]].append(part)
-        stand_in = object.__new__(self._stand_in)
-        stand_in.__dict__ = self.__dict__  # the same state, and whatever else it has
-        stand_in._stepped_groups = [
-            {**group, "params": members} for group, members in zip(groups, own, strict=True) if members
-        ]
         plain = self._kind.step
         if getattr(plain, "hooked", False):  # rule 4
             plain = inspect.unwrap(plain, stop=lambda each: not getattr(each, "hooked", False))
-        plain(stand_in)
+        self._run_groups(
+            [{**group, "params": members} for group, members in zip(groups, own, strict=True) if members],
+            plain,
+        )
 
-    @property
-    def state(self) -> Any:
-        self._flush()
+    def _check_state(self) -> None:
         if any(map(len, self.__dict__["state"].values())):
-            raise _no_whole_state(self)
-        return self.__dict__["state"]
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.__dict__["state"] = value
-
-    def state_dict(self) -> dict[str, Any]:
-        self._flush()
-        if any(map(len, self.__dict__["state"].values())):
-            raise _no_whole_state(self)
-        return super().state_dict()
+            num_ranks = self._shares.num_ranks
+            raise ConfigurationError(
+                f"this rank has one part of the state of this {type(self).__name__}, which is sharded: saving it would "
+                f"lose {num_ranks - 1} of {num_ranks} parts. Call paceline.optim.full_state_dict(optimizer) on every "
+                "rank, and save what rank 0 gets. Or give paceline.optim.sharded_state_dict(optimizer, model) to "
+                "torch.distributed.checkpoint."
+            )
 
     def _full_state(self) -> dict[str, Any] | None:
         self._flush()
         self._follow_members()
-        return full_state(self._shares, self.__dict__["state"], self.param_groups)
+        return full_state(self._shares, self.__dict__["state"], self._waiting, self.param_groups)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's parts of a whole state, as `full_state_dict` or a plain optimizer has it. Local."""
+    def own_parts(self, moves: bool) -> list[OwnPart]:
+        """Return this rank's parts and their state. Local, except if the state `moves` to other ranks.
+
+        Without `moves` the parts are those for which state is about to be loaded.
+        """
         self._flush()
-        self._shares.follow(_parameters_of(self))
+        if moves:
+            self._follow_members()
+        else:
+            self._divide_without_state()
+        return own_parts(self._shares, self.__dict__["state"], self._waiting)
+
+    def _divide_without_state(self) -> None:
+        self._shares.follow(parameters_of(self))
         if self._shares.members.name != self._followed:
             self._shares.divide_again()
             self._followed = self._shares.members.name
-        cut, parts = cut_state(self._shares, self.param_groups, state_dict)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's parts of a state that is whole, or that `sharded_state_dict` returned. Local."""
+        self._flush()
+        self._divide_without_state()
+        cut, parts, self._waiting = cut_state(self._shares, self.param_groups, state_dict)
         plain = ordinary(self._kind, {**self.__dict__, "param_groups": parts, "state": {}})
         plain.load_state_dict(cut)
         for group, loaded in zip(self.param_groups, plain.param_groups, strict=True):
@@ -392,25 +390,6 @@ class _Sharded(Optimizer):
         self.__dict__["state"] = plain.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self._flush()
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             _owners[parameter] = weakref.ref(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._flush()
-        if any(map(len, self.__dict__["state"].values())):
-            raise _no_whole_state(self)
-        return super().__getstate__()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is an ordinary optimizer."""
-        return ordinary, (self._kind, self.__getstate__())
-
-
-def _no_whole_state(optimizer: _Sharded) -> ConfigurationError:
-    return ConfigurationError(
-        f"this rank has one part of the state of this {type(optimizer).__name__}, which is sharded: saving it would "
-        f"lose {optimizer._shares.num_ranks - 1} of {optimizer._shares.num_ranks} parts. Call "
-        "paceline.optim.full_state_dict(optimizer) on every rank, and save what rank 0 gets."
-    )

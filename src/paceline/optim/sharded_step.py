@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import Work, all_gather
+from paceline.comm.collectives import Work, all_gather, shares_memory
 from paceline.comm.device import keep_for_current_streams
 from paceline.comm.peers import Peers
 from paceline.errors import ConfigurationError
@@ -35,7 +35,7 @@ from paceline.optim.shares import (
     memory_of,
     real_dtype,
 )
-from paceline.reductions.owned_mean import OwnedMean
+from paceline.reductions.owned_mean import Owned
 
 Run = Callable[[Sequence[tuple[int, Parameter]]], None]
 """Steps parameters, each with the index of the optimizer's parameter that it is a part of."""
@@ -114,7 +114,7 @@ class ShardedStep:
         members: Members,
         cut: Cut,
         # Returns what gives each owner its part of the gradients over this group; None: gradients are whole
-        choose_owned: Callable[[], OwnedMean | None],
+        choose_owned: Callable[[], Owned | None],
         buckets: Callable[[], Sequence[Sequence[Parameter]]],  # the parameters that are reduced together
         behind: BehindForward | None,  # what lets the next forward begin meanwhile
     ) -> None:
@@ -124,7 +124,7 @@ class ShardedStep:
         self.parts: dict[Part, Parameter] = {}
         self._divisions: list[Division] = []
         self._divided: set[int] = set()
-        self._buffers: dict[tuple[torch.dtype, torch.device, int], Tensor] = {}
+        self._buffers: dict[tuple[torch.dtype, torch.device, int | None], Tensor] = {}
 
     @property
     def rank(self) -> int:
@@ -155,12 +155,18 @@ class ShardedStep:
         if self._owned is not None:
             self._owned.own(self._owners(divisions))
 
+    @property
+    def undivided(self) -> list[int]:
+        """Return the indices of parameters that no rank steps: they were frozen so far, or are empty."""
+        return [index for index in range(len(self.parameters)) if index not in self._divided]
+
     def _divide(self, new: Sequence[int]) -> list[Division]:
+        between_hosts = not all(map(shares_memory, self.members.gradient_groups))
         if self.cut.is_whole:
             costs = [self.cut.cost(self.parameters[index]) for index in new]
-            return [divide_whole(self.parameters, new, self.num_ranks, costs)]
+            return [divide_whole(self.parameters, new, self.num_ranks, costs, between_hosts)]
         if self._owned is None and self.behind is None:
-            return [divide(self.parameters, new, self.num_ranks)]
+            return [divide(self.parameters, new, self.num_ranks, between_hosts)]
         # Every rank owns as much of each bucket: else one would receive most of some buckets, and others wait. The
         # last bucket has the parameters that the forward needs first.
         index_of = {id(self.parameters[index]): index for index in new}
@@ -168,7 +174,9 @@ class ShardedStep:
             [index_of.pop(id(p)) for p in bucket if id(p) in index_of] for bucket in reversed(self._buckets())
         ]
         return [
-            divide(self.parameters, unit, self.num_ranks) for unit in (*units, [*index_of.values()]) if unit
+            divide(self.parameters, unit, self.num_ranks, between_hosts)
+            for unit in (*units, [*index_of.values()])
+            if unit
         ]
 
     def _owners(self, divisions: Iterable[Division]) -> dict[Parameter, list[tuple[int, int, int]]]:
@@ -226,7 +234,7 @@ class ShardedStep:
                 continue
             if len(under_way) == _MOST_UNDER_WAY:
                 self._finish(under_way.pop(0))
-            under_way.append(self._launch(exchange, self._buffer(exchange, number % _MOST_UNDER_WAY)))
+            under_way.append(self._launch(exchange, number % _MOST_UNDER_WAY))
         for launched in under_way:
             self._finish(launched)
         for parameter in taken:  # which would seem to be whole
@@ -257,7 +265,7 @@ class ShardedStep:
                 [own.grad for part in parts if (own := self.parts[part]).grad is not None]
             )
             self._run(parts, run)
-            launched.append(self._launch(exchange, self._new_buffer(exchange)))
+            launched.append(self._launch(exchange))
             return launched[0].work
 
         return Job([self.parameters[index] for index in indices], begin, lambda: self._unpack(launched.pop()))
@@ -309,14 +317,17 @@ class ShardedStep:
 
     # ---- the exchange
 
-    def _launch(self, exchange: Exchange, buffer: Tensor) -> _UnderWay:
-        rows = buffer.split(exchange.length)
-        own = [] if exchange.in_place else self._memories(exchange.parts[self.rank])
-        if own:
-            torch._foreach_copy_(self._pieces(rows[self.rank], own), own)
+    def _launch(self, exchange: Exchange, slot: int | None = None) -> _UnderWay:
+        if exchange.in_place:
+            rows = self._memories(part for (part,) in exchange.parts)
+        else:
+            rows = list(self._buffer(exchange, slot).split(exchange.length))
+            own = self._memories(exchange.parts[self.rank])
+            if own:
+                torch._foreach_copy_(self._pieces(rows[self.rank], own), own)
         groups = self.members.groups
         group = self.members.gradient_groups[0] if self.behind is None else groups.for_pieces
-        return _UnderWay(exchange, all_gather(list(rows), rows[self.rank], group), rows)
+        return _UnderWay(exchange, all_gather(rows, rows[self.rank], group), rows)
 
     def _finish(self, launched: _UnderWay) -> None:
         doing = "receiving the parameters that other ranks have stepped"
@@ -346,22 +357,13 @@ class ShardedStep:
         lengths = [each.numel() for each in like]
         return list(row[: sum(lengths)].split(lengths))
 
-    def _buffer(self, exchange: Exchange, slot: int) -> Tensor:
-        """Return memory for an exchange, kept for the next step; one more may be under way in the other slot."""
-        like = self._first(exchange)
-        key, wanted = (real_dtype(like), like.device, slot), exchange.length * self.num_ranks
-        if exchange.in_place:
-            return self._new_buffer(exchange)
-        if key not in self._buffers or self._buffers[key].numel() < wanted:
-            self._buffers[key] = self._new_buffer(exchange)
-        return self._buffers[key][:wanted]
-
-    def _new_buffer(self, exchange: Exchange) -> Tensor:
-        """Return memory for an exchange: the parameter's where that needs no copy."""
-        like, wanted = self._first(exchange), exchange.length * self.num_ranks
-        if exchange.in_place:
-            return memory_of(like)[:wanted]
-        return torch.empty(wanted, dtype=real_dtype(like), device=like.device)
-
-    def _first(self, exchange: Exchange) -> Parameter:
-        return self.parameters[next(part for parts in exchange.parts for part in parts).index]
+    def _buffer(self, exchange: Exchange, slot: int | None) -> Tensor:
+        """Return memory for an exchange: new, or kept for the next step, of which each slot has one under way."""
+        like = self.parameters[next(part for parts in exchange.parts for part in parts).index]
+        dtype, wanted = real_dtype(like), exchange.length * self.num_ranks
+        kept = self._buffers.get((dtype, like.device, slot))
+        if kept is None or kept.numel() < wanted:
+            kept = torch.empty(wanted, dtype=dtype, device=like.device)
+            if slot is not None:
+                self._buffers[dtype, like.device, slot] = kept
+        return kept[:wanted]

@@ -1,6 +1,6 @@
 """Predictions and trials that training asks before it acts: of shares, orders, buckets and codecs. Pure Python."""
 
-from paceline.planning.replay import AlphaBetaCost, BucketLoad
+from paceline.planning.replay import AlphaBetaCost
 from paceline.planning.shares import (
     Proposal,
     Speed,
@@ -14,7 +14,6 @@ from paceline.planning.trial import Trial, TrialConfig
 
 __all__ = [
     "AlphaBetaCost",
-    "BucketLoad",
     "Proposal",
     "Speed",
     "SpeedEstimate",

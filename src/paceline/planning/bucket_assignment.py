@@ -24,7 +24,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import ConfigurationError
-from paceline.numbers_given import number
+from paceline.given import number
 
 MEBIBYTE = 1024 * 1024
 DEFAULT_BUCKET_CAP_MB = 25
@@ -80,21 +80,12 @@ class BucketCaps:
         num_ranks: int,
         overlaps_forward: bool = False,
     ) -> BucketCaps:
-        """1 MiB, then 25 MiB; for CPUs of several hosts a twelfth of all gradients, the last bucket half a MiB.
+        """Return the default caps: 1 MiB for the first bucket, and 25 MiB for the others.
 
-        That twelfth is at least 1 MiB (with more than 4 ranks half a MiB for each), and at most 25 MiB. With forward
-        overlap it is a 48th and at most 5 MiB: pieces of buckets are sent, and the next forward waits for buckets.
-
-        Nothing hides the last bucket, and the wire idles until the first one is full: both are small. Of n equal
-        buckets between them one is exposed at most, where communication takes as long as backward. Each has a fixed
-        cost besides, 1 to 3 ms over Gloo on four hosts. The sum is least for n = sqrt(duration of all / fixed cost): 9
-        over links without a limit, 20 for ResNet-50 at 1 Gbit/s. It hardly changes between half of that and twice
-        (docs/decisions/bucket-caps.md). On one host there is no wire: Gloo takes the cores that compute, overlap gains
-        nothing, and many reductions cost some (lab/LOG.md).
-
-        Every reduction costs rounds of messages, however small it is, twice as many for twice the ranks. So the more
-        ranks cut it into messages, the larger is a bucket. Backward hides rounds, but not those of what is ready last.
-        So buckets are cut from the end: what remains, which may be next to nothing, is the first one and not the last.
+        On CPUs of several hosts it is a twelfth of all gradients, and half a MiB for the last bucket. That twelfth is
+        at least 1 MiB (with more than 4 ranks half a MiB for each), and at most 25 MiB. With forward overlap it is a
+        48th and at most 5 MiB. Buckets are cut from the end: what remains, which may be next to nothing, is the first
+        one and not the last, which nothing hides. The reasons are in docs/decisions/bucket-caps.md.
         `any_on_cpu` is agreed on (`replicas.verify`): by its own device each rank would cut other buckets.
         """
         if on_one_host or not any_on_cpu:
@@ -161,7 +152,7 @@ def _cap_of(bucket: _OpenBucket, unit: int | None, caps: BucketCaps, left_bytes:
 def _numbered(
     closed: list[list[int]], open_by_key: dict[Hashable, _OpenBucket], order: Sequence[int], caps: BucketCaps
 ) -> list[list[int]]:
-    """Put what remains into buckets (rule 2), and all of them into launch order (rule 3)."""
+    """Put the remaining gradients into buckets (rule 2), and number all buckets in launch order (rule 3)."""
     position = {index: place for place, index in enumerate(order)}
     rest = []
     for bucket in open_by_key.values():

@@ -141,7 +141,7 @@ class Gain:
 def predict(pieces: Sequence[Piece], order: Sequence[int], step: MeasuredStep) -> Gain:
     """Return what sending pieces in this order saves, on a link of the measured rate.
 
-    What is there now is taken as measured where the simulation thinks it longer, so that it does not flatter itself.
+    The present step counts as measured if the simulation predicts a longer one. Otherwise the gain would be too large.
     """
     rate = step.rate_bytes_per_s
     in_turn = arrivals(pieces, range(len(pieces)), step, rate)

@@ -22,16 +22,8 @@ from paceline.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
-class BucketLoad:
-    """One bucket of a step: when it would be ready if launching took no time, and its size."""
-
-    ready_s: float
-    size_bytes: int
-
-
-@dataclass(frozen=True)
 class AlphaBetaCost:
-    """Seconds for a number of bytes (alpha-beta model): a fixed time, and a time for each byte; neither is negative."""
+    """The alpha-beta model of a transfer: a fixed time and a time per byte, both at least 0."""
 
     fixed_s: float
     s_per_byte: float
@@ -47,9 +39,7 @@ class AlphaBetaCost:
     def through(cls, small: tuple[float, float], large: tuple[float, float]) -> AlphaBetaCost:
         """Return the line through two measurements (bytes, seconds), with neither time negative.
 
-        Args:
-            small: Of few bytes.
-            large: Of more; if of no more, the time is taken as proportional to the bytes.
+        The time is proportional to the bytes if `large` has no more of them than `small`.
         """
         (few, few_s), (many, many_s) = small, large
         slope = (many_s - few_s) / (many - few) if many > few else math.inf

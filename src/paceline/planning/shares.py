@@ -41,7 +41,7 @@ class Speed:
     sample_s: float
 
     def step_s(self, num_samples: int) -> float:
-        """Seconds until the gradients of `num_samples` are there."""
+        """Return the seconds until the gradients of `num_samples` are computed."""
         return self.fixed_s + self.sample_s * num_samples if num_samples else 0.0
 
     def times(self, factor: float) -> Speed:
@@ -68,7 +68,7 @@ class SpeedEstimate:
         self._num_off = 0  # steps in a row that are far off, negative if they were faster
 
     def __len__(self) -> int:
-        """Steps that the estimate rests on."""
+        """Return the number of steps that the estimate rests on."""
         return len(self._seen)
 
     def add(self, num_samples: int, seconds: float) -> None:
@@ -120,7 +120,7 @@ class SpeedEstimate:
 
     @property
     def _deviation(self) -> float:
-        """Standard deviation of a step from the speed, relative; steps that were far off do not count."""
+        """Return the relative standard deviation of a step from the speed, without steps that were far off."""
         return 1.4826 * statistics.median(map(abs, self._residuals)) if self._residuals else 0.0
 
     @property
@@ -137,7 +137,7 @@ class SpeedEstimate:
 
 
 def makespan_s(speeds: Sequence[Speed], samples: Sequence[int]) -> float:
-    """Seconds until the last rank has its gradients."""
+    """Return the seconds until the last rank has its gradients."""
     return max(speed.step_s(n) for speed, n in zip(speeds, samples, strict=True))
 
 
@@ -221,7 +221,7 @@ def _all_but_a_few(
 def _give_the_rest(
     speeds: Sequence[Speed], given: list[int], units: int, limits: Sequence[int], unit: int
 ) -> None:
-    """Add what is left to `given`, each unit to the rank that would finish first with it; of equals the lower one."""
+    """Add the remaining units to `given`, each to the rank that finishes it first, or the lowest of equal ranks."""
     waiting = [
         (speed.step_s((n + 1) * unit), rank)
         for rank, (speed, n, limit) in enumerate(zip(speeds, given, limits, strict=True))
@@ -255,7 +255,7 @@ class Proposal:
     error_ratio: float
 
     def pays(self, gain_ratio: float) -> bool:
-        """Return whether they save that fraction of the step, beyond what may be error."""
+        """Return whether these shares save that fraction of the step, beyond the error of the measurement."""
         return 1 - self.then_s / self.now_s > gain_ratio + self.error_ratio
 
 

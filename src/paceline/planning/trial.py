@@ -24,7 +24,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from paceline.errors import ConfigurationError
-from paceline.numbers_given import number
+from paceline.given import number
 
 _RAREST_CHECKS = 8  # times as many steps between two checks as at first
 
@@ -106,7 +106,7 @@ class Trial:
 
     @property
     def candidates(self) -> list[str | None]:
-        """The candidates that the planned steps run with."""
+        """Return the candidates that the planned steps run with."""
         return list(self._durations_s)
 
     @property
@@ -116,7 +116,7 @@ class Trial:
 
     @property
     def is_due(self) -> bool:
-        """Whether the ranks have to exchange their `medians` before a further step is planned."""
+        """Return whether the ranks have to exchange their `medians` before a further step is planned."""
         return self._place == len(self._plans)
 
     def advance(self) -> None:

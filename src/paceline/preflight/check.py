@@ -53,7 +53,7 @@ class PairsError(PacelineError, RuntimeError):
 
 @dataclass(frozen=True)
 class Host:
-    """One rank's machine."""
+    """The machine of one rank."""
 
     rank: int
     name: str
@@ -86,7 +86,9 @@ def checkup(machines: str | None, endpoint: str | None, *, as_json: bool) -> Che
     """
     if machines is None and endpoint is None:
         is_rank = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-        return check_with_others() if is_rank else check_here()
+        if is_rank:
+            return check_with_others()
+        return Checkup((Host(0, socket.gethostname(), look_around()),))
     from paceline.launch import launch, parse  # noqa: PLC0415  imports torch
 
     words = ["--nproc-per-node", "1", "--nnodes", machines or "1"]
@@ -99,20 +101,8 @@ def _to_stderr(line: str) -> None:
     sys.stderr.write(f"paceline doctor: {line}\n")
 
 
-def check_here() -> Checkup:
-    """Check this machine alone."""
-    return Checkup((Host(0, socket.gethostname(), look_around()),))
-
-
 def check_with_others() -> Checkup | None:
-    """Check all machines and links as a rank of a launch. Return None on ranks other than 0.
-
-    Contract:
-        Collective.
-
-    Raises:
-        PairsError: Two ranks cannot reach each other.
-    """
+    """Check all machines and links as a rank of a launch. Return None on ranks other than 0. Collective."""
     import torch.distributed as dist  # noqa: PLC0415  takes seconds
 
     from paceline.process_group.connections import address_towards  # noqa: PLC0415
@@ -120,7 +110,8 @@ def check_with_others() -> Checkup | None:
     try:
         joined, rank, num_ranks = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=_JOB_S))))
         store = dist.PrefixStore("paceline doctor", joined)
-        address = address_towards(_num_hosts()) or socket.gethostbyname(socket.gethostname())
+        is_one_host = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", "1")
+        address = address_towards(1 if is_one_host else 2) or socket.gethostbyname(socket.gethostname())
         links, cards = measure(store, rank, num_ranks, address)
         own = {
             "findings": [asdict(each) for each in look_around()],
@@ -130,9 +121,9 @@ def check_with_others() -> Checkup | None:
         keys = [f"found/{other}" for other in range(num_ranks)]
         store.wait(keys, timedelta(seconds=_JOB_S))
         if store.add("left", 1) == num_ranks:
-            store.set("everybody has left", "")
+            store.set("all ranks have left", "")
         elif rank == 0:  # whose process may hold the store, which the others still ask
-            store.wait(["everybody has left"], timedelta(seconds=_JOB_S))
+            store.wait(["all ranks have left"], timedelta(seconds=_JOB_S))
     except (RuntimeError, OSError) as error:
         raise PairsError(
             f"the machines could not be compared: {error}. A rank did not come, or was lost; look at the others' "
@@ -267,9 +258,3 @@ def _summary(checkup: Checkup) -> str:
         f"{len(levels)} things were looked at: {bad} would stop or slow a training, {notes} may, depending on what it "
         "does. The command under each mends it."
     )
-
-
-def _num_hosts() -> int:
-    """Return 1 if the launcher says that all ranks are on this host, and otherwise 2, for several."""
-    here, everybody = os.environ.get("LOCAL_WORLD_SIZE", ""), os.environ.get("WORLD_SIZE", "1")
-    return 1 if here == everybody else 2

@@ -35,21 +35,13 @@ _CHUNK = bytes(1 << 18)
 
 @dataclass(frozen=True)
 class Link:
-    """The measured link from one rank to another.
+    """The measured link from one rank to another."""
 
-    Attributes:
-        source: The sending rank.
-        target: The receiving rank.
-        latency_s: Half of a round trip of one byte.
-        bytes_per_s: Rate of the largest message, over one TCP connection.
-        error: Why there is no connection, in words; "": there is one.
-    """
-
-    source: int
-    target: int
-    latency_s: float = 0.0
-    bytes_per_s: float = 0.0
-    error: str = ""
+    source: int  # the sending rank
+    target: int  # the receiving rank
+    latency_s: float = 0.0  # half of a round trip of one byte
+    bytes_per_s: float = 0.0  # rate of the largest message, over one TCP connection
+    error: str = ""  # why there is no connection, in words; "": there is one
 
 
 @dataclass(frozen=True)
@@ -157,16 +149,12 @@ def _probe(line: socket.socket) -> tuple[float, float]:
 
 def _timed(line: socket.socket, num_bytes: int) -> float:
     began_s = time.perf_counter()
-    _send(line, num_bytes)
-    return time.perf_counter() - began_s
-
-
-def _send(line: socket.socket, num_bytes: int) -> None:
     line.sendall(num_bytes.to_bytes(8, "big"))
     left = num_bytes
     while left:
         left -= line.send(_CHUNK[:left])
     _receive(line, 1)
+    return time.perf_counter() - began_s
 
 
 def _serve(line: socket.socket) -> None:

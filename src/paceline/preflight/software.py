@@ -15,10 +15,11 @@ from paceline.version import __version__
 
 _OLDEST_TORCH = (2, 8)
 _EXTRAS = {
+    "paceline-adasum": "Adasum (in a clone: pip install ./adasum)",
     "paceline-lossy": "gradients over UDP (in a clone: pip install ./lossy)",
     "paceline-plan": "`paceline plan` (in a clone: pip install ./plan)",
+    "paceline-recipes": "large batches and local steps (in a clone: pip install ./recipes)",
     "paceline-servers": "parameter servers (in a clone: pip install ./servers)",
-    "matplotlib": "pictures (in a clone: pip install '.[plot]')",
 }
 
 
@@ -72,10 +73,11 @@ def devices() -> CheckResult:
         return CheckResult("torch is not there to ask", "note")
     cores = len(os.sched_getaffinity(0))
     if not torch.accelerator.is_available():
-        seen = _unused_gpus()
-        if seen:
+        found = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd")]
+        if found:
             return CheckResult(
-                f"{cores} cores; {seen}, but this torch ({torch.__version__}) cannot use them",
+                f"{cores} cores; {len(found)} GPU device file(s) ({found[0]}), but this torch ({torch.__version__}) "
+                "cannot use them",
                 "bad",
                 "pip install torch --index-url https://download.pytorch.org/whl/cu126",
             )
@@ -103,11 +105,6 @@ def backends() -> CheckResult:
         return CheckResult("this torch has no torch.distributed", "bad", "pip install torch")
     here = [name for name in ("gloo", "nccl", "mpi", "xccl", "ucc") if dist.is_backend_available(name)]
     return CheckResult(f"{', '.join(here) or 'none'}; paceline (our own)")
-
-
-def _unused_gpus() -> str:
-    found = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd")]
-    return f"{len(found)} GPU device file(s) ({found[0]})" if found else ""
 
 
 def _installed(package: str) -> str | None:

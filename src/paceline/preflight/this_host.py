@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import json
 import os
 import resource
 import shutil
 import socket
+import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from paceline.host.addresses import ELSEWHERE, is_loopback, own_address_towards
+from paceline.host.addresses import ELSEWHERE, interface_towards, is_loopback, own_address_towards
 from paceline.host.thread_times import cpu_groups
-from paceline.launch.tcp_tuning import TcpTuning
 
 Level = Literal["good", "note", "bad"]
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        topic: Name of the check; filled in by `looked_at`.
-        found: The finding, with numbers.
-        level: "bad": a training fails or is slow here. "note": it may be, depending on what it does. "good" otherwise.
-        remedy: A command that mends it, or what to do; "" where nothing has to be done.
-    """
-
-    topic: str = field(default="", kw_only=True)
-    found: str
+    topic: str = field(default="", kw_only=True)  # name of the check; filled in by `looked_at`
+    found: str  # the finding, with numbers
+    # "bad": a training fails or is slow here. "note": it may be, depending on what it does. "good" otherwise.
     level: Level = "good"
-    remedy: str = ""
+    remedy: str = ""  # a command that mends it, or what to do; "" where nothing has to be done
 
 
 def looked_at(topic: str, check: Callable[[], CheckResult]) -> CheckResult:
@@ -122,7 +118,7 @@ def locked_memory() -> CheckResult:
 
 
 def clocks(root: Path = _ROOT) -> CheckResult:
-    """Return how dear it is to read the time, and whether this host's agrees with others'."""
+    """Return how long reading the clock takes, and whether it is synchronized with other hosts."""
     source = (root / "sys/devices/system/clocksource/clocksource0/current_clocksource").read_text().strip()
     buffer = ctypes.create_string_buffer(512)  # struct timex; mode 0 only reads
     state = ctypes.CDLL(None).adjtimex(buffer)
@@ -203,7 +199,6 @@ def _count(limit: int) -> str:
     return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}"
 
 
-_ROOT = Path("/")
 _LEAST_WINDOW_BYTES = 4 * 2**20
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -223,9 +218,9 @@ def name() -> CheckResult:
     outside = [address for address in found if not is_loopback(address)]
     if not outside and (address := own_address_towards(ELSEWHERE)):
         return CheckResult(
-            f"{said}, which means each host itself. With several hosts, Gloo would listen where nobody comes",
+            f"{said}, which means each host itself. With several hosts, Gloo would listen where no host connects",
             "note",
-            f"export {_INTERFACE}={_interface_of_route() or 'eth0'}  # or in /etc/hosts: {address} {own}",
+            f"export {_INTERFACE}={interface_towards(ELSEWHERE) or 'eth0'}  # or in /etc/hosts: {address} {own}",
         )
     return CheckResult(said)
 
@@ -252,6 +247,68 @@ def interfaces(root: Path = _ROOT) -> CheckResult:
     return CheckResult(f"{said}; {_INTERFACE}={chosen}" if chosen else said)
 
 
+_TCP = Path("/proc/sys/net/ipv4")
+_CONTROL, _TIMEOUT = "tcp_congestion_control", "tcp_rto_min_us"
+_KERNELS_TIMEOUT_MS = 200.0
+_GOOD_CONTROL, _GOOD_TIMEOUT_MS = "bbr", 20.0
+
+
+@dataclass(frozen=True)
+class TcpTuning:
+    """The settings of TCP towards an address."""
+
+    congestion_control: str  # its name; "" if it is not known
+    min_timeout_ms: float  # after how long at least it repeats what was not confirmed
+    can_set_timeout: bool  # whether the kernel (6.11 or later) has a setting for it, and not only routes
+
+    @classmethod
+    def towards(cls, address: str, system: Path = _TCP) -> TcpTuning:
+        """Read the settings of the route to `address`, else of the whole host. Local."""
+        route = _route_metrics(address)
+        timeout_us = _read(system / _TIMEOUT)
+        own = float(str(route["rto_min"])) if "rto_min" in route else None
+        whole = float(timeout_us) / 1000 if timeout_us else _KERNELS_TIMEOUT_MS
+        return cls(
+            congestion_control=str(route.get("congestion") or _read(system / _CONTROL)),
+            min_timeout_ms=whole if own is None else own,
+            can_set_timeout=bool(timeout_us),
+        )
+
+    def remedy(self) -> str:
+        """Return the commands that tune TCP for networks that drop packets; "" if it is tuned."""
+        remedies = []
+        if self.congestion_control not in (_GOOD_CONTROL, ""):
+            remedies.append(f"sysctl -w net.ipv4.{_CONTROL}={_GOOD_CONTROL}")
+        if self.min_timeout_ms > _GOOD_TIMEOUT_MS:
+            remedies.append(
+                f"sysctl -w net.ipv4.{_TIMEOUT}=5000"
+                if self.can_set_timeout
+                else "ip route change <the route, as ip route shows it> rto_min 5ms"
+            )
+        return "; ".join(remedies)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _route_metrics(address: str) -> dict[str, object]:
+    """Return the TCP settings of the route to an address, as `ip` prints them; empty without `ip`."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, IndexError, KeyError):
+        done = subprocess.run(
+            ["ip", "-j", "route", "get", address], check=True, capture_output=True, text=True, timeout=5
+        )
+        route = json.loads(done.stdout)[0]
+        found: dict[str, object] = {}
+        for metrics in route.get("metrics", []):
+            found |= metrics
+        return found
+    return {}
+
+
 def tcp(root: Path = _ROOT) -> CheckResult:
     """Check congestion control, smallest time-out and largest window."""
     system = root / "proc/sys/net/ipv4"
@@ -267,12 +324,9 @@ def tcp(root: Path = _ROOT) -> CheckResult:
             "note",
             f"sysctl -w net.ipv4.tcp_{small}mem='4096 131072 67108864'",
         )
-    advice = tuning.advice()
-    if advice is None:
-        return CheckResult(said)
-    return CheckResult(
-        f"{said}; matters where packets are dropped", "note", advice.rpartition("on every host: ")[2]
-    )
+    if remedy := tuning.remedy():
+        return CheckResult(f"{said}; matters where packets are dropped", "note", remedy)
+    return CheckResult(said)
 
 
 def loopback() -> CheckResult:
@@ -296,11 +350,3 @@ def _speed(folder: Path) -> str:
     except (OSError, ValueError):  # virtual ones do not say
         return ""
     return f", {speed / 1000:g} Gbit/s" if speed > 0 else ""
-
-
-def _interface_of_route() -> str:
-    try:
-        rows = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
-    except OSError:
-        return ""
-    return next((row[0] for row in rows if row[1] == "00000000"), "")

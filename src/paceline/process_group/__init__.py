@@ -34,16 +34,9 @@ __all__ = [
 __getattr__ = on_first_use(
     __name__,
     {
-        "PIECE_BYTES": "executor",
-        "Executor": "executor",
-        "HostVectors": "host_collectives",
-        "KeptMemory": "executor",
-        "SharedVectors": "host_collectives",
-        "address_towards": "connections",
-        "flat_of": "folds",
-        "open_transport": "connections",
-        "open_vectors": "connections",
-        "shared_vectors_of": "host_collectives",
-        "write_back": "folds",
+        "connections": "address_towards open_transport open_vectors",
+        "executor": "Executor KeptMemory PIECE_BYTES",
+        "folds": "flat_of write_back",
+        "host_collectives": "HostVectors SharedVectors shared_vectors_of",
     },
 )

@@ -17,7 +17,7 @@ import functools
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -45,13 +45,8 @@ from paceline.transports.shared_memory import Host, HostBarrier, join_host
 class ProcessGroup(dist.ProcessGroup):
     """A c10d process group over shared memory and Gloo.
 
-    Args:
-        store: Of this group alone.
-        rank: Within the group.
-        size: Of the group.
-        timeout: How long a rank waits for the others in one collective.
-        waits: Make no connection before `reconfigure`.
-        talks: Whether messages between two ranks are expected, so that all connect for them at once.
+    No other group uses `store`. A rank waits `timeout` for the others in one collective. `waits`: make no connection
+    before `reconfigure`. `talks`: messages between two ranks are expected, so all connect for them at once.
 
     Contract:
         Collective: making one, and every method but `send`, `recv`, `allocate_tensor` and the queries.
@@ -150,7 +145,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes copied into and out of staging so far; tensors of `allocate_tensor` add none."""
+        """Return the bytes copied into and out of staging so far. Tensors of `allocate_tensor` add none."""
         return self._here.copied_bytes
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
@@ -187,11 +182,7 @@ class ProcessGroup(dist.ProcessGroup):
         return words + (f" ({self.host.remark})" if self.host.remark else "")
 
     def use_schedule(self, name: str | None) -> None:
-        """Perform all-reduces across hosts by this schedule; None for the cheapest. Local, the same on every rank.
-
-        Raises:
-            ConfigurationError: There is no such schedule; nothing was changed.
-        """
+        """Perform all-reduces across hosts by this schedule; None for the cheapest. Local, the same on every rank."""
         self._across.use(name)
 
     # Reductions
@@ -286,6 +277,11 @@ class ProcessGroup(dist.ProcessGroup):
         """Return whether all ranks do: then there is `on_all_vectors`. The same on every rank."""
         return self.host.is_only_one
 
+    @property
+    def joins_hosts(self) -> bool:
+        """Return whether all-gathers and reduce-scatters send each byte once to each other host."""
+        return bool(self._across.columns) and not self.host.is_only_one
+
     def on_all_vectors(self, kind: str, flat: Tensor, perform: Callable[[SharedVectors], None]) -> dist.Work:
         """Let every rank work on its share of all ranks' tensors. Collective; does not block.
 
@@ -343,22 +339,25 @@ class ProcessGroup(dist.ProcessGroup):
         alltoall_base = all_to_all_single
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
-        self._check_usable()
-        _check_on_host(tensors)
-        work: dist.Work = self._messages.send(tensors, destination, tag)
-        return work
+        return self._group_for(tensors).send(tensors, destination, tag)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
-        self._check_usable()
-        _check_on_host(tensors)
-        work: dist.Work = self._messages.recv(tensors, source, tag)
-        return work
+        return self._group_for(tensors).recv(tensors, source, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
+        return self._group_for(tensors).recv_anysource(tensors, tag)
+
+    def _group_for(self, tensors: list[Tensor]) -> dist.ProcessGroup:
+        """Return the group for messages. Refuse tensors outside the host's memory, or not stored as they are read."""
         self._check_usable()
-        _check_on_host(tensors)
-        work: dist.Work = self._messages.recv_anysource(tensors, tag)
-        return work
+        for tensor in tensors:
+            if not tensor.is_cpu or tensor.is_neg() or tensor.is_conj():
+                what = f"of {tensor.device}" if not tensor.is_cpu else "whose memory is to be negated"
+                raise ConfigurationError(
+                    f"the backend {BACKEND_NAME!r} sends and receives tensors of the CPU, not {what}. Pass a copy, or "
+                    "use a collective."
+                )
+        return cast("dist.ProcessGroup", self._messages)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._launch(self._collectives.barrier, [], opts, "barrier")
@@ -379,23 +378,18 @@ class ProcessGroup(dist.ProcessGroup):
         return True
 
     def get_reconfigure_handle(self) -> str:
-        """Return what names this rank to others, until its group is given other members. Local."""
+        """Return the handle by which other ranks name this one, until the group gets other members. Local."""
         return str(self._handle)
 
     def reconfigure(self, opts: Any) -> dist.Work:
         """Give this group other members: what is under way is given up, and the same object goes on with them.
 
-        Args:
-            opts: c10d's `ReconfigureOptions`. `uuid` is a number that no earlier change had. `handles` of the members
-                are a list in the order of their new ranks, or a set, in which old ranks decide. `timeout` None is the
-                group's.
+        Of c10d's `ReconfigureOptions` `uuid` is a number that no earlier change had. `handles` of the members are a
+        list in the order of their new ranks, or a set, in which old ranks decide. `timeout` None is the group's.
 
         Contract:
             Collective over the new members: same uuid, same handles.  Blocks: no; the work is done when all have come.
             Tensors of `allocate_tensor` stay valid, and are copied in and out from then on.
-
-        Raises:
-            ConfigurationError: A handle is none, this rank's is not among them, or the uuid was used. Nothing changed.
         """
         if opts.uuid in self._used:
             raise ConfigurationError(
@@ -433,9 +427,8 @@ class ProcessGroup(dist.ProcessGroup):
                 self._error = error
                 if not self._barrier.is_broken:
                     self._barrier.give_up(self._rank)
-                if isinstance(error, (PacelineError, NotImplementedError)) or not isinstance(
-                    error, RuntimeError
-                ):
+                is_clear = isinstance(error, (PacelineError, NotImplementedError))
+                if is_clear or not isinstance(error, RuntimeError):
                     raise
                 raise PeerLostError(
                     f"rank {self._rank} was in {kind} when communication failed. The backend said: {error}"
@@ -475,7 +468,7 @@ class ProcessGroup(dist.ProcessGroup):
         return hasattr(self, "host")
 
     def _let_go(self) -> None:
-        """Close the connections to its members. Nothing is under way."""
+        """Tell the other ranks that this one leaves. No collective may be under way."""
         if self._has_members:
             self.host.me.status.leave()
 
@@ -487,14 +480,3 @@ class ProcessGroup(dist.ProcessGroup):
         """End threads and unmap memory, after the collectives under way; tensors of `allocate_tensor` stay valid."""
         self._leave(self._timeout.total_seconds())
         forget_frames(self._error)  # they refer to this group, which would never end
-
-
-def _check_on_host(tensors: list[Tensor]) -> None:
-    """Refuse to send or receive what the host cannot reach, or what its memory does not hold as it is read."""
-    for tensor in tensors:
-        if not tensor.is_cpu or tensor.is_neg() or tensor.is_conj():
-            what = f"of {tensor.device}" if not tensor.is_cpu else "whose memory is to be negated"
-            raise ConfigurationError(
-                f"the backend {BACKEND_NAME!r} sends and receives tensors of the CPU, not {what}. Pass a copy, or use "
-                "a collective."
-            )

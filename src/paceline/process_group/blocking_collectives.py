@@ -1,5 +1,8 @@
 """The blocking form of every collective of our backend: in shared memory, between hosts by a schedule, or over Gloo.
 
+An all-gather and a reduce-scatter send each byte once to each other host. Ranks of equal place on their hosts exchange
+theirs, and those of a host share them in memory. Hosts are of one size for this, and no sum is rounded in between.
+
 c10d passes one tensor, a list with a row for each rank, or one large tensor, which is cut into rows that alias it. All
 that can be wrong with a rank's own arguments is refused before anything is launched. So the group stays usable.
 """
@@ -34,10 +37,7 @@ from paceline.transports.shared_memory import Host
 
 
 class Rows:
-    """Cuts and checks the tensors of one rank's collectives.
-
-    Every method raises ConfigurationError for tensors that do not fit. Local.
-    """
+    """Cuts and checks the tensors of a rank's collectives. ConfigurationError for those that do not fit. Local."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self._rank = rank
@@ -167,10 +167,7 @@ _SUMMED_BY_GLOO = (
 
 
 class BlockingCollectives:
-    """Performs collectives on the calling thread. Called in one order on every rank.
-
-    No other code uses `inner`, a Gloo group over all ranks, at the same time.
-    """
+    """Performs collectives on the calling thread, in one order on every rank. No other code uses `inner` meanwhile."""
 
     def __init__(self, host: Host, here: HostCollectives, across: AcrossHosts, inner: Gloo) -> None:
         self._here = here
@@ -218,6 +215,13 @@ class BlockingCollectives:
             if not self._here.is_small(flat.nbytes):  # which is staged whole before anything is written
                 flat = apart([flat], rows, self._rank)[0]
             self._here.all_gather(described("all-gather", flat.dtype, flat.numel()), rows, flat)
+        elif flat.numel() and (columns := self._across.columns):
+            column = torch.cat(self._across.exchange([flat] * len(columns[0])))
+            of_columns = [torch.empty_like(column) for _ in columns]
+            self._here.all_gather(described("all-gather", flat.dtype, column.numel()), of_columns, column)
+            for ranks, gathered in zip(columns, of_columns, strict=True):
+                for rank, row in zip(ranks, gathered.chunk(len(ranks)), strict=True):
+                    rows[rank].copy_(row)
         else:
             seen = [bytes_of(row) for row in rows]
             self._inner.allgather([seen], [bytes_of(flat)], AllgatherOptions()).wait()
@@ -275,11 +279,21 @@ class BlockingCollectives:
         if self._alone:
             what = described("reduce-scatter", flat.dtype, flat.numel(), fold.name)
             self._here.reduce_scatter(what, values, seen, fold)
+        elif (columns := self._columns_for(fold)) and flat.numel():
+            of_columns = [torch.cat([seen[rank] for rank in ranks]) for ranks in columns]
+            folded = torch.empty_like(of_columns[0])
+            what = described("reduce-scatter", flat.dtype, folded.numel(), fold.name)
+            self._here.reduce_scatter(what, folded, of_columns, fold)
+            fold.all_of(self._across.exchange(folded.chunk(len(columns[0]))), values, self._num_ranks)
         else:
             received = [torch.empty_like(values) for _ in seen]
             self._all_to_all_over_gloo(received, seen)
             fold.all_of(received, values, self._num_ranks)
         write_back(flat, output)
+
+    def _columns_for(self, fold: Fold) -> list[tuple[int, ...]]:
+        """Return the columns that may fold in two parts, first within hosts; none if that rounds twice."""
+        return [] if fold.averages or fold.widens else self._across.columns
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Exchange rows, one for each rank; lengths may differ, dtypes may not."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from paceline.comm.given_up import aside
 from paceline.errors import ConfigurationError, PeerLostError
 from paceline.host.addresses import LOOPBACK, own_address_towards
 from paceline.process_group.executor import Executor
-from paceline.process_group.folds import Fold
+from paceline.process_group.folds import Fold, bytes_of
 from paceline.process_group.host_collectives import HostVectors
 from paceline.schedules import SCHEDULES, Choice, Links, Topology, choose
 from paceline.transports import Subset, Transport
@@ -119,17 +120,14 @@ class AcrossHosts:
         self._timeout_s = timeout.total_seconds()
         self._inner, self._hosts, self._index = inner, hosts, index
         self._column: Executor | None = None  # None: this rank is in no column
+        self._transport: Transport | None = None  # among the ranks of the column
         self._links: Links | None = None
         self._only: str | None = None
         self.use(os.environ.get(CHOICE), CHOICE)
 
     def use(self, name: str | None, set_by: str = "use_schedule") -> None:
         """Take this schedule, None for the cheapest. ConfigurationError, changing nothing, for an unknown."""
-        usable = [
-            known
-            for known, algorithm in SCHEDULES.items()
-            if algorithm.operation == "all_reduce" and algorithm.fits(self._columns)
-        ]
+        usable = [known for known, algorithm in SCHEDULES.items() if algorithm.fits(self._columns)]
         if name is not None and name not in usable:
             raise ConfigurationError(
                 f"{set_by}: no schedule called {name!r} reduces between hosts; there are {', '.join(usable)}."
@@ -145,12 +143,26 @@ class AcrossHosts:
                 self._column = Executor(Subset(transport, [ranks[self._index] for ranks in self._hosts]))
             self._links = find_links(transport, self._places, self._timeout_s)
 
+    @property
+    def columns(self) -> list[tuple[int, ...]]:
+        """Return each column's ranks, by host; none if hosts have one rank each, or are of unequal size."""
+        sizes = {*map(len, self._hosts)}
+        return list(zip(*self._hosts, strict=True)) if len(sizes) == 1 and sizes != {1} else []
+
+    def exchange(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Send each rank of this column a row, by host, and return theirs: 1-D, of one length. Collective; blocks."""
+        if self._transport is None:
+            self._transport = Subset(C10dTransport(self._inner), self.columns[self._index])
+        others = [host for host in range(len(rows)) if host != self._transport.rank]
+        received = [torch.empty_like(row) if host in others else row for host, row in enumerate(rows)]
+        sends, receives = ([(host, bytes_of(each[host])) for host in others] for each in (rows, received))
+        self._transport.exchange(sends, receives, self._timeout_s)
+        return received
+
     def choose(self, size_bytes: int, itemsize: int) -> Choice:
         """Return the cheapest schedule for a message of all columns together. After `prepare`."""
         assert self._links is not None
-        return choose(
-            "all_reduce", size_bytes, self._columns, self._links, element_bytes=itemsize, only=self._only
-        )
+        return choose(size_bytes, self._columns, self._links, element_bytes=itemsize, only=self._only)
 
     def all_reduce(self, share: Tensor, fold: Fold) -> None:
         """Replace a column's share by the fold of all hosts' shares; an average is left a sum."""

@@ -67,7 +67,7 @@ class Descriptor:
 
     @cached_property
     def integers(self) -> array[int]:
-        """NUM_INTEGERS of 64 bits, without the number."""
+        """Return the fields except `number` and `schedule` as NUM_INTEGERS integers of 64 bits."""
         kind, dtype = _KIND_NUMBERS[self.kind], _DTYPE_NUMBERS[self.dtype]
         return array("q", [kind, dtype, self.num_elements, _REDUCTION_NUMBERS[self.reduction], self.root])
 
@@ -78,7 +78,7 @@ class Descriptor:
         return cls(number, KINDS[kind], DTYPES[dtype], num_elements, name, root)
 
     def to_header(self) -> Tensor:
-        """Return HEADER_BYTES bytes."""
+        """Return the fields except `root` as a header of HEADER_BYTES bytes."""
         texts = (text.encode() for text in (self.dtype, self.reduction, self.kind, self.schedule))
         return torch.frombuffer(
             bytearray(_HEADER.pack(_MAGIC, self.number, self.num_elements, *texts)), dtype=torch.uint8

@@ -40,33 +40,30 @@ class BlockMessage:
     first: int
     last: int
     fold: bool
-    partial: bool
-    """Whether it carries a partial result (see `Schedule.partial`)."""
-    introduces: bool
-    """Whether a header is sent with it (see `Schedule.introduces`)."""
+    partial: bool  # it carries a partial result (see `Schedule.partial`)
+    introduces: bool  # a header is sent with it (see `Schedule.introduces`)
 
 
 @dataclass(frozen=True, slots=True)
 class RankRound:
     """One rank's part of one round."""
 
+    # Blocks whose reduction this rank has completed and now sends out: to be averaged and rounded before
     finalize: tuple[Range, ...]
-    """Blocks whose reduction this rank has completed and now sends out: to be averaged and rounded before."""
     sends: tuple[BlockMessage, ...]
     receives: tuple[BlockMessage, ...]
+    # Whether blocks that this rank sends in this round are folded into, which waits until they have left
     fold_later: bool
-    """Whether something is folded into blocks that this rank sends in this round: only when those have left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """All rounds of one rank."""
+    """One rank's part of all rounds."""
 
     rounds: tuple[RankRound, ...]
+    # Blocks that this rank has completed and not sent out: averaged and rounded last
     finalize: tuple[Range, ...]
-    """Blocks to average and round in the end: this rank has completed them and not sent them out."""
-    accumulates: tuple[Range, ...]
-    """Blocks that something is folded into, or that leave as partial results."""
+    accumulates: tuple[Range, ...]  # blocks that something is folded into, or that leave as partial results
 
 
 @lru_cache(maxsize=64)
@@ -83,14 +80,7 @@ def part_of(schedule: Schedule, rank: int) -> Part:
         out = {block for m in sends if not m.fold for block in range(m.first, m.last)}
         folded = {block for m in receives if m.fold for block in range(m.first, m.last)}
         copied = {block for m in receives if not m.fold for block in range(m.first, m.last)}
-        rounds.append(
-            RankRound(
-                finalize=_ranges(out & live),
-                sends=sends,
-                receives=receives,
-                fold_later=bool(folded & (given | out)),
-            )
-        )
+        rounds.append(RankRound(_ranges(out & live), sends, receives, bool(folded & (given | out))))
         accumulates |= folded | {b for m in sends if m.partial for b in range(m.first, m.last)}
         live = (live - out - given - copied) | folded
     return Part(tuple(rounds), _ranges(live), _ranges(accumulates))
@@ -128,7 +118,7 @@ _Reaction = Callable[[], None]
 
 
 class Executor:
-    """Performs collectives over one transport, which nothing else may use, one after another."""
+    """The performer of collectives over one transport, one after another. Nothing else may use that transport."""
 
     def __init__(self, transport: Transport, *, piece_bytes: int = PIECE_BYTES) -> None:
         self.transport = transport
@@ -147,12 +137,8 @@ class Executor:
     ) -> None:
         """Perform `schedule` on `flat`. Collective: every rank, same order; blocks. An all-reduce is bitwise equal.
 
-        After an error `flat` is undefined, and the transport can't be used any more.
-
-        Raises:
-            CollectiveMismatchError: A peer is in another collective.
-            PeerLostError: A peer died or was late.
-            ConfigurationError: Such a tensor cannot be reduced. Nothing was sent.
+        Raises CollectiveMismatchError if a peer is in another collective, PeerLostError if one died or was late. After
+        these `flat` is undefined, and the transport can't be used any more. ConfigurationError: nothing was sent.
         """
         _check(schedule, flat, self.transport)
         fold = fold_of(op_name(op), flat.dtype) if schedule.folds else None
@@ -188,10 +174,7 @@ class _Call:
         self.transport = executor.transport
         self.piece_bytes = executor.piece_bytes
         self.scratch = executor._scratch
-        self.part = part
-        self.cuts = cuts
-        self.fold = fold
-        self.descriptor = descriptor
+        self.part, self.cuts, self.fold, self.descriptor = part, cuts, fold, descriptor
         self.deadline = time.monotonic() + timeout_s
         self.flat = flat if fold is None else flat.view(fold.view_as)  # shape (N,)
         self.accumulated = self.flat  # shape (N,); the same memory unless the fold widens
@@ -215,7 +198,9 @@ class _Call:
             self._finalize(blocks)
         sends: list[Message] = [(m.peer, self.header) for m in round_.sends if m.introduces]
         for m in round_.sends:
-            sends += [(m.peer, piece) for piece in self._pieces(self._outgoing(m), m.fold)]
+            # A partial result leaves as accumulated, everything else as the user stores it.
+            outgoing = self._of(self.accumulated if m.partial else self.flat, m.first, m.last)
+            sends += [(m.peer, piece) for piece in self._pieces(outgoing, m.fold)]
         receives: list[Message] = []
         reactions: list[_Reaction | None] = []
         for m in round_.receives:
@@ -243,10 +228,6 @@ class _Call:
         self.transport.exchange(sends, receives, max(self.deadline - time.monotonic(), 0.0), react)
         for reaction in later:
             reaction()
-
-    def _outgoing(self, m: BlockMessage) -> Tensor:
-        """Return what to send: a partial result as accumulated, everything else as the user stores it."""
-        return self._of(self.accumulated if m.partial else self.flat, m.first, m.last)
 
     def _incoming(self, m: BlockMessage) -> Iterator[tuple[Tensor, _Reaction | None]]:
         """Yield the memory to receive into, and what to do with it then."""

@@ -39,16 +39,12 @@ class Fold:
     """The way to reduce tensors of one dtype by one operation."""
 
     name: str
-    view_as: torch.dtype
-    """What the message is seen as: its dtype, or a signed one of the same size."""
-    accumulate_in: torch.dtype
-    """The dtype of partial results, in memory and on the wire."""
+    view_as: torch.dtype  # what the message is seen as: its dtype, or a signed one of the same size
+    accumulate_in: torch.dtype  # of partial results, in memory and on the wire
     function: Callable[..., Tensor]
     averages: bool
-    premultiplies: bool
-    """Whether every rank first multiplies its input with the operation's factor."""
-    widens: bool
-    """Whether `accumulate_in` is wider than `view_as`."""
+    premultiplies: bool  # every rank first multiplies its input with the operation's factor
+    widens: bool  # `accumulate_in` is wider than `view_as`
 
     def into(self, accumulated: Tensor, received: Tensor, received_is_left: bool) -> None:
         """Fold `received` into `accumulated`, shape (n,) both; the left operand decides the bits of a NaN."""
@@ -115,7 +111,7 @@ def fold_by(op: dist.ReduceOp | dist.ReduceOp.RedOpType, dtype: torch.dtype) -> 
 
 
 def op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType | None) -> str:
-    """The name of a `torch.distributed` operation; "" for none."""
+    """Return the name of a `torch.distributed` operation; "" if there is none."""
     if op is None:
         return ""
     return _name(getattr(op, "op", op))  # a ReduceOp holds its kind; a kind passes for a ReduceOp
@@ -149,7 +145,7 @@ def flat_of(tensor: Tensor) -> Tensor:
 
 
 def write_back(flat: Tensor, tensor: Tensor) -> None:
-    """Copy `flat`, made of `tensor`, into it, unless it is its memory."""
+    """Copy `flat`, which was made of `tensor`, back into it, unless both share memory."""
     if flat is not tensor and not _is_in_place(tensor):
         to_device(tensor, flat)
 

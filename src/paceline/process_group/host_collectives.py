@@ -78,7 +78,7 @@ class HostCollectives:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes copied into and out of staging so far."""
+        """Return the bytes copied into and out of staging so far."""
         return self._staging.copied_bytes
 
     def all_reduce(self, what: Descriptor, flat: Tensor, fold: Fold, across: Across | None = None) -> None:
@@ -252,7 +252,7 @@ class HostCollectives:
         )
 
     def on_all_vectors(self, kind: str, flat: Tensor, perform: Callable[[SharedVectors], None]) -> None:
-        """Call `perform` while all ranks' vectors are where it can see them, whole (as in rule 5)."""
+        """Call `perform` while the whole vectors of all ranks are in memory that it can read (rule 5)."""
         what = described(kind, flat.dtype, flat.numel())
         if not flat.numel():
             self._staging.open(what)
@@ -270,12 +270,12 @@ class HostCollectives:
         self._staging.wait(what)
 
     def barrier(self, what: Descriptor) -> None:
-        """Wait for all, and compare what they are about to do."""
+        """Wait for all ranks of the host, and compare which collective each is in."""
         self._staging.open(what)
 
 
 class HostVectors:
-    """All ranks' vectors in the memory of one host, for ranks that have no group which shares it."""
+    """The vectors of all ranks of one host, for ranks without a group that shares memory."""
 
     def __init__(self, host: Host, timeout_s: float) -> None:
         self._rank = host.me.rank
@@ -312,5 +312,5 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> int:
 
 
 def _parts(rows: Sequence[Tensor], number: int, length: int) -> list[Tensor]:
-    """The part of this number of each row, `length` elements or what there is."""
+    """Return part `number` of each row: `length` elements, or fewer at the end."""
     return [row[number * length : (number + 1) * length] for row in rows]

@@ -90,7 +90,7 @@ def store_of(
 
 
 def innermost(store: dist.Store) -> dist.Store:
-    """The store beneath all prefixes."""
+    """Return the store that all prefixes are added to."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store

@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.process_group.descriptor import NUM_INTEGERS, Descriptor, mismatch
 from paceline.process_group.executor import KeptMemory
 from paceline.transports.shared_memory import Host, HostBarrier
-from paceline.transports.shared_memory.arena import NUM_ANNOUNCED, Place
+from paceline.transports.shared_memory.arena import NUM_ANNOUNCED, Region
 
 PIECE_BYTES = 1024 * 1024  # a slot's; in the cache until it is copied out. Less only adds calls and barriers
 STAGING_BYTES = 2 * PIECE_BYTES
@@ -52,9 +52,9 @@ class Staging:
         self._descriptors = [[row[:NUM_INTEGERS] for row in of_all] for of_all in rows]
         self._numbers = [[row[NUM_INTEGERS:] for row in of_all] for of_all in rows]
         self._kept = host.me.arena.allocate(STAGING_BYTES, torch.uint8)
-        place = host.me.arena.place_of(self._kept)
-        assert place is not None
-        self._start = place.start  # the first allocation: at the same place in every arena
+        region = host.me.arena.region_of(self._kept)
+        assert region is not None
+        self._start = region.start  # the first allocation: at the same offset in every arena
         self._whole = KeptMemory(lambda num_bytes: host.me.arena.allocate(num_bytes, torch.uint8))
         self._turn = 0  # which slot the next piece takes
         self._number = 0  # of the last collective
@@ -76,7 +76,7 @@ class Staging:
 
     def is_resident(self, flat: Tensor) -> bool:
         """Return whether other ranks can work on the tensor where it is."""
-        return self._areas[self._me].place_of(flat) is not None
+        return self._areas[self._me].region_of(flat) is not None
 
     @contextmanager
     def resident(self, flat: Tensor) -> Iterator[Tensor]:
@@ -88,24 +88,24 @@ class Staging:
 
     def all_of(self, what: Descriptor, flat: Tensor) -> list[Tensor]:
         """Begin a collective of tensors that are all resident; returns every rank's."""
-        place = self._areas[self._me].place_of(flat)
-        assert place is not None
-        starts = self.open(what, place.start)
+        region = self._areas[self._me].region_of(flat)
+        assert region is not None
+        starts = self.open(what, region.start)
         return self._views(starts, (0, flat.numel()), flat.dtype)
 
     def stream(
         self,
         what: Descriptor,
         flat: Tensor,  # this rank's tensor
-        # Called for each piece with its place in `flat` and all ranks' views of it.
+        # Called for each piece with its range in `flat` and all ranks' views of it.
         work: Callable[[Span, Sequence[Tensor]], None],
         # Copies of a piece of `flat` into its slot what others need; None: they need nothing.
         enter: Copy | None,
         leave: Copy | None = None,  # copies of a slot to its piece what others have changed; None: nothing
     ) -> None:
         """Perform a collective of tensors of one length, some of which may be staged."""
-        place = self._areas[self._me].place_of(flat)
-        start = _GIVES_NOTHING if enter is None else _STAGED if place is None else place.start
+        region = self._areas[self._me].region_of(flat)
+        start = _GIVES_NOTHING if enter is None else _STAGED if region is None else region.start
         spans = spans_of(flat.numel(), flat.element_size())
         if start == _STAGED and enter is not None:
             self._copy_piece(enter, flat, spans, 0)
@@ -128,7 +128,7 @@ class Staging:
                 self._turn ^= 1
 
     def _copy_piece(self, how: Copy, flat: Tensor, spans: Sequence[Span], number: int) -> None:
-        """Copy between a piece of `flat`, if there is one of this number, and this rank's slot whose turn it is."""
+        """Copy between piece `number` of `flat`, if it exists, and this rank's slot for it."""
         if number < len(spans):
             first, last = spans[number]
             self.copied_bytes += how(
@@ -136,13 +136,13 @@ class Staging:
             )
 
     def _views(self, starts: Sequence[int], span: Span, dtype: torch.dtype) -> list[Tensor]:
-        """Every rank's view of the piece that has entered: in its tensor, or in the slot whose turn it was."""
+        """Return every rank's view of the piece that has entered: in its tensor, or in its slot for that piece."""
         first, last = span
 
         def view(index: int, start: int) -> Tensor:
             if start >= 0:
-                place = Place(start + first * dtype.itemsize, (last - first) * dtype.itemsize)
-                return self._areas[index].tensor(place, dtype)
+                region = Region(start + first * dtype.itemsize, (last - first) * dtype.itemsize)
+                return self._areas[index].tensor(region, dtype)
             return self.slots(self._turn ^ 1, dtype, last - first if start == _STAGED else 0)[index]
 
         return [view(index, start) for index, start in enumerate(starts)]
@@ -174,14 +174,14 @@ class Staging:
                 self.wait(what)
 
     def slots(self, turn: int, dtype: torch.dtype, num_elements: int) -> list[Tensor]:
-        """The first elements of every rank's slot."""
+        """Return the first elements of every rank's slot."""
         key = (turn, dtype, num_elements)
         found = self._known_slots.get(key)
         if found is None:
             if len(self._known_slots) >= _MOST_KNOWN:
                 self._known_slots.clear()
-            place = Place(self._start + turn * PIECE_BYTES, num_elements * dtype.itemsize)
-            found = self._known_slots[key] = [arena.tensor(place, dtype) for arena in self._areas]
+            region = Region(self._start + turn * PIECE_BYTES, num_elements * dtype.itemsize)
+            found = self._known_slots[key] = [arena.tensor(region, dtype) for arena in self._areas]
         return found
 
     def lanes(self, turn: int, rows: Sequence[Tensor], are_mine: bool) -> list[Tensor]:
@@ -204,8 +204,8 @@ class Staging:
         views = []
         for other, row in zip(others, rows, strict=True):
             owner, lane = (self._me, other) if are_mine else (other, self._me)
-            place = Place(self._start + turn * PIECE_BYTES + lane * self.lane_bytes, row.nbytes)
-            views.append(self._areas[owner].tensor(place, row.dtype))
+            region = Region(self._start + turn * PIECE_BYTES + lane * self.lane_bytes, row.nbytes)
+            views.append(self._areas[owner].tensor(region, row.dtype))
         return views
 
     def open(self, what: Descriptor, number: int = _GIVES_NOTHING) -> list[int]:
@@ -219,8 +219,8 @@ class Staging:
         descriptors, announced = self._descriptors[parity], self._numbers[parity]
         mine = descriptors[self._me]
         mine[:] = what.integers
-        for place, number in enumerate(numbers):
-            announced[self._me][place] = number
+        for index, number in enumerate(numbers):
+            announced[self._me][index] = number
         self.wait(what)
         if descriptors.count(mine) < len(descriptors):
             raise mismatch(what, self._number, self._me, self._ranks, descriptors)

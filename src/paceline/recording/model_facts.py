@@ -49,14 +49,13 @@ def samples_and_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
 
 
 class BatchCounts:
-    """Counts of the samples and tokens that the forwards of one step were given; None where unknown."""
+    """The numbers of samples and tokens in the forwards of one step; None if unknown."""
 
     has_begun = False  # a forward was counted
     samples: int | None = None
     tokens: int | None = None
 
     def add(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Count another forward, of these arguments."""
         samples, tokens = samples_and_tokens(inputs, kwargs)
         if not self.has_begun:
             self.samples, self.tokens = samples, tokens

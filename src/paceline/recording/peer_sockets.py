@@ -10,6 +10,7 @@ with breaks. So a thread looks, a millisecond apart.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -17,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from paceline.observe.run_records import LinkCounters
 
@@ -35,7 +36,7 @@ _FEWEST = 8  # looks that say a rate
 
 
 class PeerSockets:
-    """Knows this process's connections by their descriptors, and holds none of them open."""
+    """The descriptors of this process's connections. It holds none of them open."""
 
     def __init__(self) -> None:
         self._ends: dict[int, tuple[str, str]] = {}
@@ -108,7 +109,7 @@ def _watch(sockets: weakref.ref[PeerSockets]) -> None:
 
 
 def _rate(arrivals: Collection[tuple[int, float]]) -> float:
-    """Bytes per second while some arrive; 0: too few looks."""
+    """Return the bytes per second while data arrive; 0 after too few looks."""
     busy_s = sum(seconds for _, seconds in arrivals)
     return sum(size for size, _ in arrivals) / busy_s if len(arrivals) >= _FEWEST and busy_s else 0.0
 
@@ -119,16 +120,17 @@ def _crosses_hosts(ends: tuple[str, str]) -> bool:
 
 def _ends(file: int) -> tuple[str, str] | None:
     """Return both addresses of an open TCP connection; None for anything else."""
+    with contextlib.suppress(OSError), _borrowed(file) as found:
+        if found.family in {socket.AF_INET, socket.AF_INET6} and found.type == socket.SOCK_STREAM:
+            return _words(found.getsockname()), _words(found.getpeername())
+    return None
+
+
+@contextlib.contextmanager
+def _borrowed(file: int, family: int = -1, kind: int = -1, protocol: int = -1) -> Iterator[socket.socket]:
+    found = socket.socket(family, kind, protocol, fileno=file)
     try:
-        found = socket.socket(fileno=file)
-    except OSError:
-        return None
-    try:
-        if found.family not in {socket.AF_INET, socket.AF_INET6} or found.type != socket.SOCK_STREAM:
-            return None
-        return _words(found.getsockname()), _words(found.getpeername())
-    except OSError:
-        return None
+        yield found
     finally:
         found.detach()  # it stays its owner's
 
@@ -140,17 +142,11 @@ def _words(address: tuple[str, int]) -> str:
 
 def _info(file: int) -> bytes:
     """Return a connection's `struct tcp_info`; empty if it is closed."""
-    try:
-        found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=file)
-    except OSError:
-        return b""
-    try:
+    with contextlib.suppress(OSError), _borrowed(file, socket.AF_INET, socket.SOCK_STREAM, 0) as found:
         info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
-    except OSError:
-        return b""
-    finally:
-        found.detach()
-    return info if len(info) >= _BUSY_US + 8 and info[0] == _ESTABLISHED else b""
+        if len(info) >= _BUSY_US + 8 and info[0] == _ESTABLISHED:
+            return info
+    return b""
 
 
 def _arrived(file: int) -> int:

@@ -22,6 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,12 @@ import torch.distributed as dist
 from torch.nn import Module
 from torch.utils.data import dataloader
 
-from paceline.host.processes import threads_queued
+from paceline.host.processes import threads_queued, whereabouts
 from paceline.host.thread_times import (
     CoreNeighbours,
     ThreadClock,
     ThreadTimes,
-    children_disk_s,
     disk_s,
-    frequency_ratio,
     stolen_s,
     swapped_in_pages,
 )
@@ -100,21 +99,22 @@ class Recorder:
         self._links_at_s = self._dear_at_s = self._found_at_s = self._looked_at_s = -math.inf
         self._dear_s = 0.0  # what the last dear look took
         self._is_detached = self._has_stopped = False
-        _forget_clock()  # the process may be in another cgroup by now
+        _clocks.clear()  # the process may be in another cgroup by now
 
     def name(self, labels: Labels) -> None:
-        """Set the names that indices of gradients or buckets stand for from now on."""
+        """Set the names of gradients or buckets by index, from now on."""
         self._labels = labels
         if self._writer is not None:
             self._writer.write(self._labels)
 
-    @property
-    def wants_fingerprint(self) -> bool:
-        """Return whether to look at the parameters now, before the next step; at the same steps on every rank."""
+    def look_at(self, module: Module) -> None:
+        """Record fingerprints of a model before the next step, after some steps: the same ones on every rank."""
         steps = self._num_steps
-        return self._writer is not None and (
-            steps in {4, 16} or (steps > 0 and steps % _FINGERPRINT_STEPS == 0)
-        )
+        is_due = steps in {4, 16} or (steps > 0 and steps % _FINGERPRINT_STEPS == 0)
+        if self._writer is not None and is_due:
+            began_s = time.perf_counter()
+            self.note_health(*fingerprint(module))
+            spans.note("recording", began_s, time.perf_counter())
 
     def note_health(self, fingerprint: str = "", buffers: str = "", not_finite: str = "") -> None:
         """Record what this rank found of its own numbers after the last step."""
@@ -165,8 +165,11 @@ class Recorder:
         spans.note("recording", work.ended_s, time.perf_counter())
 
     def _read_clock(self) -> ThreadTimes:
-        self._clock = clock_of_this_thread()
-        return self._clock.read()
+        here = os.getpid(), threading.get_ident()
+        if (clock := _clocks.get(here)) is None:
+            clock = _clocks[here] = ThreadClock()
+        self._clock = clock
+        return clock.read()
 
     def _host_facts(self, now_s: float) -> HostFacts:
         """Return a step's facts: the average since the last reading."""
@@ -197,14 +200,12 @@ class Recorder:
         if self._writer is not None and now_s - self._dear_at_s >= max(_DEAR_S, _DEAR_RATIO * self._dear_s):
             num_threads, queued_s = threads_queued()
             dear = {
-                "neighbours": tuple(Neighbour(x.pid, x.name, x.cpu_s) for x in self._neighbours.look()),
+                "neighbours": tuple(starmap(Neighbour, self._neighbours.look())),
                 "swapped_in_pages": swapped_in_pages(),
                 "num_threads": num_threads,
                 "queued_s": queued_s,
                 "disk_s": disk_s(),
                 "stolen_s": stolen_s(),
-                "loader_disk_s": children_disk_s(),
-                "frequency_ratio": frequency_ratio(),
             }
             self._dear_at_s = now_s
             self._dear_s = time.perf_counter() - now_s
@@ -218,35 +219,14 @@ class Recorder:
         return self._is_detached
 
 
-# held by the recorders that read it: with the last, its files go
-_clock: weakref.ref[ThreadClock] | None = None
-_clock_of: tuple[int, int] = (0, 0)  # process and thread
+# By process and thread. Recorders that read a clock hold it: with the last, its files go.
+_clocks: weakref.WeakValueDictionary[tuple[int, int], ThreadClock] = weakref.WeakValueDictionary()
 _written_by = 0  # the process that writes to a run folder
 
 
 def _every(step_s: float) -> int:
     """Return n if every n-th step is kept: a power of two, so that ranks have steps in common."""
     return 1 if step_s >= _SHORT_S else 2 ** min(6, math.ceil(math.log2(_SHORT_S / max(step_s, 1e-6))))
-
-
-def clock_of_this_thread() -> ThreadClock:
-    """Return the clock of this thread, one per process: nearly always the same thread steps. Readers keep it."""
-    global _clock, _clock_of
-    here = (os.getpid(), threading.get_ident())
-    clock = None if _clock is None else _clock()
-    if clock is None or _clock_of != here:
-        _forget_clock()
-        clock = ThreadClock()
-        _clock, _clock_of = weakref.ref(clock), here
-    return clock
-
-
-def _forget_clock() -> None:
-    global _clock  # noqa: PLW0603  one a process
-    clock = None if _clock is None else _clock()
-    if clock is not None:
-        clock.close()
-    _clock = None
 
 
 def folder_of_this_rank() -> Path | None:
@@ -267,8 +247,7 @@ def folder_of_this_rank() -> Path | None:
 def header_of_rank(folder: Path | None, wrapper: str, device: str, rank: int, num_ranks: int) -> RankHeader:
     """Return the identity of this process, as its recording begins."""
     try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        boot_id += str(Path("/proc/self/ns/time").readlink())
+        boot_id = whereabouts("time")
     except OSError:
         boot_id = ""
     return RankHeader(
@@ -300,22 +279,24 @@ def watch_phases() -> None:
         return
     _is_watching = True
     loader: Any = dataloader._BaseDataLoaderIter
-    loader.__next__ = _timed("loading", loader.__next__)
-    torch.save = _timed("checkpoint", torch.save)
+    loader.__next__ = timed("loading", loader.__next__)
+    torch.save = timed("checkpoint", torch.save)
     gc.callbacks.append(_Garbage().on_collection)
     watch_optimizers()
 
 
-def _timed(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+def timed(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that its calls are noted as a phase."""
+
     @functools.wraps(call)
-    def timed(*args: Any, **kwargs: Any) -> Any:
+    def noting(*args: Any, **kwargs: Any) -> Any:
         began_s = time.perf_counter()
         try:
             return call(*args, **kwargs)
         finally:
             spans.note(phase, began_s, time.perf_counter())
 
-    return timed
+    return noting
 
 
 class _Garbage:
@@ -356,13 +337,11 @@ class OurSteps:
     def begin_forward(
         self, batch: BatchCounts, module: Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """Count a forward of these arguments that may be differentiated, before it, in the step with these counts."""
+        """Add the batch of a forward that may be differentiated to the step's counts. Called before the forward."""
         begins_step = not batch.has_begun
         batch.add(inputs, kwargs)
-        if begins_step and self.recorder.wants_fingerprint:
-            began_s = time.perf_counter()
-            self.recorder.note_health(*fingerprint(module))
-            spans.note("recording", began_s, time.perf_counter())
+        if begins_step:
+            self.recorder.look_at(module)
 
     def end_step(self, times: StepTimes, batch: BatchCounts) -> None:
         """Record a step whose synchronized backward has ended well; without buckets if it was deferred."""

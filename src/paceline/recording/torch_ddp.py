@@ -24,8 +24,15 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.observe import spans
 from paceline.observe.run_records import Labels
-from paceline.recording.model_facts import fingerprint, is_finite, layer_of_each, samples_and_tokens
-from paceline.recording.recorder import Recorder, Work, folder_of_this_rank, header_of_rank, watch_phases
+from paceline.recording.model_facts import BatchCounts, is_finite, layer_of_each
+from paceline.recording.recorder import (
+    Recorder,
+    Work,
+    folder_of_this_rank,
+    header_of_rank,
+    timed,
+    watch_phases,
+)
 
 _recorded: RecordedTorchDDP | None = None
 """Of this process: whose steps are recorded."""
@@ -50,15 +57,13 @@ def record_torch_ddp() -> None:
 
 
 class RecordedTorchDDP:
-    """Hooks of one wrapped model, and its step under way; in place of what was recorded in this process before."""
+    """The hooks on one wrapped model, and its step under way. A process records one model: the latest."""
 
     def __init__(self, wrapper: TorchDDP, recorder: Recorder) -> None:
         global _recorded  # noqa: PLW0603  one a process
         self.wrapper, self._recorder = wrapper, recorder
-        self._samples: int | None = None
-        self._tokens: int | None = None
-        self._begins_step = True
-        self._synchronizes = False
+        self._batch = BatchCounts()  # of the step under way
+        self.synchronizes = False  # whether the backward of the last forward does
         labels, self._layer_of = layer_of_each(wrapper.module)
         self._suspect: Parameter | None = None  # had a gradient that was not finite, of a loss that was not
         self._has_blamed = False  # said so
@@ -67,7 +72,7 @@ class RecordedTorchDDP:
             sizes[layer] += parameter.nbytes
         recorder.name(Labels(tuple(labels), tuple(sizes), getattr(wrapper, "bucket_bytes_cap", 0)))
         self._ready_s = [0.0] * len(labels)
-        self._last_s = 0.0
+        self.last_s = 0.0  # when a gradient was ready last; 0 before the first one of a backward
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._gradient_hook(layer))
             for parameter, layer in self._layer_of
@@ -92,42 +97,30 @@ class RecordedTorchDDP:
         ready_s, clock = self._ready_s, time.perf_counter
 
         def hook(_: Tensor) -> None:
-            ready_s[layer] = self._last_s = clock()
+            ready_s[layer] = self.last_s = clock()
 
         return hook
 
     def begin_forward(self, args: Any, kwargs: Any) -> None:
         """Note the begin of a forward that may be differentiated."""
-        samples, tokens = samples_and_tokens(args, kwargs)
-        if self._begins_step:
-            self._begins_step = False
-            self._samples, self._tokens = samples, tokens
+        begins_step = not self._batch.has_begun
+        self._batch.add(args, kwargs)
+        if begins_step:
             self._look_at_health()
-        elif samples is not None:  # another micro-step
-            self._samples = (self._samples or 0) + samples
-            self._tokens = None if tokens is None else (self._tokens or 0) + tokens
-
-    def end_forward(self) -> None:
-        """Note whether the backward of the forward that has ended synchronizes."""
-        self._synchronizes = self.wrapper.require_backward_grad_sync
-
-    def begin_backward(self) -> None:
-        """Note the begin of a backward."""
-        self._last_s = 0.0
 
     def end_backward(self, began_s: float, ended_s: float, loss: object) -> None:
         """Record a backward that has returned; this model took part if it got a gradient."""
-        if not self._last_s:
+        if not self.last_s:
             return
         if self._suspect is None and _is_not_finite(loss):
             self._suspect = self._first_not_finite()
         spans.note("backward", began_s, ended_s)
-        if not self._synchronizes:
+        if not self.synchronizes:
             return
-        self._begins_step = True
+        batch, self._batch = self._batch, BatchCounts()
         marks = [(layer, at_s) for layer, at_s in enumerate(self._ready_s) if at_s > began_s]
         marks.sort(key=lambda mark: mark[1])
-        self._recorder.end_step(Work(self._last_s, ended_s, (), tuple(marks), self._samples, self._tokens))
+        self._recorder.end_step(Work(self.last_s, ended_s, (), tuple(marks), batch.samples, batch.tokens))
 
     def _first_not_finite(self) -> Parameter | None:
         """Return the parameter whose gradient was the first that is not finite: by its layer, of a layer the last."""
@@ -140,16 +133,12 @@ class RecordedTorchDDP:
 
     def _look_at_health(self) -> None:
         suspect, self._suspect = self._suspect, None
-        if (
-            suspect is not None and not self._has_blamed and not is_finite(suspect)
-        ):  # else the step was skipped
+        # If the parameter is finite, the step was skipped.
+        if suspect is not None and not self._has_blamed and not is_finite(suspect):
             self._has_blamed = True
             names = [name for name, x in self.wrapper.module.named_parameters() if x is suspect]
             self._recorder.note_health(not_finite=names[0] if names else "a parameter")
-        if self._recorder.wants_fingerprint:
-            began_s = time.perf_counter()
-            self._recorder.note_health(*fingerprint(self.wrapper.module))
-            spans.note("recording", began_s, time.perf_counter())
+        self._recorder.look_at(self.wrapper.module)
 
 
 def _is_not_finite(loss: object) -> bool:
@@ -162,7 +151,7 @@ def _patch() -> None:
     if not _undo:
         watch_phases()
         _replace(TorchDDP, "forward", _around_forward)
-        _replace(TorchDDP, "_sync_buffers", _around_waiting)
+        _replace(TorchDDP, "_sync_buffers", functools.partial(timed, "waiting"))  # for rank 0's buffers
         _replace(torch.autograd, "backward", _around_backward)  # Tensor.backward looks it up there
 
 
@@ -180,7 +169,7 @@ def _replace(home: Any, name: str, around: Callable[[Callable[..., Any]], Callab
 
 def _around_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
-    def timed(wrapper: TorchDDP, *args: Any, **kwargs: Any) -> Any:
+    def noting(wrapper: TorchDDP, *args: Any, **kwargs: Any) -> Any:
         recorded = _recorded
         if recorded is None or wrapper is not recorded.wrapper or not torch.is_grad_enabled():
             return forward(wrapper, *args, **kwargs)
@@ -190,35 +179,21 @@ def _around_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(wrapper, *args, **kwargs)
         finally:
             spans.note("forward", began_s, time.perf_counter())
-            recorded.end_forward()
+            recorded.synchronizes = wrapper.require_backward_grad_sync
 
-    return timed
-
-
-def _around_waiting(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """Time the wait for rank 0's buffers within a forward."""
-
-    @functools.wraps(wait)
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        began_s = time.perf_counter()
-        try:
-            return wait(*args, **kwargs)
-        finally:
-            spans.note("waiting", began_s, time.perf_counter())
-
-    return timed
+    return noting
 
 
 def _around_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
-    def timed(*args: Any, **kwargs: Any) -> Any:
+    def noting(*args: Any, **kwargs: Any) -> Any:
         recorded = _recorded
         if recorded is None:
             return backward(*args, **kwargs)
         began_s = time.perf_counter()
-        recorded.begin_backward()
+        recorded.last_s = 0.0
         result = backward(*args, **kwargs)
         recorded.end_backward(began_s, time.perf_counter(), args[0] if args else None)
         return result
 
-    return timed
+    return noting

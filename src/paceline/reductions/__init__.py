@@ -1,4 +1,4 @@
-"""Combinations of the ranks' gradients: a mean (plain or compressed), Adasum, or a hook.
+"""Combinations of the ranks' gradients: a mean, plain or compressed, or a hook.
 
 Most classes are imported on first access (PEP 562), so that wrapping a model costs little on top of importing torch.
 """
@@ -16,25 +16,23 @@ from paceline.reductions.reduction import (
     NarrowMean,
     Reduction,
     StepEnd,
+    Traffic,
+    all_reduced,
     launch_sparse_sum,
     real_numel,
 )
 
 if TYPE_CHECKING:
-    from paceline.reductions.adasum import Adasum
     from paceline.reductions.auto import Auto
     from paceline.reductions.compressed import Compressed
     from paceline.reductions.kept_state import Keeper, Memory, Slot, check_one_model
     from paceline.reductions.lossy import Lossy
-    from paceline.reductions.noise_scale import GradientNoiseScale
     from paceline.reductions.powersgd import PowerSGD
 
 __all__ = [
-    "Adasum",
     "Auto",
     "Compressed",
     "GradBucket",
-    "GradientNoiseScale",
     "HookReduction",
     "Keeper",
     "Lossy",
@@ -46,6 +44,8 @@ __all__ = [
     "Reduction",
     "Slot",
     "StepEnd",
+    "Traffic",
+    "all_reduced",
     "check_one_model",
     "choose_reduction",
     "launch_sparse_sum",
@@ -55,15 +55,10 @@ __all__ = [
 __getattr__ = on_first_use(
     __name__,
     {
-        "Adasum": "adasum",
-        "Auto": "auto",
-        "Compressed": "compressed",
-        "GradientNoiseScale": "noise_scale",
-        "Keeper": "kept_state",
-        "Memory": "kept_state",
-        "Slot": "kept_state",
-        "check_one_model": "kept_state",
-        "Lossy": "lossy",
-        "PowerSGD": "powersgd",
+        "auto": "Auto",
+        "compressed": "Compressed",
+        "kept_state": "Keeper Memory Slot check_one_model",
+        "lossy": "Lossy",
+        "powersgd": "PowerSGD",
     },
 )

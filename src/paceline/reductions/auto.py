@@ -87,9 +87,8 @@ class Auto(Reduction):
         self._active: Reduction = self._plain
         self._largest_index = -1  # of the buckets of the step under way
         self._last_bucket = -1  # the largest index of the step before
-        self._agreed: list[
-            float
-        ] = []  # the maxima of all ranks' numbers, once exchanged in the step under way
+        # The maxima of all ranks' numbers, once exchanged in the step under way
+        self._agreed: list[float] = []
         self._ended_s: float | None = None  # when the last step ended; None: it failed
         self._is_under_way = False
 
@@ -137,12 +136,12 @@ class Auto(Reduction):
 
     @property
     def carries_status(self) -> bool:  # type: ignore[override]
-        """Whether the reduction in use carries it."""
+        """Return whether the reduction in use carries status words."""
         return self._active.carries_status
 
     @property
     def _exchanges(self) -> bool:
-        """Whether the ranks exchange numbers after the last bucket of the step under way."""
+        """Return whether the ranks exchange numbers after the last bucket of the step under way."""
         return not self._is_idle and (bool(self._loaded) or self._trial.is_due)
 
     def begin_step(self, num_ranks: int, active_ratio: float = 1.0, share: float | None = None) -> float:
@@ -236,9 +235,8 @@ class Auto(Reduction):
             self._tell(step_s)
 
     def _note(self, what: str, **details: Any) -> None:
-        self._history.append(
-            {"step": self._trial.num_steps, "what": what, "in_use": self._trial.in_use, **details}
-        )
+        trial = self._trial
+        self._history.append({"step": trial.num_steps, "what": what, "in_use": trial.in_use, **details})
 
     def _tell(self, step_s: Mapping[str, float]) -> None:
         self._has_told = True
@@ -246,30 +244,24 @@ class Auto(Reduction):
             return
         measured = ", ".join(f"{ms(seconds)} with {name}" for name, seconds in step_s.items())
         outcome = f"{self._trial.in_use} is on" if self._trial.in_use else "no codec is on"
-        tell(
-            "compression",
-            f'compression="auto", step {self._trial.num_steps}: {outcome}. Measured: a step takes {measured}.',
-        )
+        step = f'compression="auto", step {self._trial.num_steps}'
+        tell("compression", f"{step}: {outcome}. Measured: a step takes {measured}.")
 
     # ---- reports and state
 
     def report(self) -> dict[str, Any]:
-        """Return measured durations with and without codecs, what was chosen and what was saved: a dict for JSON.
-
-        Local; the same on every rank. Times in seconds.
-        """
-        return copy.deepcopy(
-            {
-                "in_use": self._trial.in_use,
-                "phase": "resuming" if self._loaded else self._trial.phase.value,
-                "num_steps": self._num_steps,
-                "step_s": self._step_s,
-                "saved_s": self._saved_s,
-                "saved_bytes": self._saved_bytes,
-                "left_out": self._refused,
-                "history": self._history,
-            }
-        )
+        """Return what was measured, chosen and saved, for JSON; times in seconds. Local; the same on every rank."""
+        report = {
+            "in_use": self._trial.in_use,
+            "phase": "resuming" if self._loaded else self._trial.phase.value,
+            "num_steps": self._num_steps,
+            "step_s": self._step_s,
+            "saved_s": self._saved_s,
+            "saved_bytes": self._saved_bytes,
+            "left_out": self._refused,
+            "history": self._history,
+        }
+        return copy.deepcopy(report)
 
     def state_dict(self) -> dict[str, Any]:
         codec = self._loaded[0] if self._loaded else self._trial.in_use
@@ -279,11 +271,8 @@ class Auto(Reduction):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned: from the third step on the codec that was on is on again.
 
-        Contract:
-            Local, but on every rank before the same step. If ranks were given different codecs, all start over.
-
-        Raises:
-            ConfigurationError: It is no state of this kind, or of a codec that is not among the candidates.
+        Local, but on every rank before the same step. If ranks were given different codecs, all start over. Raises
+        ConfigurationError for no state of this kind, or that of a codec which is not among the candidates.
         """
         if set(state) != {"codec", "state"} or state["codec"] not in {None, *self._codecs}:
             raise ConfigurationError(

@@ -25,10 +25,7 @@ def _compress_by(compressor: Compressor) -> Reduction:
     return Compressed(compressor)
 
 
-BY_NAME: dict[str, Callable[[], Reduction]] = {
-    "mean": Mean,
-    "adasum": functools.partial(_make, "adasum", "Adasum"),
-}
+BY_NAME: dict[str, Callable[[], Reduction]] = {"mean": Mean}
 """What `reduction=` takes besides the names that other packages add."""
 
 COMPRESSIONS: dict[str, Callable[[], Reduction]] = {
@@ -48,12 +45,7 @@ def choose_reduction(
 ) -> Reduction:
     """Return the reduction that `DistributedDataParallel`'s two arguments stand for; the mean if both are None.
 
-    Args:
-        reduction: A name of `BY_NAME`, a name that another package adds, or a reduction, which is returned.
-        compression: A name of `COMPRESSIONS`, "auto", "none", a compressor, or a reduction that compresses.
-
-    Raises:
-        ConfigurationError: The name is unknown, the type is wrong, or both are given and `reduction` is not the mean.
+    Raises ConfigurationError for an unknown name or type, and for both if `reduction` is not the mean.
     """
     if compression is None or compression == "none":
         return _find(reduction, "reduction", BY_NAME) if reduction is not None else Mean()

@@ -30,34 +30,27 @@ class GradBucket:
         self._buffer = message.body
 
     def index(self) -> int:
-        """The index of the bucket in launch order."""
         return self._message.index
 
     def buffer(self) -> Tensor:
-        """This rank's gradients, shape (N,), not yet divided by the number of ranks."""
+        """Return this rank's gradients, shape (N,), not yet divided by the number of ranks."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Make `buffer` the result, for hooks that return `bucket.buffer()`."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
         """Views of the buffer, one for each parameter; of the one that was set last."""
-        ours = self._message.gradients
-        if (
-            self._buffer.dtype == self._message.flat.dtype
-            and self._buffer.data_ptr() == self._message.flat.data_ptr()
-        ):
+        ours, flat = self._message.gradients, self._message.flat
+        if self._buffer.dtype == flat.dtype and self._buffer.data_ptr() == flat.data_ptr():
             return list(ours)
         pieces = self._buffer.split([gradient.numel() for gradient in ours])
         return [piece.view(gradient.shape) for piece, gradient in zip(pieces, ours, strict=True)]
 
     def parameters(self) -> Sequence[Parameter]:
-        """The parameters, in the order of `gradients()`."""
         return list(self._message.parameters)
 
     def is_last(self) -> bool:
-        """Return whether it is the last bucket of this backward."""
         return self._message.is_last
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from paceline.comm.device import keep_for_current_streams
 from paceline.compression import Layout, accumulation_dtype
 from paceline.errors import ConfigurationError
 
@@ -78,7 +79,7 @@ RESIDUAL, VELOCITY = "residual", "velocity"
 
 @dataclass
 class Slot:
-    """The state of one bucket."""
+    """The state that a reduction keeps for one bucket."""
 
     kept: Tensor  # shape (N,): the state before this step; not written within a step
     proposed: Tensor  # shape (N,): the state after this step, if it is committed; undefined before
@@ -120,6 +121,8 @@ class Memory:
         slot, start = Slot(kept, torch.empty_like(kept)), 0
         for name, size in zip(names, layout.sizes, strict=True):
             if name in self._homes:
+                # The old state may be of another stream, and is dropped before this one has copied it.
+                keep_for_current_streams([self._homes[name].kept])
                 kept[start : start + size].copy_(self._homes[name].kept)
             self._homes[name] = _Home(slot, start, start + size)
             start += size
@@ -150,7 +153,16 @@ class Memory:
 
     def by_name(self) -> dict[str, Tensor]:
         """Return copies of the state of every parameter, shape (n,) each."""
-        return {name: home.kept.clone() for name, home in self._homes.items()}
+        homes = self._homes.copy()  # a thread of a lost member's bucket may add some
+        # The state is of the stream that compresses, and may be dropped before the current one has copied it.
+        keep_for_current_streams([home.kept for home in homes.values()])
+        return {name: home.kept.clone() for name, home in homes.items()}
+
+    def copied(self) -> Memory:
+        """Return another memory with copies of all state, and of nothing that a step proposes."""
+        copy = Memory()
+        copy.load(self.by_name())
+        return copy
 
     def load(self, by_name: Mapping[str, Tensor]) -> None:
         """Replace all state by copies of what `by_name` returned."""
@@ -158,3 +170,7 @@ class Memory:
         self._homes = {
             name: _Home(Slot(tensor.clone(), tensor), 0, tensor.numel()) for name, tensor in by_name.items()
         }
+
+
+Memories = Mapping[str, Memory]
+"""By the kind of state: `RESIDUAL` or `VELOCITY`."""

@@ -9,6 +9,8 @@ Rules
    if the reduced gradients were not finite. They are the same on all ranks, so ranks agree on that without asking.
 5. An accelerator says later whether they were. So a step's end and the next one's begin wait (`_settle`) until the
    state is needed: by the first thread, before the next bucket, or by a caller that reads it.
+6. Threads of lost members' buckets may go on after `follow`. So a bucket writes the memories that there were at its
+   launch, and `follow` makes new ones.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from paceline.comm.collectives import C10dWork, Work
 from paceline.comm.device import AsyncValue, keep_for_current_streams
 from paceline.comm.lane import Lane, LaneWork
 from paceline.compression import Layout
-from paceline.reductions.kept_state import Keeper, Memory, check_one_model
+from paceline.reductions.kept_state import Keeper, Memories, Memory, check_one_model
 from paceline.reductions.reduction import (
     Message,
     Reduction,
@@ -100,9 +102,9 @@ class Lossy(Reduction):
     ) -> None:
         self._settle()
         self._pipeline = None  # its threads may still be in a collective with a rank that is gone
+        self._memories = {kind: memory.copied() for kind, memory in self._memories.items()}  # rule 6
+        self._begin(self._scale_of_memories)  # in all else that those threads do not write
         self.prepare(named_parameters, process_group)
-        for memory in self._memories.values():
-            memory.load(memory.by_name())  # in memory that those threads do not write
         if not are_alike:
             self._begin_shared_anew()
 
@@ -167,7 +169,7 @@ class Lossy(Reduction):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether a step's end changes what the next one reads."""
+        """Return whether the end of a step changes state that the next step reads."""
         return bool(self._memories)
 
     def _commit(self) -> None:
@@ -176,7 +178,7 @@ class Lossy(Reduction):
 
     @property
     def overflowed(self) -> bool:
-        """Whether the last step's reduced gradients contain an infinity or a NaN. The same on every rank.
+        """Return whether the last step's reduced gradients contain an infinity or a NaN. The same on every rank.
 
         Such a step must be skipped, as `GradScaler.step` does; its residuals are dropped. On an accelerator this waits
         for the device.
@@ -188,13 +190,14 @@ class Lossy(Reduction):
     def launch(self, message: Message) -> Work:
         assert self._pipeline is not None, "prepared before the first step"
         names, layout = self._described(message)
-        self._traffic += self._traffic_of(names, layout)
-        checks = self._finite_checks
+        plain_bytes = all_reduced(layout.num_bytes, self._place[1])
+        self._traffic += Traffic(self._sent_bytes(names, layout), plain_bytes)
+        checks, memories = self._finite_checks, self._memories
 
         def start() -> Finish:
-            if self._ended is not None and self.keeps_state:
+            if self._ended is not None and self.keeps_state and memories is self._memories:
                 self._settle()
-            finish = self._start(message, names, layout)
+            finish = self._start(message, names, layout, memories)
 
             def finish_and_check() -> None:
                 finish()
@@ -234,23 +237,16 @@ class Lossy(Reduction):
         )
 
     @abstractmethod
-    def _start(self, message: Message, names: tuple[str, ...], layout: Layout) -> Finish:
-        """Compress `message.body` and launch its exchange.
+    def _start(self, message: Message, names: tuple[str, ...], layout: Layout, memories: Memories) -> Finish:
+        """Compress `message.body` and launch its exchange. Collective: every rank, same order; it may block.
 
         The returned function waits for the exchange and writes the result into `message.body`; it launches no
-        collective.
-
-        Contract:
-            Collective: every rank, same order.  Blocks: perhaps.  Runs on the pipeline's first thread, and the returned
-            function on its second.
+        collective. It runs on the pipeline's second thread, this on the first. Only `memories` may be written (rule 6).
         """
 
     @abstractmethod
     def _sent_bytes(self, names: tuple[str, ...], layout: Layout) -> int:
         """Return the bytes that `_start` sends for a bucket of these gradients. Local; by shapes alone."""
-
-    def _traffic_of(self, names: tuple[str, ...], layout: Layout) -> Traffic:
-        return Traffic(self._sent_bytes(names, layout), all_reduced(layout.num_bytes, self._place[1]))
 
     def _withdraw(self, names: Sequence[str]) -> None:
         """Drop what this step changed in the state of these parameters: no rank has used them."""
@@ -273,13 +269,8 @@ class Lossy(Reduction):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent for gradients so far; status words of `ddp` are not counted."""
+        """Return the bytes that this rank has sent for gradients so far, without status words of `ddp`."""
         return self._total.sent_bytes
-
-    @property
-    def bytes_saved(self) -> int:
-        """Bytes saved so far against a bandwidth-optimal all-reduce of the same gradients; may be negative."""
-        return self._total.saved_bytes
 
     # ---- checkpoints
 
@@ -292,9 +283,8 @@ class Lossy(Reduction):
 
     @property
     def _keeper(self) -> Keeper:
-        return Keeper(
-            repr(self), "what compression had left out of earlier gradients", self._sizes, *self._place
-        )
+        kept = "what compression had left out of earlier gradients"
+        return Keeper(repr(self), kept, self._sizes, *self._place)
 
     def state_dict(self) -> dict[str, Any]:
         self._settle()
@@ -306,18 +296,11 @@ class Lossy(Reduction):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore what `state_dict` returned on this rank.
+        """Restore what `state_dict` returned on this rank: on the CPU or the parameters' device; it is copied.
 
-        Args:
-            state: On the CPU or the parameters' device; copied.
-            strict: False: accept the state of another rank, or of another number of ranks. What all ranks share is
-                restored from it, and residuals start at zero.
-
-        Contract:
-            Local; all ranks must do it between the same steps.
-
-        Raises:
-            ConfigurationError: It is the state of another reduction, rank or model; nothing was changed.
+        Not `strict`: the state of another rank, or of another number of ranks, is accepted. What all ranks share is
+        restored from it, and residuals start at zero. Local; all ranks must do it between the same steps. Raises
+        ConfigurationError for the state of another reduction, rank or model; nothing was changed.
         """
         is_own = self._keeper.has_saved(state, strict)
         self._settle()

@@ -63,7 +63,8 @@ def launch_mean(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     if num_ranks > 2 and can_all_to_all(group):
         return _fold_shares(tensor, group)
     if is_narrow:
-        return _gather_and_fold(tensor, group)
+        rows = gather_rows(tensor, group)
+        return lambda: sum_in_order(rows()).div_(num_ranks).to(tensor.dtype)
     pending = all_reduce(tensor, group)
     return lambda: _waited(pending, tensor).div_(num_ranks)
 
@@ -76,13 +77,15 @@ def _waited(pending: C10dWork, tensor: Tensor, *others: Tensor) -> Tensor:
     return tensor
 
 
-def _gather_and_fold(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-    rows = [torch.empty_like(tensor) for _ in range(group.size())]
-    pending = all_gather(rows, tensor, group)
+def gather_rows(tensor: Tensor, group: ProcessGroup) -> Callable[[], list[Tensor]]:
+    """Start gathering every rank's tensor, as `launch_mean` starts a mean."""
+    rows = [tensor] if group.size() == 1 else [torch.empty_like(tensor) for _ in range(group.size())]
+    pending = None if group.size() == 1 else all_gather(rows, tensor, group)
 
-    def finish() -> Tensor:
-        _waited(pending, tensor, *rows)
-        return _sum(rows).div_(len(rows)).to(tensor.dtype)
+    def finish() -> list[Tensor]:
+        if pending is not None:
+            _waited(pending, tensor, *rows)
+        return rows
 
     return finish
 
@@ -94,17 +97,17 @@ def _fold_shares(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     padded = torch.nn.functional.pad(tensor, (0, share * num_ranks - num_elements))
     received = torch.empty_like(padded)
     _exchange(received, padded, group).wait()
-    mine = _sum(list(received.split(share))).div_(num_ranks).to(tensor.dtype)
+    mine = sum_in_order(list(received.split(share))).div_(num_ranks).to(tensor.dtype)
     gathering = all_gather(list(padded.split(share)), mine, group)
     return lambda: _waited(gathering, padded[:num_elements], mine)
 
 
 def _exchange(received: Tensor, sent: Tensor, group: ProcessGroup) -> C10dWork:
-    """All-to-all as bytes: Gloo's supports few dtypes, and nothing is computed on the way."""
+    """Exchange bytes by an all-to-all, because Gloo's supports few dtypes."""
     return all_to_all(received.view(torch.uint8), sent.view(torch.uint8), group)
 
 
-def _sum(rows: list[Tensor]) -> Tensor:
+def sum_in_order(rows: list[Tensor]) -> Tensor:
     """Sum in order; 16-bit elements in float32. Writes into the first row, if it is wide."""
     wide = accumulation_dtype(rows[0].dtype)
     total = rows[0].to(wide)
@@ -114,10 +117,7 @@ def _sum(rows: list[Tensor]) -> Tensor:
 
 
 class LogicalMean(Reduction):
-    """The mean over `num_averaged` logical ranks, folded in order.
-
-    Args:
-        num_averaged: Logical ranks. The same on every rank from the first step on, whatever ranks there are.
+    """The mean over `num_averaged` logical ranks, whatever ranks there are, folded in order.
 
     Cost:
         An all-reduce on one host, while each rank has one logical rank. Else a reduce-scatter, as an all-to-all whose
@@ -143,10 +143,8 @@ class LogicalMean(Reduction):
     def put_aside(self, parameters: Iterable[Parameter], weight: float) -> None:
         """Keep the gradients that there are, to count `weight` in the mean, and take `.grad` away. Local."""
         kept = {each: each.grad.detach().clone() for each in parameters if each.grad is not None}
-        self._aside[self._place] = (
-            weight * self.begin_step(self.num_averaged),
-            kept,
-        )  # a quotient has other bits
+        scale = weight * self.begin_step(self.num_averaged)  # a quotient has other bits
+        self._aside[self._place] = scale, kept
         for each in kept:
             each.grad = None
 
@@ -173,7 +171,7 @@ class LogicalMean(Reduction):
                 yield _exchange(received, sent, group)
             parts = received.view(num_ranks, most, share)
             rows_in_order = [parts[rank, place] for rank in range(num_ranks) for place in range(own[rank])]
-            mine = _sum(rows_in_order).to(flat.dtype)
+            mine = sum_in_order(rows_in_order).to(flat.dtype)
             if num_ranks == 1:
                 yield Done()
                 flat.copy_(mine)

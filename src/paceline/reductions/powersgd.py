@@ -14,8 +14,8 @@ from torch.nn import Parameter
 from paceline.comm.device import keep_for_current_streams
 from paceline.compression import Layout, accumulation_dtype
 from paceline.errors import ConfigurationError
-from paceline.numbers_given import number
-from paceline.reductions.kept_state import RESIDUAL, Memory
+from paceline.given import number
+from paceline.reductions.kept_state import RESIDUAL, Memories, Memory
 from paceline.reductions.lossy import Finish, Lossy, seed_of
 from paceline.reductions.ordered_mean import launch_mean
 from paceline.reductions.reduction import Message, all_reduced
@@ -121,13 +121,13 @@ class PowerSGD(Lossy):
         super()._begin(loss_scale)
         self._next_factors = {}
 
-    def _start(self, message: Message, names: tuple[str, ...], layout: Layout) -> Finish:
+    def _start(self, message: Message, names: tuple[str, ...], layout: Layout, memories: Memories) -> Finish:
         matrices = self._matrices(names, layout)
         if not matrices:
             return self._start_mean(message)
         group, wide = message.process_group, accumulation_dtype(layout.dtype)
         body = message.body
-        pending = self._pending(body, names, layout)
+        pending = self._pending(body, names, layout, memories)
         others = _gaps(matrices, pending.numel())
         first = torch.cat(
             [(m.of(pending) @ self._factor(m, wide, body.device)).view(-1) for m in matrices]
@@ -139,7 +139,14 @@ class PowerSGD(Lossy):
         local = [m.of(pending).t() @ basis for m, basis in zip(matrices, bases, strict=True)]
         finish = launch_mean(torch.cat([q.reshape(-1) for q in local]), group)
         self._keep_residual(pending, matrices, bases, local)
-        return lambda: self._write(body, matrices, bases, finish(), list(zip(others, means, strict=True)))
+
+        def write() -> None:
+            proposed = self._next_factors  # read first: `follow` replaces the memories, and then these
+            if memories is not self._memories:
+                proposed = {}
+            self._write(body, matrices, bases, finish(), list(zip(others, means, strict=True)), proposed)
+
+        return write
 
     def _start_mean(self, message: Message) -> Finish:
         body, group = message.body, message.process_group
@@ -175,11 +182,11 @@ class PowerSGD(Lossy):
             start += size
         return matrices
 
-    def _pending(self, body: Tensor, names: tuple[str, ...], layout: Layout) -> Tensor:
+    def _pending(self, body: Tensor, names: tuple[str, ...], layout: Layout, memories: Memories) -> Tensor:
         """Return what is compressed, in a wide dtype: the gradients plus the residuals of earlier steps."""
         if not self.error_feedback:
             return body.to(accumulation_dtype(layout.dtype))
-        slot = self._memories[RESIDUAL].slot(names, layout)
+        slot = memories[RESIDUAL].slot(names, layout)
         return slot.proposed.copy_(body).add_(slot.kept)
 
     def _factor(self, matrix: _Matrix, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -209,6 +216,7 @@ class PowerSGD(Lossy):
         bases: list[Tensor],
         mean_qs: Tensor,
         others: list[tuple[tuple[int, int], Tensor]],
+        next_factors: dict[str, Tensor],
     ) -> None:
         """Replace `body` by the mean of the approximations, and of what was sent uncompressed."""
         if not body.is_cpu:  # another stream has made them
@@ -218,7 +226,7 @@ class PowerSGD(Lossy):
         for matrix, basis, flat in zip(matrices, bases, mean_qs.split(sizes), strict=True):
             q = flat.view(matrix.num_columns, matrix.rank)
             matrix.of(body).copy_(basis @ (q * factor).t())
-            self._next_factors[matrix.name] = q.clone()
+            next_factors[matrix.name] = q.clone()
         for (start, stop), mean in others:
             body[start:stop].copy_(mean * factor)
 
@@ -277,7 +285,7 @@ def _gaps(matrices: list[_Matrix], num_elements: int) -> list[tuple[int, int]]:
 def _cut(
     message: Tensor, matrices: list[_Matrix], others: list[tuple[int, int]]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The parts of the first all-reduce: all P, shape (num_rows, rank), and the uncompressed gradients."""
+    """Return the parts of the first all-reduce: all P, shape (num_rows, rank), and uncompressed gradients."""
     sizes = [matrix.num_rows * matrix.rank for matrix in matrices]
     parts = message.split(sizes + [stop - start for start, stop in others])
     ps = [part.view(m.num_rows, m.rank) for part, m in zip(parts, matrices, strict=False)]

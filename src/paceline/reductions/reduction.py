@@ -193,11 +193,7 @@ class Reduction(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned. Local.
-
-        Raises:
-            ConfigurationError: It is the state of another reduction, rank or model; nothing was changed.
-        """
+        """Restore what `state_dict` returned. Local. ConfigurationError for the state of another reduction or model."""
         if state:
             raise ConfigurationError(
                 f"{type(self).__name__} keeps no state, but was given one with the keys {', '.join(sorted(state))}. "
@@ -215,10 +211,8 @@ class Mean(Reduction):
         Li et al., VLDB 2020, Algorithm 1.
     """
 
-    pieces_at_once = (
-        2  # what Gloo performs at once; a third would wait in its queue, where nothing can overtake it
-    )
-
+    # What Gloo performs at once. A third would wait in its queue, where nothing can overtake it.
+    pieces_at_once = 2
     carries_status = True
 
     def launch(self, message: Message) -> Work:
@@ -228,11 +222,7 @@ class Mean(Reduction):
 
 
 class NarrowMean(Reduction):
-    """The mean over ranks, summed in a narrower dtype: half the bytes, with its precision and range.
-
-    Args:
-        dtype: In which buckets are summed.
-    """
+    """The mean over ranks, summed in a narrower dtype: half the bytes, with its precision and range."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -255,18 +245,11 @@ def real_numel(tensor: Tensor) -> int:
 
 
 def launch_sparse_sum(gradient: Tensor, group: ProcessGroup, keep: Callable[[Tensor], None]) -> Work:
-    """Start summing a sparse COO gradient over the ranks.
+    """Start summing a sparse COO gradient over the ranks. Collective: every rank, same order; does not wait.
 
-    Args:
-        gradient: This rank's, scaled already, coalesced, sparse in its first dimension; unchanged.
-        group: The ranks.
-        keep: Called with the sum, sparse and coalesced, by the `wait` that completes it.
-
-    Contract:
-        Collective: every rank, same order.  Blocks: no.  Mutates: nothing.
-
-    Cost:
-        On Gloo an all-gather of indices and values; elsewhere an all-reduce of the dense gradient.
+    This rank's is scaled already, coalesced and sparse in its first dimension; it is left unchanged. `keep` is called
+    with the sum, sparse and coalesced, by the `wait` that completes it. On Gloo it takes an all-gather of indices and
+    values, elsewhere an all-reduce of the dense gradient.
     """
     if group.size() == 1:
         return Chain(_kept(Done(), gradient, keep), num_stages=1)

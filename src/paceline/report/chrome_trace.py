@@ -65,28 +65,22 @@ def timeline_of(run: Run, most_steps: int = MOST_STEPS) -> Timeline:
     first = min((rank.steps[0].step for rank in run.ranks if rank.steps), default=1)
     since = max(first, last - most_steps + 1)
     steps = {rank.header.rank: [step for step in rank.steps if step.step >= since] for rank in run.ranks}
-    clocks = {rank: _Clock(offset) for rank, offset in offsets.items()}
-    zero_s = min((clocks[rank].at_s(own[0].began_s) for rank, own in steps.items() if own), default=0.0)
-    for clock in clocks.values():
-        clock.zero_s = zero_s
+    starts_s = [offsets[rank].aligned_s(own[0].began_s) for rank, own in steps.items() if own]
+    clocks = {rank: _Clock(offset, min(starts_s, default=0.0)) for rank, offset in offsets.items()}
     events = [event for rank in run.ranks for event in _of_rank(rank, steps[rank.header.rank], clocks)]
     events += _arrows(run, steps, clocks)
     return Timeline(events, _facts(run, offsets), last - since + 1 if last else 0, since - first)
 
 
+@dataclass(frozen=True)
 class _Clock:
-    """Turns a rank's times into microseconds of the timeline."""
+    """Turns a rank's times into microseconds of the timeline, which begins at `zero_s`."""
 
-    def __init__(self, offset: ClockOffset) -> None:
-        self._offset = offset
-        self.error_s = offset.error_s
-        self.zero_s = 0.0
-
-    def at_s(self, time_s: float) -> float:
-        return self._offset.aligned_s(time_s)
+    offset: ClockOffset
+    zero_s: float
 
     def us(self, time_s: float) -> float:
-        return round(1e6 * (self.at_s(time_s) - self.zero_s), 1)
+        return round(1e6 * (self.offset.aligned_s(time_s) - self.zero_s), 1)
 
 
 def _facts(run: Run, offsets: dict[int, ClockOffset]) -> dict[str, Any]:
@@ -138,7 +132,7 @@ def _of_rank(rank: RankRun, steps: Sequence[StepRecord], clocks: dict[int, _Cloc
 
 
 def _training(rank: int, step: StepRecord, clock: _Clock) -> Iterator[Event]:
-    """The step's slice and those within, cut so that each lies within the one around it."""
+    """Yield the slice of the step and those of its phases, each cut to lie within the one around it."""
     about: dict[str, Any] = {"step": step.step, "waits for others, ms": round(1e3 * step.waited_s, 2)}
     if step.num_samples is not None:
         about["samples"] = step.num_samples
@@ -199,14 +193,14 @@ def _arrows(run: Run, steps: dict[int, list[StepRecord]], clocks: dict[int, _Clo
     """Yield a flow from the rank that was last to the end of each other rank's wait."""
     if len(run.ranks) < 2:
         return
-    error_s = sum(sorted(clock.error_s for clock in clocks.values())[-2:])
+    error_s = sum(sorted(clock.offset.error_s for clock in clocks.values())[-2:])
     by_step: dict[int, dict[int, StepRecord]] = {}
     for rank, own in steps.items():
         for step in own:
             by_step.setdefault(step.step, {})[rank] = step
     number = 0
     for found in by_step.values():
-        ends_s = {rank: clocks[rank].at_s(step.work_ended_s) for rank, step in found.items()}
+        ends_s = {rank: clocks[rank].offset.aligned_s(step.work_ended_s) for rank, step in found.items()}
         *before, last = sorted(ends_s, key=lambda rank: ends_s[rank])
         if not before or ends_s[last] - ends_s[before[-1]] <= error_s:
             continue

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.errors import ConfigurationError
-from paceline.files_given import check_output
+from paceline.given import check_output
 from paceline.observe.run_reading import Run, read_run
 from paceline.report.chrome_trace import Timeline, timeline_of
 from paceline.report.page import page_of

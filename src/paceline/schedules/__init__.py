@@ -3,7 +3,7 @@
 With their price in rounds, bytes and seconds, and the choice between them. Pure Python: no torch, clock or network.
 """
 
-from paceline.schedules.algorithms import SCHEDULES, Algorithm, Choice, Operation, choose
+from paceline.schedules.algorithms import SCHEDULES, Algorithm, Choice, choose
 from paceline.schedules.price import Price, price
 from paceline.schedules.schedule import Round, Schedule, Transfer, cut
 from paceline.schedules.topology import Link, Links, Topology
@@ -14,7 +14,6 @@ __all__ = [
     "Choice",
     "Link",
     "Links",
-    "Operation",
     "Price",
     "Round",
     "Schedule",

@@ -1,4 +1,4 @@
-"""The table of collective algorithms, and the choice of the one with the least predicted time for a message.
+"""The table of all-reduce algorithms, and the choice of the one with the least predicted time for a message.
 
 A new algorithm is a line of `SCHEDULES`: it is then a candidate of the choice, and the contract tests run it.
 """
@@ -9,25 +9,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Literal
 
 from paceline.errors import ConfigurationError
-from paceline.schedules import flat, halving_doubling, hierarchical, vector_halving
+from paceline.schedules import flat, halving_doubling, hierarchical
 from paceline.schedules.flat import circulant, direct, ring
 from paceline.schedules.price import Price, price
 from paceline.schedules.schedule import Schedule
 from paceline.schedules.topology import Links, Topology
 
-Operation = Literal["all_reduce", "adasum", "reduce_scatter", "all_gather", "broadcast", "reduce"]
-
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A way to perform an operation."""
+    """A way to perform an all-reduce."""
 
-    operation: Operation
     build: Callable[[Topology], Schedule]
-    """For the ranks of a topology; rooted operations have rank 0 as the root."""
     needs_hosts: bool = False
     """Whether it only makes sense for several hosts of which one has several ranks."""
 
@@ -35,14 +30,12 @@ class Algorithm:
         return not self.needs_hosts or 1 < topology.num_hosts < topology.num_ranks
 
 
-def _flat(operation: Operation, build: Callable[[int], Schedule]) -> Algorithm:
-    return Algorithm(operation, lambda topology: build(topology.num_ranks))
+def _flat(build: Callable[[int], Schedule]) -> Algorithm:
+    return Algorithm(lambda topology: build(topology.num_ranks))
 
 
 def _hierarchical(name: str, across: Callable[[int], Schedule]) -> Algorithm:
-    return Algorithm(
-        "all_reduce", lambda topology: hierarchical.all_reduce(topology, name, across), needs_hosts=True
-    )
+    return Algorithm(lambda topology: hierarchical.all_reduce(topology, name, across), needs_hosts=True)
 
 
 _FLAT: dict[str, Callable[[int], Schedule]] = {
@@ -54,17 +47,8 @@ _FLAT: dict[str, Callable[[int], Schedule]] = {
 }
 
 SCHEDULES: dict[str, Algorithm] = {
-    **{name: _flat("all_reduce", build) for name, build in _FLAT.items()},
+    **{name: _flat(build) for name, build in _FLAT.items()},
     **{(name := f"hierarchical_{one}"): _hierarchical(name, build) for one, build in _FLAT.items()},
-    "vector_halving": Algorithm("adasum", vector_halving.all_reduce),
-    "reduce_scatter_direct": _flat("reduce_scatter", direct.reduce_scatter),
-    "reduce_scatter_circulant": _flat("reduce_scatter", circulant.reduce_scatter),
-    "reduce_scatter_ring": _flat("reduce_scatter", ring.reduce_scatter),
-    "all_gather_direct": _flat("all_gather", direct.all_gather),
-    "all_gather_circulant": _flat("all_gather", circulant.all_gather),
-    "all_gather_ring": _flat("all_gather", ring.all_gather),
-    "broadcast_tree": _flat("broadcast", flat.broadcast),
-    "reduce_tree": _flat("reduce", flat.reduce),
 }
 
 
@@ -80,7 +64,6 @@ class Choice:
 
 @lru_cache(maxsize=256)
 def choose(
-    operation: Operation,
     message_bytes: int,
     topology: Topology,
     links: Links,
@@ -88,42 +71,28 @@ def choose(
     element_bytes: int = 4,
     only: str | None = None,
 ) -> Choice:
-    """The algorithm with the least predicted time.
+    """Return the algorithm with the least predicted time, or the one named `only`.
 
-    Args:
-        operation: What to perform; rooted operations from rank 0.
-        message_bytes: Length of the buffer: all that a rank ends with, or starts from.
-        topology: Where the ranks are.
-        links: What lies between them.
-        element_bytes: Size of an element.
-        only: The name of the one algorithm to consider.
-
-    Contract:
-        Local. Ranks that pass the same arguments choose the same; links must be agreed on, not measured by each.
+    Local. Ranks that pass the same arguments choose the same; links must be agreed on, not measured by each.
     """
     prices = {
         name: price(algorithm.build(topology), message_bytes, topology, links, element_bytes=element_bytes)
         for name, algorithm in SCHEDULES.items()
-        if algorithm.operation == operation and algorithm.fits(topology) and only in {None, name}
+        if algorithm.fits(topology) and only in {None, name}
     }
     if not prices:
         asked = f" called {only!r}" if only else ""
-        raise ConfigurationError(
-            f"no schedule{asked} performs {operation!r} over {topology}; there are {', '.join(SCHEDULES)}"
-        )
+        raise ConfigurationError(f"no schedule{asked} is for {topology}; there are {', '.join(SCHEDULES)}")
     order = sorted(prices, key=lambda name: prices[name].time_s)  # ties: the table's order
     ranked = {name: prices[name] for name in order}
-    return Choice(
-        SCHEDULES[order[0]].build(topology),
-        MappingProxyType(ranked),
-        _why(operation, message_bytes, topology, ranked),
-    )
+    why = _why(message_bytes, topology, ranked)
+    return Choice(SCHEDULES[order[0]].build(topology), MappingProxyType(ranked), why)
 
 
-def _why(operation: str, message_bytes: int, topology: Topology, ranked: Mapping[str, Price]) -> str:
+def _why(message_bytes: int, topology: Topology, ranked: Mapping[str, Price]) -> str:
     first, *others = (f"{name} ({_words(price)})" for name, price in ranked.items())
     against = f"; next {others[0]}" if others else "; there is no other"
-    return f"{operation} of {message_bytes:,} bytes over {topology}: {first}{against}"
+    return f"all_reduce of {message_bytes:,} bytes over {topology}: {first}{against}"
 
 
 def _words(price: Price) -> str:

@@ -6,7 +6,6 @@
     ring                P-1 rounds for each half; (P-1)/P n per rank and half
     circulant           ceil(log2 P) rounds for each half; (P-1)/P n per rank and half
     recursive doubling  log2 P rounds, or floor(log2 P) + 2 if P is no power of two; n per rank and round
-    tree                ceil(log2 P) rounds; the root sends n in each of them, and P-1 messages are sent in all
 
 An all-reduce of the first three is a reduce-scatter and then an all-gather, its two halves.
 """
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from paceline.errors import ConfigurationError
 from paceline.schedules.schedule import Round, Rounds, Schedule, Transfer, from_gather, mirror
 
 
@@ -86,11 +84,9 @@ def _around(first: int, count: int, size: int) -> list[tuple[int, int]]:
     return [(first, size), (0, last - size)]
 
 
-direct, ring, circulant = (
-    from_gather("direct", _direct),
-    from_gather("ring", _ring),
-    from_gather("circulant", _circulant),
-)
+direct = from_gather("direct", _direct)
+ring = from_gather("ring", _ring)
+circulant = from_gather("circulant", _circulant)
 
 
 @lru_cache(maxsize=32)
@@ -112,31 +108,3 @@ def recursive_doubling(num_ranks: int) -> Schedule:
         for t in range(core.bit_length() - 1)
     )
     return Schedule("recursive_doubling", num_ranks, 1, before + doubling + mirror(before))
-
-
-def _tree(num_ranks: int, root: int) -> Rounds:
-    """Let every rank that has the message send it to one that lacks it: a binomial tree.
-
-    Ranks are counted from the root; those below 2^t serve those 2^t further.
-    """
-    if not 0 <= root < num_ranks:
-        raise ConfigurationError(f"root is rank {root}; there are ranks 0 to {num_ranks - 1}")
-    return tuple(
-        tuple(
-            Transfer((root + i) % num_ranks, (root + i + reach) % num_ranks, 0, 1, fold=False)
-            for i in range(min(reach, num_ranks - reach))
-        )
-        for reach in (1 << t for t in range((num_ranks - 1).bit_length()))
-    )
-
-
-@lru_cache(maxsize=32)
-def broadcast(num_ranks: int, root: int = 0) -> Schedule:
-    """Return the schedule that brings the root's message to every rank."""
-    return Schedule("broadcast_tree", num_ranks, 1, _tree(num_ranks, root))
-
-
-@lru_cache(maxsize=32)
-def reduce(num_ranks: int, root: int = 0) -> Schedule:
-    """Return the schedule that leaves the reduction on the root; the other ranks' buffers are undefined."""
-    return Schedule("reduce_tree", num_ranks, 1, mirror(_tree(num_ranks, root)))

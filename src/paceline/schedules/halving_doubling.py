@@ -43,7 +43,7 @@ def kept(member: int, num_halvings: int, num_blocks: int) -> tuple[int, int]:
 
 
 def _halve(group: range, t: int, num_blocks: int) -> list[Transfer]:
-    """Every member sends its partner at distance 2^t what the partner keeps."""
+    """Let every member send its partner at distance 2^t the half that the partner keeps."""
     return [
         Transfer(group[i], group[i ^ 1 << t], *kept(i ^ 1 << t, t + 1, num_blocks), fold=True)
         for i in range(len(group))

@@ -24,7 +24,7 @@ from paceline.schedules.topology import Topology
 
 
 def hand_out(members: tuple[int, ...], num_shards: int, shard_blocks: int) -> Round:
-    """Each owner sends its shard to all other ranks of the host."""
+    """Let each owner send its shard to all other ranks of the host."""
     return tuple(
         Transfer(
             members[shard],
@@ -59,9 +59,5 @@ def all_reduce(topology: Topology, name: str, across: Callable[[int], Schedule])
     distribute: Rounds = side_by_side(
         (hand_out(host, shards, flat.num_blocks),) for host in topology.ranks_of_host if len(host) > 1
     )
-    return Schedule(
-        name,
-        topology.num_ranks,
-        shards * flat.num_blocks,
-        mirror(distribute) + _between(topology, flat) + distribute,
-    )
+    rounds = mirror(distribute) + _between(topology, flat) + distribute
+    return Schedule(name, topology.num_ranks, shards * flat.num_blocks, rounds)

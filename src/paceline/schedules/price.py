@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.errors import ConfigurationError
 from paceline.schedules.schedule import HEADER_BYTES, Round, Schedule, cut
@@ -35,7 +35,7 @@ class Price:
 
     @property
     def bytes_per_rank(self) -> int:
-        """Bytes of the rank that sends most."""
+        """Return the bytes of the rank that sends most."""
         return max(self.bytes_sent)
 
 
@@ -50,16 +50,9 @@ def price(
 ) -> Price:
     """Count what `schedule` sends, and predict how long it takes.
 
-    Args:
-        schedule: For as many ranks as `topology` has.
-        message_bytes: Length of the buffer, as stored.
-        topology: Where the ranks are.
-        links: What lies between them.
-        element_bytes: Size of an element; elements are not cut. With it the bytes are exact.
-        partial_bytes: Size of an element of a partial result on the wire, where that differs.
-
-    Raises:
-        ConfigurationError: the topology has another number of ranks, or the message a fraction of an element.
+    Bytes are exact if `element_bytes` is the size of an element, since elements are not cut. `partial_bytes` is that of
+    an element of a partial result on the wire, where it differs. Raises ConfigurationError if the topology has another
+    number of ranks, or the message a fraction of an element.
     """
     if topology.num_ranks != schedule.num_ranks:
         raise ConfigurationError(
@@ -67,17 +60,10 @@ def price(
         )
     if message_bytes < 0 or message_bytes % element_bytes:
         raise ConfigurationError(f"{message_bytes} bytes are not a number of {element_bytes}-byte elements")
-    counting = _Counting(
-        topology,
-        links,
-        cut(message_bytes // element_bytes, schedule.num_blocks),
-        element_bytes,
-        element_bytes if partial_bytes is None else partial_bytes,
-    )
-    time_s = sum(
-        counting.round_s(*round_)
-        for round_ in zip(schedule.rounds, schedule.partial, schedule.introduces, strict=True)
-    )
+    cuts = cut(message_bytes // element_bytes, schedule.num_blocks)
+    counting = _Counting(topology, links, cuts, element_bytes, partial_bytes or element_bytes)
+    rounds = zip(schedule.rounds, schedule.partial, schedule.introduces, strict=True)
+    time_s = sum(counting.round_s(*round_) for round_ in rounds)
     return Price(
         rounds=len(schedule.rounds),
         bytes_sent=tuple(counting.sent[rank] for rank in range(topology.num_ranks)),
@@ -87,20 +73,18 @@ def price(
     )
 
 
+@dataclass
 class _Counting:
-    """Adds up bytes and times of rounds."""
+    """The sums of bytes and times over the rounds of one schedule."""
 
-    def __init__(
-        self, topology: Topology, links: Links, cuts: tuple[int, ...], element_bytes: int, partial_bytes: int
-    ) -> None:
-        self.host_of_rank = topology.host_of_rank
-        self.links = links
-        self.cuts = cuts
-        self.element_bytes = element_bytes
-        self.partial_bytes = partial_bytes
-        self.sent: Counter[int] = Counter()
-        self.headers: Counter[int] = Counter()
-        self.over_link: Counter[int] = Counter()
+    topology: Topology
+    links: Links
+    cuts: tuple[int, ...]
+    element_bytes: int
+    partial_bytes: int
+    sent: Counter[int] = field(default_factory=Counter)
+    headers: Counter[int] = field(default_factory=Counter)
+    over_link: Counter[int] = field(default_factory=Counter)
 
     def round_s(self, transfers: Round, partials: Sequence[bool], introduces: Sequence[bool]) -> float:
         """Count one round, and return how long it takes."""
@@ -114,7 +98,7 @@ class _Counting:
             size = (self.cuts[t.last] - self.cuts[t.first]) * each
             if not size and not header:
                 continue  # nothing is sent for an empty block
-            source, target = self.host_of_rank[t.source], self.host_of_rank[t.target]
+            source, target = (self.topology.host_of_rank[rank] for rank in (t.source, t.target))
             self.sent[t.source] += size
             self.headers[t.source] += HEADER_BYTES * header
             link = self.links.within if source == target else self.links.between

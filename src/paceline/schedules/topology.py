@@ -95,11 +95,7 @@ class Links:
 
     @classmethod
     def parse(cls, text: str) -> Links:
-        """Read "within=2e-5/4e9/1e-5 between=1e-4/125e6": latency in s, rate in bytes per s, s per further message.
-
-        Raises:
-            ConfigurationError: it is not of that form.
-        """
+        """Read "within=2e-5/4e9/1e-5 between=1e-4/125e6": latency (s), rate (bytes per s), s per further message."""
         match = _LINKS.fullmatch(text.strip())
         try:
             if match is None:

@@ -30,18 +30,14 @@ _LONG_ENOUGH_S = 0.01
 _FOLD_BYTES = 1 << 20
 
 
-def find_links(
-    transport: Transport, topology: Topology, timeout_s: float, override: Links | None = None
-) -> Links:
-    """The links between `topology`'s ranks: rank 0's override, or its environment's, or what is measured; same on all.
+def find_links(transport: Transport, topology: Topology, timeout_s: float) -> Links:
+    """Return the links of rank 0's environment, or else measure those between `topology`'s ranks; the same on all.
 
     Collective; blocks, usually below 0.3 s. ConfigurationError, on rank 0, for a value that can't be read; the others
     time out. PeerLostError if a rank did not take part.
     """
-    text = os.environ.get(ENVIRONMENT)
-    if transport.rank == 0 and override is None and text:
-        override = Links.parse(text)
-    given = [1.0, *override.to_numbers()] if override is not None else [0.0] * 8
+    text = os.environ.get(ENVIRONMENT) if transport.rank == 0 else None
+    given = [1.0, *Links.parse(text).to_numbers()] if text else [0.0] * 8
     agreed = _from_rank_0(transport, given, timeout_s)
     if agreed[0]:
         return Links.from_numbers(agreed[1:])
@@ -51,10 +47,7 @@ def find_links(
 def probe(
     transport: Transport, topology: Topology, timeout_s: float, long_enough_s: float = _LONG_ENOUGH_S
 ) -> Links:
-    """Measure; contract as of `find_links`.
-
-    No larger message is tried than the first that takes `long_enough_s`, or 4 MiB.
-    """
+    """Measure the links, as `find_links`, by messages up to the first that takes `long_enough_s`, or 4 MiB."""
     hosts = topology.ranks_of_host
     host = topology.host_of_rank[transport.rank]
     mine = hosts[host]
@@ -81,31 +74,23 @@ class _Measurement:
     """One kind of link: every rank sends to its successor and receives from its predecessor, or does neither."""
 
     transport: Transport
-    neighbours: tuple[int, int] | None
-    """Successor and predecessor."""
-    num_sharing: int
-    """Ranks of a host that send at once."""
+    neighbours: tuple[int, int] | None  # successor and predecessor
+    num_sharing: int  # ranks of a host that send at once
     timeout_s: float
     long_enough_s: float
 
     def link(self) -> Link:
         one = torch.zeros(_SMALL_BYTES, dtype=torch.uint8)
         self._exchange([one])  # connections are made at the first message
-        alone_s, together_s = _median_over_ranks(
-            self.transport,
-            [
-                self._median_s([one], _NUM_SMALL),
-                self._median_s([one.clone() for _ in range(_NUM_TOGETHER)], _NUM_SMALL),
-            ],
-            self.timeout_s,
-        )
+        several = [one.clone() for _ in range(_NUM_TOGETHER)]
+        mine = [self._median_s([one], _NUM_SMALL), self._median_s(several, _NUM_SMALL)]
+        alone_s, together_s = _median_over_ranks(self.transport, mine, self.timeout_s)
         rate = 0.0
         for size in _SIZES_BYTES:
             large = torch.zeros(size, dtype=torch.uint8)
             self._exchange([large])  # TCP's window grows with what it has carried
-            (large_s,) = _median_over_ranks(
-                self.transport, [self._median_s([large], _NUM_LARGE)], self.timeout_s
-            )
+            mine = [self._median_s([large], _NUM_LARGE)]
+            (large_s,) = _median_over_ranks(self.transport, mine, self.timeout_s)
             rate = size * self.num_sharing / max(large_s - alone_s, 1e-9)
             if large_s - alone_s > self.long_enough_s:
                 break
@@ -122,11 +107,8 @@ class _Measurement:
             return
         into = received or [torch.empty_like(message) for message in messages]
         successor, predecessor = self.neighbours
-        self.transport.exchange(
-            [(successor, message) for message in messages],
-            [(predecessor, tensor) for tensor in into],
-            self.timeout_s,
-        )
+        sends = [(successor, message) for message in messages]
+        self.transport.exchange(sends, [(predecessor, tensor) for tensor in into], self.timeout_s)
 
 
 def _median_s(function: Callable[[], object], times: int) -> float:
@@ -144,7 +126,7 @@ def _fold_s_per_byte() -> float:
 
 
 def _median_over_ranks(transport: Transport, numbers: list[float], timeout_s: float) -> list[float]:
-    """Each number's median over the ranks that have one; the same on every rank."""
+    """Return each number's median over the ranks that have one; the same on every rank."""
     mine = torch.tensor(numbers, dtype=torch.float64)
     others = range(1, transport.num_ranks)
     if transport.rank:

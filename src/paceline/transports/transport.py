@@ -17,10 +17,12 @@ from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
 
 Message = tuple[int, Tensor]
 """A peer, and the tensor that is sent to it or received from it: one-dimensional, contiguous, not empty."""
+Messages = Sequence[Message]
+OnReceived = Callable[[int], None]
 
 
 class Transport(ABC):
-    """Moves messages between `num_ranks` ranks; this one is `rank`.
+    """The interface that moves messages between `num_ranks` ranks. This one has the number `rank`.
 
     Messages are bytes: a receive takes the oldest message from its peer that has its number of bytes. A message of
     any other size is never delivered into it, so ranks that disagree on sizes run into the timeout instead of
@@ -39,11 +41,7 @@ class Transport(ABC):
         self._failure: str | None = None
 
     def exchange(
-        self,
-        sends: Sequence[Message],
-        receives: Sequence[Message],
-        timeout_s: float,
-        on_received: Callable[[int], None] | None = None,
+        self, sends: Messages, receives: Messages, timeout_s: float, on_received: OnReceived | None = None
     ) -> None:
         """Perform one round: all messages are under way at once.
 
@@ -72,7 +70,7 @@ class Transport(ABC):
         self._check(sends)
         self._check(receives)
         try:
-            self._exchange(sends, receives, timeout_s, on_received or _ignore)
+            self._exchange(sends, receives, timeout_s, on_received or (lambda _: None))
         except BaseException as error:
             self._failure = f"an earlier exchange failed ({error})"
             raise
@@ -80,14 +78,10 @@ class Transport(ABC):
 
     @abstractmethod
     def _exchange(
-        self,
-        sends: Sequence[Message],
-        receives: Sequence[Message],
-        timeout_s: float,
-        on_received: Callable[[int], None],
+        self, sends: Messages, receives: Messages, timeout_s: float, on_received: OnReceived
     ) -> None: ...
 
-    def _check(self, messages: Sequence[Message]) -> None:
+    def _check(self, messages: Messages) -> None:
         for peer, tensor in messages:
             if not 0 <= peer < self.num_ranks or peer == self.rank:
                 raise ConfigurationError(
@@ -100,15 +94,8 @@ class Transport(ABC):
                 )
 
 
-def _ignore(index: int) -> None:
-    pass
-
-
 class Subset(Transport):
-    """The ranks `members` of `whole`, renumbered from 0; this rank is among them.
-
-    Errors name ranks by their numbers in `whole`.
-    """
+    """The ranks `members` of `whole`, this one among them, renumbered from 0. Errors name them by `whole`'s numbers."""
 
     def __init__(self, whole: Transport, members: Sequence[int]) -> None:
         super().__init__(members.index(whole.rank), len(members))
@@ -116,18 +103,10 @@ class Subset(Transport):
         self.names = tuple(members)
 
     def _exchange(
-        self,
-        sends: Sequence[Message],
-        receives: Sequence[Message],
-        timeout_s: float,
-        on_received: Callable[[int], None],
+        self, sends: Messages, receives: Messages, timeout_s: float, on_received: OnReceived
     ) -> None:
-        self._whole.exchange(
-            [(self.names[peer], tensor) for peer, tensor in sends],
-            [(self.names[peer], tensor) for peer, tensor in receives],
-            timeout_s,
-            on_received,
-        )
+        to, of = ([(self.names[peer], tensor) for peer, tensor in each] for each in (sends, receives))
+        self._whole.exchange(to, of, timeout_s, on_received)
 
 
 GRACE_S = 1.0
@@ -135,7 +114,7 @@ _MAX_TAG = 2**31 - 1
 
 
 class C10dTransport(Transport):
-    """Uses a c10d backend for CPU tensors, such as a `ProcessGroupGloo`, which nothing else may use meanwhile."""
+    """A transport of CPU tensors over a c10d backend, such as a `ProcessGroupGloo`, that nothing else uses."""
 
     def __init__(self, backend: Any) -> None:
         super().__init__(backend.rank(), backend.size())
@@ -144,11 +123,7 @@ class C10dTransport(Transport):
         """Messages of a failed exchange: the backend may still write into a tensor that is among them."""
 
     def _exchange(
-        self,
-        sends: Sequence[Message],
-        receives: Sequence[Message],
-        timeout_s: float,
-        on_received: Callable[[int], None],
+        self, sends: Messages, receives: Messages, timeout_s: float, on_received: OnReceived
     ) -> None:
         deadline = time.monotonic() + timeout_s
         receiving: list[dist.Work] = []
@@ -195,7 +170,7 @@ class C10dTransport(Transport):
 
 
 def _flush(sending: Sequence[dist.Work]) -> None:
-    """Wait a moment for messages under way: a peer in another collective is to receive our header, too."""
+    """Wait up to a second for messages being sent. Otherwise a peer in another collective misses this rank's header."""
     deadline = time.monotonic() + GRACE_S
     with suppress(RuntimeError):
         for work in sending:

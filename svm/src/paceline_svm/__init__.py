@@ -31,11 +31,9 @@ __all__ = ["SVC", "SVR", "Counters", "OneClassSVM", "Progress"]
 __getattr__ = on_first_use(
     __name__,
     {
-        "SVC": "classifier",
-        "SVR": "single_problem",
-        "Counters": "problem",
-        "OneClassSVM": "single_problem",
-        "Progress": "problem",
+        "classifier": "SVC",
+        "problem": "Counters Progress",
+        "single_problem": "OneClassSVM SVR",
     },
 )
 

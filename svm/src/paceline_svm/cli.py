@@ -70,7 +70,7 @@ def fit(
     as_json: _AsJson = False,
 ) -> None:
     """Fit a model to a file with several processes, and write it to a file."""
-    from paceline.files_given import check_output
+    from paceline.given import check_output
 
     parameters = _parameters(task, kernel, cost, gamma, tol, epsilon, nu, shrinking, cache_size)
     check_output(model, "--model")
@@ -102,7 +102,7 @@ def predict(
     """Predict the targets of a file's rows, one per line, and compare them with the file's targets."""
     import numpy as np
 
-    from paceline.files_given import check_output
+    from paceline.given import check_output
     from paceline_svm.file_job import check_columns, read_model, read_table
 
     if output is not None:
@@ -243,7 +243,7 @@ def _check_figure(path: Path) -> None:
     import importlib.util
 
     from paceline.errors import ConfigurationError
-    from paceline.files_given import check_output
+    from paceline.given import check_output
 
     check_output(path, "--figure")
     if importlib.util.find_spec("matplotlib") is None:

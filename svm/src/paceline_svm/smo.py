@@ -94,7 +94,7 @@ def lane_memory(num: int, dtype: Any) -> LaneMemory:
 
 @inner
 def lanes_of(store: RowStore, variables: Variables, memory: LaneMemory) -> LaneArrays:
-    """The same memory in SIMD lanes; writes which variables are closed. Callable in Python, too, as `py_func`."""
+    """Return the same memory in SIMD lanes, and write which variables are closed. Python calls it as `py_func`."""
     P = store.rows.shape[1]
     S, L = len(variables.F) // P, P // LANES
     return LaneArrays(

@@ -16,6 +16,7 @@ from paceline.comm.device_vote import DeviceExit, DeviceVote
 from paceline.elastic import replay, rollback
 from paceline.elastic.elastic import Elastic
 from paceline.elastic.rollback import Rollback
+from paceline.reductions import kept_state
 
 _replaced: list[tuple[Any, str, object]] = []
 
@@ -89,7 +90,7 @@ def _not_sticky() -> None:
 
 def _one_note() -> None:
     note = Rollback.note
-    _put(Rollback, "note", lambda self, place, num_known=None: note(self, place))
+    _put(Rollback, "note", lambda self, position, num_known=None: note(self, position))
     undo = Rollback.undo
     _put(Rollback, "undo", lambda self, step=None: undo(self))
 
@@ -122,7 +123,19 @@ def _end_without_device() -> None:
 
 
 def _made_state_stays() -> None:
-    _put(rollback, "_filled", lambda optimizer: {})
+    """It stays as memory that no kernel has written: here not a number, as fresh memory is often 0."""
+    undo = Rollback.undo
+
+    def without(self: Rollback, step: int | None = None) -> Any:
+        before = [dict(each.state) for each in self._optimizers]
+        position = undo(self, step)
+        for optimizer, kept in zip(self._optimizers, before, strict=True):
+            for parameter in kept.keys() - optimizer.state.keys():
+                made = kept[parameter].items()
+                optimizer.state[parameter] = {name: torch.full_like(each, torch.nan) for name, each in made}
+        return position
+
+    _put(Rollback, "undo", without)
 
 
 def _indices_stay() -> None:
@@ -159,6 +172,10 @@ def _replays_bad_steps() -> None:
     _put(replay, "_SAID", ("grad_scale",))
 
 
+def _residuals_are_freed() -> None:
+    _put(kept_state, "keep_for_current_streams", lambda tensors: None)
+
+
 MUTANTS: dict[str, Callable[[], None]] = {
     "the abort": _no_abort,
     "the count of the device, instead of the host's": _own_count,
@@ -180,6 +197,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
     "taking away found_inf": _found_inf_stays,
     "what a scaler has found": _scaler_is_forgotten,
     "sending the vote to a replacement": _replays_bad_steps,
+    "keeping residuals until they are copied": _residuals_are_freed,
 }
 """By name, what is left out."""
 

@@ -30,9 +30,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import paceline
+import paceline_recipes
 from device import late, nccl
 from device.elastic import mutants
 from device.nccl import moments
+from paceline.comm.device_vote import DeviceExit
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.elastic import watcher
 from paceline.elastic.agent_connection import Stop
@@ -48,7 +50,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adagrad": lambda given: torch.optim.Adagrad(given, lr=0.1, fused=True),
     "adamw foreach": lambda given: torch.optim.AdamW(given, lr=0.01, foreach=True),
     "sgd foreach": lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9, foreach=True),
-    "lars": lambda given: paceline.optim.LARS(given, lr=0.1),
+    "lars": lambda given: paceline_recipes.LARS(given, lr=0.1),
 }
 _TABLE = 4
 _PAUSE_S = 0.002  # between two looks how far the device is behind
@@ -66,6 +68,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--hears-late", type=float, default=0.0, help="seconds, on rank 0")
     parser.add_argument("--reads-loss", action="store_true")
     parser.add_argument("--scaler", action="store_true")
+    parser.add_argument("--autocast", action="store_true", help="forward in bfloat16")
+    parser.add_argument(
+        "--fails-with-peer", type=int, help="the rank whose device fails for good at an abort"
+    )
     parser.add_argument("--wrapped", default="{}", help="arguments of the wrapper")
     parser.add_argument("--sync-batch-norm", action="store_true")
     parser.add_argument("--ordinary", action="store_true", help="not deterministic, and without dropout")
@@ -109,9 +115,14 @@ class Faults:
     def _is_due(self, step: int, moment: str) -> bool:
         for number, (rank, at, what) in enumerate(self._all):
             if (int(rank), int(at), what) == (dist.get_rank(), step, moment):
-                with contextlib.suppress(FileExistsError):
-                    Path(f"{self._out}.death{number}").touch(exist_ok=False)
-                    return True
+                return self.is_first(f"death{number}")
+        return False
+
+    def is_first(self, name: str) -> bool:
+        """Return whether no process of this job has asked this before."""
+        with contextlib.suppress(FileExistsError):
+            Path(f"{self._out}.{name}").touch(exist_ok=False)
+            return True
         return False
 
     def at(self, step: int, moment: str) -> None:
@@ -182,6 +193,23 @@ def hear_late(seconds: float) -> None:
     watcher.Watcher._take = take_late  # type: ignore[method-assign]
 
 
+def fail_with_peer(faults: Faults, rank: int) -> None:
+    """Let the device of a rank fail for good when it leaves a membership, once in a job."""
+    abort = DeviceExit.abort
+
+    def fail() -> None:
+        late.queue(fail, "kernel", torch.accelerator.current_stream(), ([], []))  # for each later wait
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def abort_and_fail(self: DeviceExit) -> None:
+        is_due = dist.get_rank() == rank and faults.is_first("failure")
+        abort(self)
+        if is_due:
+            late.queue(fail, "kernel", torch.accelerator.current_stream(), ([], []))
+
+    DeviceExit.abort = abort_and_fail  # type: ignore[method-assign]
+
+
 def main() -> None:
     args = parsed()
     on_device = args.device == late.DEVICE
@@ -224,6 +252,8 @@ def main() -> None:
     faults = Faults(args.deaths, args.out, device)
     if on_device and args.behind >= 0:
         threading.Thread(target=let_go_on, args=(args.behind,), daemon=True).start()
+    if args.fails_with_peer is not None:
+        fail_with_peer(faults, args.fails_with_peer)
     if args.hears_late:
         hear_late(args.hears_late)
     if args.mutant:
@@ -252,7 +282,8 @@ def main() -> None:
                     faults.on_stream(step, "device forward")
                     if on_device:
                         x, y = (each.pin_memory().to(device, non_blocking=True) for each in (x, y))
-                    loss = criterion(model(x), y)
+                    with torch.autocast(args.device, torch.bfloat16, enabled=args.autocast):
+                        loss = criterion(model(x), y)
                     faults.within_backward(step, net[0].weight)
                     scaler.scale(loss).backward()
                     faults.on_stream(step, "device backward")

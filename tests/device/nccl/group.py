@@ -75,8 +75,10 @@ class LateProcessGroup(ProcessGroup):
         ranks = range(self._size) if peer is None else sorted((self._rank, peer))
         name = "all" if peer is None else "-".join(map(str, ranks))
         if (name, device) not in self._communicators:
+            # A number, as torch has. A second device's communicator would otherwise take the parts of the first.
+            number = sum(each == name for each, _ in self._communicators)
             self._communicators[name, device] = Communicator(
-                dist.PrefixStore(name, self._store),
+                dist.PrefixStore(f"{name}/{number}", self._store),
                 ranks.index(self._rank),
                 len(ranks),
                 device,

@@ -1,4 +1,4 @@
-"""One host's agent with a decider of the test's: a rank that waits is asked for until it has a seat."""
+"""One host's agent with a decider of the test's: a rank that waits is asked for until it has a rank assignment."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from harness import warm
 from paceline.launch import command_line
 from paceline.launch.agent import _ranks_failed
 from paceline.launch.elastic.agent import Agent
+from paceline.launch.elastic.local_ranks import Phase
 from paceline.launch.elastic.plan import Address, Decider, Member, OneHost, Plan, Proposal, Start
-from paceline.launch.elastic.rank_assignments import Phase
 from paceline.launch.elastic.starting import Starter
 from paceline.launch.launch_errors import LaunchError
 
@@ -160,7 +160,7 @@ while said := line.hear():
         line.tell(CaughtUp())
 """
 
-# Each membership fails; the second process of a seat ends well.
+# Each membership fails; the second process of a local rank ends well.
 FAILS = """
 import os, sys
 from paceline.elastic.agent_connection import (AgentConnection, InLoop, RankAssignment, Ready, Stop, Stopped, Trouble)
@@ -242,7 +242,7 @@ while said := line.hear():
 """
 
 # Local rank 1 dies in its loop. Its replacements come in, and fail before their first step. The other trains on until
-# its seat stays empty.
+# its local rank stays empty.
 NEVER_STEPS = """
 import os, sys
 from paceline.elastic.agent_connection import (
@@ -276,7 +276,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-class OthersFirst:
+class OthersFirst(Decider):
     """The other hosts' newest plan is without this one. Who asks for a later one is taken in."""
 
     is_alone = False
@@ -290,30 +290,12 @@ class OthersFirst:
         there = Member("there", 0)
         members = (there, *proposal.steps) if proposal.epoch > 4 else (there,)
         epoch, store = max(4, proposal.epoch), Address("127.0.0.1", 7)
-        return Plan(epoch, members, ("there",), "there", 3, there, store, num_new=len(members) - 1)
-
-    def why_over(self, _epoch: int) -> str | None:
-        return None
-
-    def wants_pause(self, _epoch: int) -> bool:
-        return False
-
-    def others_ended(self) -> bool:
-        return False
+        return Plan(epoch, members, 3, store, num_new=len(members) - 1)
 
     def holds_vote(self) -> bool:
         return False
 
-    def ask_for_state(self, _take: Callable[[socket.socket], None]) -> bool:
-        return False
-
-    def to_give(self) -> socket.socket | None:
-        return None
-
-    def may_come_in(self) -> bool:
-        return True
-
-    def may_leave(self, _epoch: int) -> bool | None:
+    def may_leave(self, epoch: int) -> bool | None:
         return False
 
 
@@ -349,12 +331,72 @@ def test_a_host_that_comes_late_asks_again(tmp_path: Path, monkeypatch: pytest.M
     decider, notes = OthersFirst(), []
     agent = Agent(arguments, decider, Starter(arguments), None, notes.append)
     try:
-        while not agent.is_over:  # the rank ends well once it has a seat
+        while not agent.is_over:  # the rank ends well once it has an assignment
             agent.look()
     finally:
         agent.end(signal.SIGTERM)
     assert decider.asked == [(0, False), (5, True)]  # the second is not urgent: no rank was lost
     assert notes == ["2 ranks go on after step 3, with 1 that came in"]
+
+
+# It is told to go once it trains, and makes a checkpoint if it is asked for one.
+TOLD = """
+import sys
+from paceline.elastic.agent_connection import (
+    AgentConnection, CaughtUp, Following, InLoop, Leave, Notice, Pause, RankAssignment, Ready, Receive, Saved, Stop,
+    Stopped,
+)
+line = AgentConnection.of_this_process()
+line.tell(Ready("a card", saves=True))
+while said := line.hear():
+    if isinstance(said, RankAssignment):
+        line.tell(InLoop(True))
+        line.tell(Following(said.epoch))
+        line.tell(Notice())
+    elif isinstance(said, (Stop, Pause)):
+        line.tell(Stopped(said.epoch, 3))
+    elif isinstance(said, Receive):
+        line.tell(CaughtUp())
+    elif isinstance(said, Leave):
+        if said.saves:
+            line.tell(Saved(""))
+        sys.exit(said.code)
+"""
+
+
+class CountsOnLeavers(OthersFirst):
+    """Its plan 6 still has the ranks that have left. In plan 7 this host makes the checkpoint, as all were told."""
+
+    def decide(self, proposal: Proposal) -> Plan | None:
+        if proposal.epoch < 6:
+            plan = super().decide(proposal)
+            assert plan is not None
+            self.members = plan.members
+            return plan
+        self.asked.append((proposal.epoch, proposal.has_paused))
+        there, store = Member("there", 0), Address("127.0.0.1", 7)
+        members = self.members if proposal.epoch == 6 else (there,)
+        return Plan(proposal.epoch, members, 3, store)
+
+    def may_leave(self, epoch: int) -> bool | None:
+        decided = self.asked[-1][0]
+        return decided == 7 if decided > epoch else None
+
+
+@pytest.mark.processes
+def test_a_plan_that_counts_on_ranks_that_have_left_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They had ended without a checkpoint, which no other host made: all were told within milliseconds."""
+    decider = CountsOnLeavers()
+    agent, notes = made(tmp_path, monkeypatch, TOLD, decider, 1)
+    try:
+        while not any("has made a checkpoint" in each for each in notes):
+            agent.look()
+            assert (7, False) in decider.asked or len(decider.asked) < 4
+    finally:
+        agent.end(signal.SIGTERM)
+    assert [epoch for epoch, _ in decider.asked] == [0, 5, 6, 7]
 
 
 class Connected(OthersFirst):
@@ -370,8 +412,8 @@ class Connected(OthersFirst):
         self.take = take
         return True
 
-    def to_give(self) -> socket.socket | None:
-        return self.theirs.pop() if self.theirs and (5, True) in self.asked else None
+    def to_give(self) -> tuple[socket.socket, None] | None:
+        return (self.theirs.pop(), None) if self.theirs and (5, True) in self.asked else None
 
 
 @pytest.mark.processes
@@ -450,7 +492,7 @@ def test_a_replacement_that_hangs_keeps_nobody_out(tmp_path: Path, monkeypatch: 
     try:
         while not agent.is_over:
             agent.look()
-            assert not (agent._is_recovering and agent._seats.in_phase(Phase.STARTING))
+            assert not (agent._is_recovering and agent._ranks.in_phase(Phase.STARTING))
     finally:
         agent.end(signal.SIGTERM)
     said = "\n".join(notes)
@@ -469,13 +511,13 @@ def test_a_stopped_rank_is_killed_and_replaced_and_old_words_are_not_heard(
     try:
         for _ in range(MOST_LOOKS):
             agent.look()
-            training = agent._seats.training
+            training = agent._ranks.training
             if stopped is None and len(training) == 2 and time.monotonic() - training[1].moved_s > 1.0:
                 stopped = training[1].process
                 for number in (signal.SIGSTOP, signal.SIGCONT, signal.SIGSTOP):
                     os.kill(stopped.pid, number)
                     agent.look()
-                    assert len(agent._seats.training) == 2
+                    assert len(agent._ranks.training) == 2
             if agent.is_over:
                 break
     finally:
@@ -497,7 +539,7 @@ class WithoutUs(OthersFirst):
         plan = super().decide(proposal)
         if proposal.epoch == 6:
             there = Member("there", 0)
-            return Plan(7, (there,), ("there",), "there", 3, there, Address("127.0.0.1", 7))
+            return Plan(7, (there,), 3, Address("127.0.0.1", 7))
         return plan
 
 
@@ -558,7 +600,7 @@ def test_a_rank_that_computes_for_ever_is_waited_for_aloud(
         look_until(({0, 2}, {1}, "waiting in paceline.Elastic for all ranks"))
         pipe.write_text("")
         look_until(({0}, {1}, "waiting for all ranks to stop"))
-        agent._seats.kill(agent._seats.training[1])
+        agent._ranks.kill(agent._ranks.training[1])
         look_until((set(), set(), "waiting for all ranks to stop"))
     finally:
         agent.end(signal.SIGKILL)
@@ -640,7 +682,7 @@ def test_memberships_that_complete_no_step_come_to_an_end(
 def test_a_replacement_that_differs_is_refused_and_the_others_train_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Another version, model or data set: it is told how it differs, and its seat stays empty."""
+    """Another version, model or data set: it is told how it differs, and its local rank stays empty."""
     script, pipe, notes = tmp_path / "train.py", tmp_path / "pipe", list[str]()
     script.write_text(DIFFERS)
     os.mkfifo(pipe)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,25 +16,32 @@ from pathlib import Path
 import pytest
 
 from paceline.elastic import discovery, guest
+from paceline.elastic.agent_connection import AgentConnection
 from paceline.elastic.guest import GuestSetting, PeerProcess
-from paceline.errors import ConfigurationError
+from paceline.errors import ConfigurationError, PeerLostError
+from paceline.host.processes import Vitals
 from paceline.launch.elastic import rank_process
-from paceline.launch.elastic.guest import Door, Job, Voice, deciding, lead
+from paceline.launch.elastic.guest import Door, Voice, deciding, lead_as
 from paceline.launch.elastic.record import JobRecord
 
 # A rank without a model. Its first word says what it does in a membership. The second word is the size of the one in
 # which it ends well, and how many of it are new. It writes down what it is told.
 RANK = """
-import os, signal, sys, time
+import atexit, os, signal, sys, time
 from paceline.elastic.agent_connection import *
+if sys.argv[1].startswith("first"):  # as the first process of a container
+    atexit.register(lambda: say("record:", os.path.exists(os.environ["RECORD"])))
+    os.getpid = lambda: 1
+if sys.argv[1] == "first notice":
+    AgentConnection.finish = lambda self: say("waits for the agent's end")
 line = AgentConnection.of_this_process()
-word, last = sys.argv[1:]
+word, last = sys.argv[1].removeprefix("first "), sys.argv[2]
 def say(*words):
     sys.stdout.write(" ".join(map(str, words)) + "\\n"); sys.stdout.flush()
 line.tell(Ready("a card", saves=True))
 while said := line.hear():
     if isinstance(said, RankAssignment):
-        say("rank", said.rank, "of", said.size)
+        say("rank", said.rank, "of", said.size, "without", *said.lost, "but", len(said.left), "left")
         line.tell(InLoop(True))
         line.tell(Following(said.epoch))
         if f"{said.size},{said.num_new}" == last:
@@ -59,6 +67,9 @@ while said := line.hear():
             line.tell(Saved(""))
         say("leaves")
         sys.exit(said.code)
+    elif isinstance(said, Ended):
+        say("saves")
+        sys.exit(1)
     elif isinstance(said, Said):
         say("said:", said.words)
 """
@@ -140,12 +151,10 @@ class Host:
         Voice.note(self.voice, words)
 
     def _lead(self) -> None:
-        setting = self.setting
-        record = JobRecord(Path(setting.record), setting.job) if setting.record else None
-        with self._listening, deciding(setting, record, self.voice, self.door) as decider:
-            lead(Job(setting, decider, record), self.door, self.voice, self.told)
+        with self._listening:
+            lead_as(self.setting, self.door, self.voice, self.told)
         for rank in self.door.ranks:  # an agent's process would end here
-            rank.line.close()
+            rank.connection.close()
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         environment = {
@@ -153,6 +162,7 @@ class Host:
             "PACELINE_PEERS": "local",
             "PACELINE_JOB": self.setting.job,
             "PACELINE_LOCAL_ADDR": self.setting.local_addr,
+            "RECORD": f"{self.setting.record}/paceline-{self.setting.job}.ended",
         }
         rank = subprocess.Popen(
             [sys.executable, str(self._script), *words], env=environment, stdout=subprocess.PIPE, text=True
@@ -183,6 +193,7 @@ def host(tmp_path: Path) -> Iterator[Callable[..., Host]]:
         made.append(Host(tmp_path, **setting))
         return made[-1]
 
+    make.made = made  # type: ignore[attr-defined]
     yield make
     for each in made:
         each.close()
@@ -214,6 +225,7 @@ def test_a_rank_that_is_told_to_end_leaves_between_two_steps(host: Callable[...,
     ends = here.ends()
     assert [code for _, code in ends] == [0, 143, 0]
     assert all("Pause" in said and "Stop" not in said and "saves" not in said for said, _ in ends)
+    assert all("of 2 without but 1 left" in ends[place][0] for place in (0, 2)), ends
 
 
 @pytest.mark.processes
@@ -245,6 +257,37 @@ def test_after_all_ranks_were_lost_others_begin_again(host: Callable[..., Host])
     here.start("stay", "2,2")
     here.start("stay", "2,2")
     assert [code for _, code in here.ends()] == [-9, -9, 0, 0]
+
+
+def test_a_rank_that_comes_as_its_agent_ends_finds_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first agent ends without having taken the rank: a job that has ended would look like a failure to it."""
+    monkeypatch.setenv("PACELINE_PEERS", "local")
+    monkeypatch.setenv("PACELINE_JOB", f"test-{os.getpid()}-{os.urandom(4).hex()}")
+    name = GuestSetting.of(os.environ, "").socket_name
+    next_one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def take() -> None:
+        end, _ = next_one.accept()
+        with end:
+            end.send(guest.WELCOME)
+
+    takes = threading.Thread(target=take)
+
+    def open_next(opened: str, _: object) -> None:
+        next_one.bind(opened)
+        next_one.listen()
+        takes.start()
+
+    monkeypatch.setattr(guest, "_open_door", open_next)
+    with next_one, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as first:
+        first.bind(name)
+        first.listen()
+        ends = threading.Timer(0.2, first.close)
+        ends.start()
+        guest.connect().close()
+        assert takes.ident, "the rank took the connection of the agent that ended"
+        takes.join()
+        ends.join()
 
 
 @pytest.mark.processes
@@ -279,12 +322,40 @@ def test_a_host_that_is_lost_comes_back_at_another_address(host: Callable[..., H
     again.start("stay", "3,1")
     ends = [each.ends() for each in (*hosts[1:], again)]
     assert [[code for _, code in each] for each in ends] == [[0], [0], [0]]
-    assert all("Stop" in each[0][0] for each in ends[:2]), ends
+    assert all(" of 2 " in each[0][0] for each in ends[:2]), (
+        ends
+    )  # who hears of the loss first has not followed before
     late = host(local_addr="127.0.0.1", **setting)
     late.start("stay", "")
     ((said, code),) = late.ends()
     assert (code, "rank" in said) == (0, False)
     assert "said: the job has ended well before" in said
+
+
+@pytest.mark.processes
+def test_the_first_process_of_a_container_waits_for_the_record_of_the_end(
+    host: Callable[..., Host], tmp_path: Path
+) -> None:
+    """Its end kills the agent. Without the record, Kubernetes would start another pod that trains everything again."""
+    here = host(num_local_ranks=2, min_ranks=2, record=str(tmp_path))
+    for _ in range(2):
+        here.start("first", "2,2")
+    assert [(code, "record: True" in said) for said, code in here.ends()] == [(0, True)] * 2
+    assert not any("ended well" in note for note in here.notes)
+
+
+@pytest.mark.processes
+def test_the_first_process_of_a_container_does_not_wait_if_it_is_told_to_go(
+    host: Callable[..., Host], tmp_path: Path
+) -> None:
+    """The agent goes on with the other ranks, and the machine may be gone in seconds."""
+    here = host(num_local_ranks=3, min_ranks=2, record=str(tmp_path))
+    for words in (("stay", "2,0"), ("first notice", ""), ("stay", "2,0")):
+        here.start(*words)
+    ends = here.ends()
+    assert [code for _, code in ends] == [0, 143, 0]
+    assert "leaves" in ends[1][0]
+    assert "waits" not in ends[1][0]
 
 
 @pytest.mark.processes
@@ -322,6 +393,45 @@ def test_two_jobs_of_other_names_do_not_understand_each_other(
 
 
 @pytest.mark.processes
+def test_hosts_that_do_not_fit_say_so_at_once(host: Callable[..., Host], tmp_path: Path) -> None:
+    """Another script ends both jobs before they begin. Other arguments, or another name, are only reported."""
+    setting = of_several(tmp_path, record="", most_nodes=2, facts="train.py (1)")
+    for i, other in ((1, {}), (2, {"facts": "train.py (2)"})):
+        host(local_addr=f"127.0.0.{i}", **{**setting, **other}).start("stay", "")
+    hosts = host.made[-2:]  # type: ignore[attr-defined]
+    for each, mine, theirs in zip(hosts, "12", "21", strict=True):
+        ((said, code),) = each.ends()
+        assert (code, "leaves" in said, "saves" in said) == (1, True, False)  # it has trained nothing
+        assert re.search(
+            rf"said: .* runs train.py \({theirs}\), but .* runs train.py \({mine}\): they are no job", said
+        )
+    for i, other in ((3, {"arguments": "--lr 1"}), (4, {"arguments": "--lr 2"}), (5, {"job": "x"})):
+        host(local_addr=f"127.0.0.{i}", **{**setting, "least_nodes": 1 + (i < 5), **other}).start(
+            "stay", "2,2" if i < 5 else "1,1"
+        )
+    hosts = host.made[-3:]  # type: ignore[attr-defined]
+    ends = [each.ends() for each in hosts]
+    assert [code for each in ends for _, code in each] == [0, 0, 0]
+    assert "has other arguments: --lr 2. Those of" in "".join(hosts[0].notes)
+    assert "has another PACELINE_TOKEN or PACELINE_JOB than" in "".join(hosts[0].notes)
+
+
+@pytest.mark.processes
+def test_a_folder_that_the_hosts_do_not_share_is_said(host: Callable[..., Host], tmp_path: Path) -> None:
+    """Each host would find only its own record, so a process that starts late would train again."""
+    setting = of_several(tmp_path, most_nodes=2)
+    hosts = []
+    for i in (1, 2):
+        record = tmp_path / f"record-{i}"
+        record.mkdir()
+        hosts.append(host(local_addr=f"127.0.0.{i}", **{**setting, "record": str(record)}))
+        hosts[-1].start("stay", "")
+    words = "is not the folder that the other hosts have: their record of this job is not in it"
+    while not any(words in note for each in hosts for note in each.notes):
+        pass
+
+
+@pytest.mark.processes
 def test_a_name_that_is_known_late_begins_the_job(
     host: Callable[..., Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,7 +454,7 @@ def test_a_name_that_is_known_late_begins_the_job(
         pass
     known.append("127.0.0.1")
     assert here.ends()[0][1] == 0
-    assert "PACELINE_PEERS=dns:trainers.test" in here.notes[0]
+    assert "PACELINE_PEERS (or --peers) dns:trainers.test" in here.notes[0]
     assert "Name or service not known; waiting up to 200 s" in here.notes[0]
 
 
@@ -356,12 +466,44 @@ def test_a_name_that_is_known_late_begins_the_job(
         ("10.0.0.1:port", r"'port' is no port"),
         ("https://host", r"no address of a host"),
         ("dns:name:0", r"'0' is no port"),
+        ("dns:", r"PACELINE_PEERS \(or --peers\) dns: has no name behind the colon"),
+        ("file:", r"PACELINE_PEERS \(or --peers\) file: has no name behind the colon"),
+        (",", r"PACELINE_PEERS \(or --peers\) names ''"),
     ],
 )
 def test_sources_that_cannot_be_are_refused(peers: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(ConfigurationError, match=words):
         discovery.Discovery(peers)
+
+
+def test_a_name_server_names_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all addresses, an agent listens at the one that its host has. The name is asked again each time."""
+    known: dict[str, list[str]] = {}
+
+    def look_up(name: str) -> list[str]:
+        if name not in known:
+            raise OSError(-2, "Name or service not known")
+        return known[name]
+
+    monkeypatch.setattr(discovery, "addresses_of", look_up)
+    trainers = discovery.Discovery("dns:trainers.test:29401")
+    for ask in (trainers.find, trainers.listen):
+        with pytest.raises(OSError, match="not known"):
+            ask()
+    known["trainers.test"] = ["192.0.2.7", "127.0.0.1"]
+    assert trainers.find() == [("192.0.2.7", 29401), ("127.0.0.1", 29401)]
+    assert trainers.listen() == ("127.0.0.1", 29401)
+    known["trainers.test"].append("192.0.2.8")  # another host has come
+    assert len(trainers.find()) == 3
+    monkeypatch.setattr(
+        discovery, "own_address_towards", lambda host: "10.1.2.3" if host == "192.0.2.7" else ""
+    )
+    known["trainers.test"] = ["192.0.2.8", "192.0.2.7"]  # without this one, which is on the way there
+    assert trainers.listen() == ("10.1.2.3", 29401)
+    monkeypatch.setattr(discovery, "own_address_towards", lambda _: "")
+    with pytest.raises(OSError, match="names no address that this host reaches"):
+        trainers.listen()
 
 
 def test_a_list_has_addresses_names_and_ports() -> None:
@@ -372,6 +514,17 @@ def test_a_list_has_addresses_names_and_ports() -> None:
         ("::1", 9),
         ("::1", 29400),
     ]
+
+
+def test_a_network_without_a_way_out_has_an_address_that_others_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the agents of such a cluster would listen at 127.0.0.1, and wait for each other in vain."""
+    monkeypatch.setattr(discovery, "own_address_towards", lambda _: "")
+    monkeypatch.setattr(discovery, "interfaces", lambda: {"eth1": "10.1.2.3"})
+    assert discovery.Discovery(f"file:{tmp_path}").listen() == ("10.1.2.3", 0)
+    monkeypatch.setattr(discovery, "interfaces", dict)
+    assert discovery.Discovery(f"file:{tmp_path}").listen() == ("127.0.0.1", 0)
 
 
 def test_one_of_two_jobs_may_begin_and_another_takes_the_place_of_a_dead_one(tmp_path: Path) -> None:
@@ -392,8 +545,8 @@ def test_without_a_token_other_hosts_are_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("PACELINE_TOKEN", raising=False)
     setting = GuestSetting(peers=f"file:{tmp_path}", local_addr="192.0.2.7", most_nodes=2)
     words = "Give all hosts the same PACELINE_TOKEN"
-    with socket.socket() as end, pytest.raises(ConfigurationError, match=words):
-        deciding(setting, None, Voice(), Door(end, "127.0.0.1")).__enter__()
+    with pytest.raises(ConfigurationError, match=words):
+        deciding(setting, print).__enter__()
 
 
 @pytest.mark.parametrize(
@@ -430,3 +583,51 @@ def test_the_job_decides_on_the_agents_name() -> None:
     ]
     assert len({each.socket_name for each in settings}) == 4
     assert rank_process.how_it_ended(None) == "ended"
+
+
+def test_a_rank_is_told_that_its_agent_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What listens takes the connection and says nothing, as an agent does behind SIGSTOP."""
+    monkeypatch.setenv("PACELINE_PEERS", "local")
+    monkeypatch.setenv("PACELINE_JOB", str(tmp_path))
+    monkeypatch.setattr(guest, "_ANSWER_S", 0.05)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stopped:
+        stopped.bind(GuestSetting.of(os.environ, "train.py").socket_name)
+        stopped.listen()
+        with pytest.raises(PeerLostError, match=f"process {os.getpid()}, has not answered for 0.05 s"):
+            guest.connect()
+
+
+class SpokenTo:
+    """A rank to which the agent speaks; only these are used of it."""
+
+    def __init__(self, is_ending: bool) -> None:
+        self.connection, self.its_end = AgentConnection.pair()
+        self._is_ending = is_ending
+
+    def vitals(self) -> Vitals:
+        return Vitals("S", self._is_ending, 0)
+
+    def heard(self) -> bytes:
+        """Return what has come and was not read, without waiting."""
+        self.its_end.setblocking(False)
+        try:
+            return self.its_end.recv(1000)
+        except BlockingIOError:
+            return b""
+
+
+def test_words_go_to_a_rank_that_does_not_end() -> None:
+    """A killed rank's socket still takes words until its memory is free. If all end, the first of them is told."""
+    dying, living, closed = SpokenTo(is_ending=True), SpokenTo(is_ending=False), SpokenTo(is_ending=False)
+    closed.connection.close()
+    voice = Voice()
+    voice.note("2 ranks go on")
+    voice.speak([closed, dying, living])  # type: ignore[list-item]
+    assert b"2 ranks go on" in living.heard()
+    assert not dying.heard()
+    voice.note("the last words")
+    voice.speak([closed, dying])  # type: ignore[list-item]
+    assert b"the last words" in dying.heard()
+    for each in (dying, living, closed):
+        each.connection.close()
+        each.its_end.close()

@@ -83,10 +83,12 @@ def test_a_host_that_is_told_to_go_costs_no_step(place: int) -> None:
     world = made(3, least=3)
     world.run(8)
     world.hosts[place].is_told = True
-    epoch = world.hosts[place].epoch
+    epoch, members = world.hosts[place].epoch, tuple(world.hosts[place].members)
     while world.hosts[place].council.may_leave(epoch) is None:
         world.run(0.05)
     assert world.hosts[place].council.may_leave(epoch) is False  # the others train on: no checkpoint
+    plans = [host.plan for host in world.hosts if host is not world.hosts[place]]
+    assert [plan and plan.left for plan in plans] == [members] * 2  # it is not lost
     kill(world, place)
     world.run(4)
     world.check()

@@ -49,6 +49,55 @@ def test_what_was_asked_for_reaches_the_launch():
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--nodes 2", "--nodes has no effect without --peers"),
+        ("--join-timeout 9", "--join-timeout has no effect without --peers"),
+        ("--peers local --nodes 2", "--nodes 2 asks for several hosts, but --peers local names none"),
+        ("--peers dns:x --nodes 4:2", "--nodes 4:2 is no number of hosts"),
+        ("--peers dns:x --nodes 2 --join-timeout soon", "--join-timeout soon is no number of seconds"),
+        (
+            "--peers dns:x --nodes 2 --job-folder /no/such",
+            "--job-folder /no/such is no folder that this host",
+        ),
+        ("--peers dns:x --nodes 2 --port none", "--port none is no number"),
+        ("--peers dns:x --nodes 2 --min-ranks 9", r"--min-ranks 9 is more than the 8 rank\(s\) of this job"),
+        ("--peers dns:x --nnodes 2", "--peers and --nnodes exclude each other"),
+        ("--peers dns:x --node-rank 1", "--peers and --node-rank exclude each other"),
+        ("--peers dns:x --max-restarts 1", "--max-restarts exclude each other"),
+        ("--peers dns:x --lost-after 0", "--lost-after 0.0 is no number of seconds"),
+    ],
+)
+def test_how_hosts_find_each_other_is_checked(words, said):
+    """The option is named, not its variable."""
+    with pytest.raises(ConfigurationError, match=said):
+        parse(["--nproc-per-node", "4", *words.split(), SCRIPT])
+
+
+def test_hosts_find_each_other_by_options_or_variables(monkeypatch, tmp_path):
+    """An option counts more than its variable."""
+    words = f"--peers dns:x --nodes 2:3 --join-timeout 9 --job run-7 --job-folder {tmp_path} --port 7 --lost-after 5"
+    by_options = parse(["--ranks-per-host", "2", *words.split(), SCRIPT, "--lr", "1"])
+    assert by_options.environment == {"PACELINE_PEERS": "dns:x"}  # which says to ranks that they begin alone
+    assert (by_options.min_ranks, by_options.num_machines, by_options.lost_after_s) == (4, 3, 5.0)
+    for name, value in {
+        "PEERS": "dns:x",
+        "NODES": "2:3",
+        "JOIN_TIMEOUT": "9",
+        "JOB": "run-7",
+        "JOB_FOLDER": str(tmp_path),
+        "PORT": "9",
+        "LOST_AFTER": "5",
+        "RANKS_PER_HOST": "2",
+    }.items():
+        monkeypatch.setenv(f"PACELINE_{name}", value)
+    by_variables = parse(["--port", "7", SCRIPT, "--lr", "1"])
+    assert by_variables.guest == by_options.guest
+    assert by_variables.guest.arguments == "--lr 1"
+    assert by_variables.guest.port == 7
+
+
+@pytest.mark.parametrize(
     ("node_rank", "words", "said"),
     [
         (1, "--master-addr 127.0.0.1", "this host has 127.0.0.1 on the way to the first one at 127.0.0.1"),
@@ -59,7 +108,7 @@ def test_what_was_asked_for_reaches_the_launch():
         (1, "--master-addr 198.51.100.7 --local-addr 127.0.0.2", "this host has 127.0.0.2 on the way"),
         (0, "--master-addr 198.51.100.7", "--master-addr 198.51.100.7 is no address of this machine"),
         (0, "--master-addr 1.2.3", "--master-addr 1.2.3 is no address of this machine"),
-        (0, "--master-addr no..name", "--master-addr no..name: nobody here knows the name"),
+        (0, "--master-addr no..name", "--master-addr no..name: this host does not know the name"),
         (
             0,
             "--master-addr 0.0.0.0",

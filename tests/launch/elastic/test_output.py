@@ -67,7 +67,7 @@ def test_a_rank_that_hangs_after_a_loss_is_named_by_its_new_number_and_each_star
     logs = {
         str(file.relative_to(file.parents[2])): file for file in tmp_path.glob("logs/*/attempt_*/*/std*.log")
     }
-    dies, hangs = (logs[f"attempt_0/{seat}/stdout.log"].read_text() for seat in (0, 2))
+    dies, hangs = (logs[f"attempt_0/{local_rank}/stdout.log"].read_text() for local_rank in (0, 2))
     assert "dies" in dies
     assert f"hangs {named[1]}" in hangs
     assert "trained 12" in logs["attempt_0/1/stdout.log"].read_text()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from harness.vote_explorer import Explorer, Scene, heals, reported
 from paceline.launch.elastic import vote
-from paceline.launch.elastic.decree import Candidate, Decree, Voter
+from paceline.launch.elastic.decision import AgentInfo, Candidate, Decision
 from paceline.launch.elastic.plan import NOT_STARTED, Address, Member
 from paceline.launch.elastic.vote import NO_BALLOT, Message, Promise, Quorum, Report, Result, State
 
@@ -29,7 +29,7 @@ SCENES = {
 
 @pytest.mark.parametrize("name", SCENES)
 def test_no_order_of_events_makes_two_trainings(name: str) -> None:
-    """Whatever is lost, late, repeated or dead: one decree an epoch, one training; what can heal does."""
+    """Whatever is lost, late, repeated or dead: one decision an epoch, one training; what can heal does."""
     found = Explorer(SCENES[name]).run(every=47)
     assert found.is_complete
     assert found.highest_epoch == SCENES[name].suspicions
@@ -66,7 +66,7 @@ def test_many_orders_of_events_of_three_hosts_make_one_training(scene: Scene) ->
 # ---- broken rules
 
 
-def _half_is_enough(self: Decree, names: object) -> bool:
+def _half_is_enough(self: Decision, names: object) -> bool:
     return 2 * len(set(names) & set(self.names)) >= len(self.voters)  # type: ignore[call-overload]
 
 
@@ -85,30 +85,30 @@ def _accepts_below_its_promise(state: State, message: Message) -> Result:
 
 
 def _old_epochs_vote(state: State, message: Message) -> Result:
-    known = state.decree
-    if known is not None and message.kind not in ("decree", "join", "ask"):
+    known = state.decision
+    if known is not None and message.kind not in ("decision", "join", "ask"):
         message = replace(message, epoch=known.epoch)
     return _RECEIVE(state, message)
 
 
-def _begins_anew(decree: Decree, reports: list[Report], needs: Quorum) -> Decree:
-    return _NEXT_DECREE(replace(decree, trained=-1), reports, needs)
+def _begins_anew(decision: Decision, reports: list[Report], needs: Quorum) -> Decision:
+    return _NEXT_DECISION(replace(decision, trained=-1), reports, needs)
 
 
-def _a_wish_makes_a_voter(decree: Decree, reports: list[Report], needs: Quorum) -> Decree:
-    found = _NEXT_DECREE(decree, reports, needs)
-    return replace(found, voters=(*found.voters, *(v for v in [Voter("h2")] if "h2" not in found.names)))
+def _a_wish_makes_a_voter(decision: Decision, reports: list[Report], needs: Quorum) -> Decision:
+    found = _NEXT_DECISION(decision, reports, needs)
+    return replace(found, voters=(*found.voters, *(v for v in [AgentInfo("h2")] if "h2" not in found.names)))
 
 
 def _one_is_gone(self: State, names: object) -> bool:
-    return self.decree is not None and (self.decree.has_quorum(names) or bool(self.gone))  # type: ignore[arg-type]
+    return self.decision is not None and (self.decision.has_quorum(names) or bool(self.gone))  # type: ignore[arg-type]
 
 
 def _promises_while_training(state: State) -> bool:
     return state.is_voter
 
 
-_RECEIVE, _NEXT_DECREE = vote.receive, vote.next_decree
+_RECEIVE, _NEXT_DECISION = vote.receive, vote.next_decision
 
 
 @dataclass(frozen=True)
@@ -123,23 +123,23 @@ class Mutant:
 
 
 MUTANTS = {
-    "half is enough": Mutant(Decree, "has_quorum", _half_is_enough, Scene((4, 4)), "two"),
+    "half is enough": Mutant(Decision, "has_quorum", _half_is_enough, Scene((4, 4)), "two"),
     "forgets what it accepted": Mutant(
-        vote._HANDLERS, "ask", _forgets_what_it_accepted, Scene((4, 4, 4)), "two decrees"
+        vote._HANDLERS, "ask", _forgets_what_it_accepted, Scene((4, 4, 4)), "two decisions"
     ),
-    "promises below": Mutant(vote._HANDLERS, "ask", _promises_below, Scene((4, 4, 4)), "two decrees"),
+    "promises below": Mutant(vote._HANDLERS, "ask", _promises_below, Scene((4, 4, 4)), "two decisions"),
     "accepts below its promise": Mutant(
-        vote._HANDLERS, "offer", _accepts_below_its_promise, Scene((4, 4, 4)), "two decrees"
+        vote._HANDLERS, "offer", _accepts_below_its_promise, Scene((4, 4, 4)), "two decisions"
     ),
-    "old epochs vote": Mutant(vote, "receive", _old_epochs_vote, Scene((4, 4, 4)), "two decrees"),
+    "old epochs vote": Mutant(vote, "receive", _old_epochs_vote, Scene((4, 4, 4)), "two decisions"),
     "begins anew": Mutant(
-        vote, "next_decree", _begins_anew, Scene((NOT_STARTED, NOT_STARTED, 4)), "two trainings"
+        vote, "next_decision", _begins_anew, Scene((NOT_STARTED, NOT_STARTED, 4)), "two trainings"
     ),
     "a wish makes a voter": Mutant(
-        vote, "next_decree", _a_wish_makes_a_voter, Scene((4, 4), joiners=1), "stuck"
+        vote, "next_decision", _a_wish_makes_a_voter, Scene((4, 4), joiners=1), "stuck"
     ),
     "one is gone, so another is not waited for": Mutant(
-        State, "suffices", _one_is_gone, Scene((4, 4, 4), ends=1), "two decrees"
+        State, "suffices", _one_is_gone, Scene((4, 4, 4), ends=1), "two decisions"
     ),
     "a promise does not stop ranks": Mutant(
         State, "trains", property(_promises_while_training), Scene((None, 4, 4)), "two trainings"
@@ -180,14 +180,14 @@ def test_random_events_of_more_hosts_make_one_training(data: st.DataObject) -> N
 
 
 def test_a_lone_agent_decides_at_once() -> None:
-    """One host needs nobody: an attempt is a decree."""
+    """One host needs no other host: an attempt is a decision."""
     report = Report(
-        Voter("a", store=Address("127.0.0.1", 9)), (Candidate(Member("a", 0)), Candidate(Member("a", 1)))
+        AgentInfo("a", store=Address("127.0.0.1", 9)), (Candidate(Member("a", 0)), Candidate(Member("a", 1)))
     )
     state, out = vote.suspect(vote.begin(report, Quorum()))
     assert not out
-    assert state.decree is not None
-    plan = state.decree.plan()
+    assert state.decision is not None
+    plan = state.decision.plan()
     assert plan is not None
     assert (plan.epoch, plan.members, plan.step) == (1, (Member("a", 0), Member("a", 1)), 0)
     assert plan.store == Address("127.0.0.1", 9)
@@ -195,41 +195,52 @@ def test_a_lone_agent_decides_at_once() -> None:
 
 def test_nobody_trains_while_ranks_are_too_few() -> None:
     """The first members wait for all hosts, later ones for the least number of ranks; until then there is no plan."""
-    state = vote.begin(Report(Voter("a"), (Candidate(Member("a", 0)),)), Quorum(hosts=2, ranks=1))
+    state = vote.begin(Report(AgentInfo("a"), (Candidate(Member("a", 0)),)), Quorum(hosts=2, ranks=1))
     state, _ = vote.suspect(state)
-    assert state.decree is not None
-    assert state.decree.plan() is None
+    assert state.decision is not None
+    assert state.decision.plan() is None
     assert state.trains
 
 
 def test_who_was_in_keeps_its_order_and_the_furthest_holds_the_state() -> None:
     """Survivors first, by their old ranks; a rank that is new comes last and is behind."""
     old = [Candidate(Member("b", 0), 3, 7), Candidate(Member("a", 0), 3, 8)]
-    decree = Decree(3, tuple(old), (Voter("a"), Voter("b")), "b", trained=3)
-    reports = [Report(Voter("a"), (Candidate(Member("a", 1)), old[1])), Report(Voter("b"), (old[0],))]
-    after = vote.next_decree(decree, reports, Quorum())
+    decision = Decision(3, tuple(old), (AgentInfo("a"), AgentInfo("b")), "b", trained=3)
+    reports = [Report(AgentInfo("a"), (Candidate(Member("a", 1)), old[1])), Report(AgentInfo("b"), (old[0],))]
+    after = vote.next_decision(decision, reports, Quorum())
     assert [one.member for one in after.members] == [Member("b", 0), Member("a", 0), Member("a", 1)]
     assert (after.tie_breaker, after.holder) == ("b", old[1])
     assert [after.updated(one).epoch for one in after.members] == [3, 4, -1]
-    nobody = replace(decree, epoch=4, members=())  # ranks were too few
-    assert [one.member for one in vote.next_decree(nobody, reports, Quorum()).members] == [
+    empty = replace(decision, epoch=4, members=())  # ranks were too few
+    assert [one.member for one in vote.next_decision(empty, reports, Quorum()).members] == [
         Member("a", 0),
         Member("b", 0),
         Member("a", 1),
     ]
 
 
-def test_an_old_message_is_answered_by_the_newest_decree() -> None:
+def test_an_old_message_is_answered_by_the_newest_decision() -> None:
     """Fencing: who wakes up after others went on is told so, and nothing else."""
-    decree = Decree(5, (), (Voter("a"),), "a")
-    state = State(Report(Voter("a")), decree=decree)
+    decision = Decision(5, (), (AgentInfo("a"),), "a")
+    state = State(Report(AgentInfo("a")), decision=decision)
     for kind in ("ask", "promise", "offer", "vote"):
         after, out = vote.receive(state, Message(kind, "b", "a", epoch=4, ballot=(9, "b")))
         assert after == state
-        assert out == (Message("decree", "a", "b", decree=decree),)
+        assert out == (Message("decision", "a", "b", decision=decision),)
 
 
 def test_reports_are_of_the_hosts_own_ranks() -> None:
     """The explorer's scenes say what they mean."""
     assert reported("h1", 0, 4).candidates == (Candidate(Member("h1", 0), 0, 4),)
     assert heals(list(Scene((4, 4)).states()), [], frozenset(), 0)
+
+
+def test_a_host_of_the_last_membership_makes_the_checkpoint() -> None:
+    """Ranks of another had left before, so it could make none, but its agent had not taken its word back."""
+    decision = Decision(
+        4, (Candidate(Member("b", 0), 3, 7),), (AgentInfo("a"), AgentInfo("b")), "a", trained=4
+    )
+    reports = [Report(AgentInfo("a", can_save=True)), Report(AgentInfo("b", can_save=True))]
+    after = vote.next_decision(decision, reports, Quorum())
+    assert (after.members, after.saver) == ((), "b")
+    assert vote.next_decision(after, reports[:1], Quorum()).saver == "b"

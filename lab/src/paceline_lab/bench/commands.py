@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline import quantities
 from paceline.errors import ConfigurationError
-from paceline.files_given import check_output
+from paceline.given import check_output
 from paceline.host.processes import available_bytes
 from paceline_lab.bench import allreduce_report
 from paceline_lab.bench.allreduce import ReduceConfig, run_launches

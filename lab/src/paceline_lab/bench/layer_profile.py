@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from paceline.errors import ConfigurationError
-from paceline.files_given import parse_json
+from paceline.given import parse_json
 from paceline_lab.workloads import make_workload
 from paceline_lab.workloads.workload import SizedWorkload, Workload
 from paceline_plan import LayerTimes, RecordedWorkload

@@ -135,7 +135,7 @@ class FaultTolerant(Parallel):
 
 
 def _own_address() -> str:
-    """This host's address on the network where the ranks meet; no packet is sent."""
+    """Return this host's address on the network where the ranks meet. Sends no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 1))
         return str(probe.getsockname()[0])

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from paceline.errors import ConfigurationError
-from paceline.observe.device_times import clock_of, name_of
+from paceline.observe.device_times import name_of
 from paceline_lab.bench.layer_profile import Layer, LayerTime, Profile, layers_of, owners
 from paceline_lab.workloads import Workload, make_workload
+from paceline_plan.workload_recording import clock_of
 
 WARM_UP_STEPS = 2
 

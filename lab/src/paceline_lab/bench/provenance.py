@@ -15,7 +15,7 @@ import paceline
 from paceline_lab.checkout import repository
 
 SOURCES = tuple(
-    f":/{folder}src" for folder in ("", "lab/", "lossy/", "plan/", "servers/", "svm/")
+    f":/{folder}src" for folder in ("", "adasum/", "lab/", "lossy/", "plan/", "recipes/", "servers/", "svm/")
 )  # not results
 
 

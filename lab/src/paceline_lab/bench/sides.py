@@ -20,11 +20,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.ddp import DistributedDataParallel as OurDDP
 from paceline.errors import ConfigurationError
-from paceline.reductions import GradientNoiseScale, Reduction
+from paceline.reductions import Reduction
 from paceline.reductions.by_name import COMPRESSIONS
 from paceline_lab.bench import other_libraries
 from paceline_lab.bench.protocol import require
 from paceline_lab.workloads import Workload
+from paceline_recipes import GradientNoiseScale
 
 NUM_BATCHES = 8  # prepared before timing, then used in turn
 SEED = 20200817

@@ -185,7 +185,7 @@ class TimedWorkload(Workload):
         return torch.zeros(1, requires_grad=True)
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> SleepingOptimizer:
-        """Return what takes as long as an optimizer."""
+        """Return an optimizer whose step sleeps as long as the profile's optimizer takes."""
         return SleepingOptimizer(parameters, self.profile.optimizer_s)
 
     def loss(self, model: nn.Module, batch: Tensor, carry: None) -> tuple[Tensor, None]:

@@ -36,7 +36,7 @@ class _Studies(typer.core.TyperGroup):
 
         made = typer.Typer(add_completion=False)
         made.command(name)(EXPERIMENTS[name].main())
-        return command_of(made)
+        return command_of(made, f"paceline study {name}")
 
 
 app = typer.Typer(name="study", cls=_Studies, help="Run an experiment. Without a name: list them all.")

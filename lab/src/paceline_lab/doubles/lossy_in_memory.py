@@ -44,7 +44,7 @@ class LossyMemory:
         self.transports = [_Rank(self, rank, num_ranks) for rank in range(num_ranks)]
 
     def join(self, collective: int, rank: int, launched: Sum) -> None:
-        """A rank has come to a sum; the last one computes it for all."""
+        """Add this rank to a sum. The last rank that joins computes it for all."""
         num_ranks = len(self.transports)
         with self._lock:
             arrived = self._waiting.setdefault(collective, {})

@@ -77,6 +77,7 @@ class EmulatedHost:
         name: Host name, which the other hosts know.
         address: Address of the host.
         interface: The interface that has it.
+        hosts_file: Its /etc/hosts, as this machine sees it.
     """
 
     def __init__(self, cluster: EmulatedCluster, index: int, made: Mapping[str, Any]) -> None:
@@ -86,6 +87,7 @@ class EmulatedHost:
         self.name: str = made["name"]
         self.address: str = made["address"]
         self.interface = cluster.spec.interface
+        self.hosts_file = Path(f"/proc/{made['pid']}/root/etc/hosts")
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """The command line that runs `argv` inside this host; it passes on signals and the exit code."""

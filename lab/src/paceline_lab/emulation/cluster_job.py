@@ -240,7 +240,6 @@ class Job:
             "TP_SOCKET_IFNAME": interface,
             "OMP_NUM_THREADS": "1",
             "PACELINE_LAUNCH_FOLDERS": str(self._folder),  # watchdogs die with their host
-            "PACELINE_TCP_ADVICE": "0",  # `remarks` names our options instead, if anything was lost
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"{_PREFIX}${{rank}}{_PREFIX}",
         }
         return {**os.environ, **ours, **added}

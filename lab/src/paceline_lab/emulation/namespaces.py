@@ -200,7 +200,7 @@ _ORDER = (
 
 
 def command_inside(pid: int, group: str, command: Sequence[str]) -> list[str]:
-    """The command line that runs `command` in a host (rule 5)."""
+    """Return the command line that runs `command` in a host (rule 5)."""
     return [sys.executable, "-I", "-S", __file__, str(pid), group, *command]
 
 

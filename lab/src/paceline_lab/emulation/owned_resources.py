@@ -136,7 +136,7 @@ class CgroupPlace:
         return group / "cgroup.procs"
 
     def set_quota(self, owner: str, host: str, cores: float) -> None:
-        """Give the processes of a host's cgroup other cores from now on."""
+        """Change the number of cores that the processes of a host's cgroup may use."""
         group = self._group(owner, host)
         # The kernel's smallest quota is 1 ms.
         period_us = max(_PERIOD_US, round(1000 / cores))

@@ -2,6 +2,7 @@
 
     paceline study fuzz --programs 5000 --resume       # after an interruption, or in parts
     paceline study fuzz --programs 5000
+    paceline study fuzz --kind sharded                 # programs of one kind; another report
     paceline study fuzz --program '{"seed": 7, ...}'   # as a failure prints it
 
 The generator and the oracle are those of the tests; CI performs 200 programs of other seeds. A failure is shrunk and
@@ -29,7 +30,7 @@ _TESTS = in_repository("tests", "the generator of random programs (tests/harness
 sys.path.insert(0, str(_TESTS))
 
 from harness.program_oracle import NOT_REPEATED, explain, find_failures  # noqa: E402  # found in the tests' folder
-from harness.random_programs import Program  # noqa: E402
+from harness.random_programs import OPERATIONS, Program  # noqa: E402
 from harness.random_programs import draw as draw_program  # noqa: E402
 from harness.ranks import close_pools, pool  # noqa: E402
 
@@ -91,12 +92,15 @@ def main(
         int, typer.Option(help="Random seed of the first program. The others follow.")
     ] = 100_000,
     program: Annotated[str | None, typer.Option(help="A single program, as a failure prints it.")] = None,
+    kind: Annotated[str | None, typer.Option(help="Draw programs of this kind alone.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue where the stored report ends.")] = False,
     quick: Quick = False,
     report_folder: ReportFolder = REPORT_FOLDER,
 ) -> None:
     """Perform random programs on 2 and 3 ranks beside bare copies of the model and torch's class."""
-    path = report_folder / "fuzz.json"
+    if kind is not None and kind not in OPERATIONS:
+        raise typer.BadParameter(f"--kind {kind}: there are {', '.join(OPERATIONS)}.")
+    path = report_folder / ("fuzz.json" if kind is None else f"fuzz-{kind.replace(' ', '-')}.json")
     found = stored(path, first_seed) if resume else Found(first_seed)
     try:
         if program is not None:
@@ -104,7 +108,7 @@ def main(
         else:
             count = QUICK_PROGRAMS if quick else programs
             print(f"seeds {first_seed + found.num_programs} to {first_seed + count - 1}", flush=True)
-            _search(found, count, None if quick else path)
+            _search(found, count, None if quick else path, kind)
     finally:
         close_pools()
     print(
@@ -115,13 +119,12 @@ def main(
         sys.exit(1)
 
 
-def _search(found: Found, count: int, path: Path | None) -> None:
+def _search(found: Found, count: int, path: Path | None, kind: str | None) -> None:
     with progress_bar("random programs") as show:
         while found.num_programs < count:
             start = found.first_seed + found.num_programs
-            found.perform(
-                [draw_program(seed) for seed in range(start, min(start + BATCH, found.first_seed + count))]
-            )
+            stop = min(start + BATCH, found.first_seed + count)
+            found.perform([draw_program(seed, kind) for seed in range(start, stop)])
             show(found.num_programs / count)
             if path is not None:
                 store(found, path)

@@ -86,8 +86,6 @@ _ALL = (
         "What does a rank compute, and what is on its link meanwhile?", needs=ROOT),
     Experiment("forward-overlap-loss", "step.forward_overlap_loss", "5 min", "0.9 of torch's time",
         "How much sooner does a training with forward overlap come down to a loss?", needs=ROOT),
-    Experiment("bucket-order", "step.bucket_order", "3 min", "",
-        "What is gained by buckets in the order in which gradients become ready?", needs=ROOT),
     Experiment("skipped-layers", "step.skipped_layers", "5 min a run", "no longer than torch's",
         "What does a step save that leaves layers out?", needs=ROOT, runs=("--case depth", "--case backbone")),
     Experiment("optimizers", "step.optimizers", "3 min", "1.3 x torch's",
@@ -96,14 +94,14 @@ _ALL = (
         "How long is a step whose optimizer is divided among the ranks, and what does each of them keep?",
         runs=("", "--workload transformer", "--optimizer Muon --ranks-per-host 4",
             *(["--workload resnet50 --hosts 4 --rate 1Gbit --rounds 3 --steps-per-turn 2"] if IS_ROOT else []))),
+    Experiment("compiled", "step.compiled", "5 min a run", "",
+        "How long is a step under torch.compile, by what is compiled?", runs=("", *(["--hosts 2"] if IS_ROOT else []))),
     Experiment("adasum-updates", "step.adasum_updates", "3 min", "",
         "How much of combining updates by Adasum does backward hide?", needs=ROOT),
     # How long does a reduction take?
     Experiment("adasum", "reduction.adasum", "2 min a run", "",
         "How long does a bucket take by Adasum, and by the mean, and how many bytes?",
         runs=("", "--ranks-per-host 4", *(["--hosts 2 --rate 1Gbit"] if IS_ROOT else []))),
-    Experiment("halving-doubling", "reduction.halving_doubling", "1 min", "Goyal et al. 2017",
-        "How many times as fast as the ring is halving-doubling, by rounds and bytes? (simulated)", runs=()),
     Experiment("collectives", "reduction.collectives", "2 min", "",
         "How long do torch's collectives of ordinary tensors take, and FSDP2's step, over our backend and Gloo?"),
     Experiment("compression", "reduction.compression", "3 min", "",
@@ -115,9 +113,6 @@ _ALL = (
     Experiment("parameter-servers", "reduction.parameter_servers", "5 min a run", "knee within 1 server",
         "When do parameter servers win against an all-reduce, and how many does lemma 3.2 ask for?",
         needs=ROOT, runs=("--case lemma", "--case symmetric", "--case asymmetric")),
-    Experiment("servers-to-loss", "reduction.servers_to_loss", "10 min a run", "Wang et al. 2020 (DLCP)",
-        "How soon does a training with parameter servers come down to a loss, where packets are lost?",
-        needs=ROOT, runs=()),
     # What do lost packets cost?
     Experiment("bounded-loss", "datagrams.bounded_loss", "2 min a run", "docs/notebook/benchmarks.md, by row",
         "How long does a sum take where packets are lost, over UDP with bounded loss, and over TCP?",
@@ -132,8 +127,6 @@ _ALL = (
         "What do large batches, compression and local steps cost in accuracy?", runs=()),
     Experiment("resnet-batches", "accuracy.resnet_batches", "2 h", "Goyal et al. 2017",
         "Up to which batch does a network with batch normalisation keep its accuracy, and with which n?", runs=()),
-    Experiment("adasum-steps", "accuracy.adasum_steps", "1 h", "Maleki et al. 2021",
-        "How many steps does Adasum take to a loss, and the mean, with Adam and LAMB, each at its best rate?", runs=()),
     Experiment("loss-bound", "accuracy.loss_bound", "hours", "",
         "What do gradients that are lost cost in accuracy?", runs=()),
     # Do unequal machines work all the time?
@@ -142,8 +135,6 @@ _ALL = (
     Experiment("time-to-loss", "unequal.time_to_loss", "30 min", "1.15 x the ideal, 1.05 x after 20 steps",
         "How long do unequal machines take to a given loss, by torch, HetSeq's rule, fixed and automatic shares?",
         needs=ROOT),
-    Experiment("hetseq-table", "unequal.hetseq_table", "10 min", "1.05 x the ideal",
-        "What does HetSeq's table of 1 to 8 nodes become with shares by speed?"),
     # Which option helps when?
     Experiment("overviews", "overviews", "1 min", "",
         "Which option helps when? Pictures of many stored results; nothing is measured.", needs=CHECKOUT,
@@ -180,8 +171,6 @@ _ALL = (
         needs=ROOT, reports=("study-skipped-sync",), runs=()),
     Experiment("round-robin", "papers.ddp_scale_figures:RoundRobinStudy", "10 min", "Li et al. 2020",
         "What do process groups in turn gain? (figure 12)", needs=ROOT, reports=("study-round-robin",), runs=()),
-    Experiment("model-size", "papers.model_size:ModelSizeStudy", "10 min", "Puri et al. 2018",
-        "How does a step of real computation grow with the model?", reports=("study-model-size",), runs=()),
     Experiment("scaling", "papers.mlstm_scaling", "20 min", "Puri et al. 2018",
         "How does training scale over ranks, by model size, link and precision?",
         needs=ROOT, reports=("study-mlstm-scaling",), runs=()),
@@ -201,15 +190,22 @@ _ALL = (
         "How much memory does a fit take on a rank?", runs=()),
 )
 # fmt: on
-# Studies that are answered and no longer run, by the first words of their reports. Commit cb30c809 has their code.
+# Studies that are answered and no longer run, by the first words of their reports. Commits cb30c809 and f24ff1c5 have
+# their code.
 ANSWERED = (
+    "adasum-steps",
+    "bucket-order",
     "emulated-network",
     "guidelines",
+    "halving-doubling",
+    "hetseq-table",
     "idle-time",
     "minibatch-memory",
     "network-scale",
     "predicted-papers",
+    "servers-to-loss",
     "shared-batch",
+    "study-model-size",
     "study-threads",
 )
 EXPERIMENTS = {experiment.name: experiment for experiment in _ALL}

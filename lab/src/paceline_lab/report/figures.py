@@ -125,7 +125,7 @@ def _name_parts(figure: Figure, parts: Sequence[str], below_in: float) -> None:
 
 
 def show_time(duration_s: float) -> str:
-    """`72.0 ms`: three digits and a unit."""
+    """Return a time as text with three digits and a unit, such as `72.0 ms`."""
     unit, factor = next(
         ((unit, factor) for unit, factor in (("s", 1.0), ("ms", 1e3)) if duration_s * factor >= 1),
         ("µs", 1e6),

@@ -71,7 +71,7 @@ class Look:
 
     @property
     def option(self) -> str:
-        """The option by which it differs from its family; its name, if it has none."""
+        """Return the option by which this side differs from its family, or its name if it has no option."""
         return self.name.partition(", ")[2] or self.name
 
 

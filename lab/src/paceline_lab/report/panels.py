@@ -80,11 +80,6 @@ class Line:
         return cls(label, points, color, "--", "x")
 
 
-def linear_line(most: float) -> Line:
-    """Return the line on which doubling x doubles y, from 1 to `most`."""
-    return Line("linear", [(1, 1), (most, most)], "#bbbbbb", "-", "")
-
-
 @dataclass(frozen=True)
 class Lines(Panel):
     """Lines over x.
@@ -188,7 +183,7 @@ class Lines(Panel):
 
 
 def _at_end(line: Line, bottom: float) -> str:
-    """A line that leaves the picture says how far it goes."""
+    """Return the label of a line, with its last value if the line leaves the picture."""
     y = line.points[-1][1]
     if y >= bottom:
         return line.label

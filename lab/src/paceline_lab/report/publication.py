@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.errors import ConfigurationError
-from paceline.files_given import parse_json
+from paceline.given import parse_json
 
 if TYPE_CHECKING:
     from paceline_lab.bench.provenance import Provenance

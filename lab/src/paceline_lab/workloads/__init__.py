@@ -1,8 +1,7 @@
 """Models to train, each with its data and its loss: what benchmarks and examples run.
 
 `paceline bench workloads` lists them with their parameters. `WORKLOADS` is the table by name; a new one is a class that
-implements `SizedWorkload`, and a line in it. `Mlstm`, `load_text` and `load_images` are the parts that examples use by
-themselves.
+implements `SizedWorkload`, and a line in it. `Mlstm` and `load_text` are the parts that examples use by themselves.
 
     workload = make_workload("resnet50")
     model, batch = workload.make_model(), workload.make_batch(rank=0, step=0)
@@ -11,10 +10,10 @@ themselves.
 
 from __future__ import annotations
 
-from paceline.demo.images import Images, load_images
 from paceline.errors import ConfigurationError
 from paceline_lab.workloads.convolutional import ResNet50Workload, Vgg16Workload
 from paceline_lab.workloads.datasets import Text, load_text
+from paceline_lab.workloads.images import load_images
 from paceline_lab.workloads.mlstm import Mlstm, MlstmWorkload, State
 from paceline_lab.workloads.synthetic import TinyWorkload, WideMlpWorkload
 from paceline_lab.workloads.transformer import TransformerWorkload
@@ -46,7 +45,6 @@ def make_workload(name: str, quick: bool = False) -> SizedWorkload:
 
 __all__ = [
     "WORKLOADS",
-    "Images",
     "Mlstm",
     "SizedWorkload",
     "State",

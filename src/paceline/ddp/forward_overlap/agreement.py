@@ -64,7 +64,7 @@ class Agreement:
 
     @property
     def is_off(self) -> bool:
-        """Whether steps are never deferred again."""
+        """Return whether steps are never deferred again."""
         return self.is_on is False
 
     def stop(self) -> None:

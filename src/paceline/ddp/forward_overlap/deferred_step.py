@@ -26,7 +26,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -57,31 +57,17 @@ from paceline.errors import PeerLostError, ProtocolError
 from paceline.observe import StepTimings
 from paceline.planning.forward_overlap import Gain
 
+if TYPE_CHECKING:
+    from paceline.optim.behind_forward import BehindForward
+
 GRACE_S = 1.0  # for sums under way when the program ends with an error
 
 
-class Holder(Protocol):
-    """A holder of parameters that arrive behind the forward, in place of gradients in pieces."""
-
-    @property
-    def has_outstanding(self) -> bool:
-        """Return whether some have not arrived. Local."""
-
-    def complete(self, index: int, reads_gradient: bool) -> None:
-        """Wait for the parameters that were marked with this index, and unmark them."""
-
-    def flush(self) -> None:
-        """Wait for all of them, and unmark them."""
-
-    def close(self) -> None:
-        """Hold nothing any more."""
-
-
 class ForwardOverlap(SyncFactory):
-    """Defers the end of steps into the next forward, for one module on one rank.
+    """The factory of syncs whose end is deferred into the next forward, for one module on one rank.
 
-    The ranks agree over the script's `process_group`; `piece_group` carries only pieces. `is_idle` means
-    that nothing is outstanding or to be measured. `lock` is held while a step is deferred, or a part of it completed.
+    The ranks agree over the script's `process_group`; `piece_group` carries only pieces. `is_idle` means that nothing
+    is outstanding or to be measured. Optimizers know it as `optim.overlap.Defers` and `optim.behind_forward.Overlap`.
     """
 
     lock = lock
@@ -109,7 +95,7 @@ class ForwardOverlap(SyncFactory):
         self._timings = StepTimings()  # of the reducer that it follows
         self._hooks: tuple[RemovableHandle, ...] = ()
         self._sync: PieceSync | None = None  # the last one
-        self._holders: list[Holder] = []
+        self._holders: list[BehindForward] = []  # mark and complete parameters in place of gradients
         _alive.add(self)
 
     @property
@@ -124,7 +110,7 @@ class ForwardOverlap(SyncFactory):
 
     @property
     def seen(self) -> Gain | None:
-        """A step with and without it, as compared once it was on; None before, and with "always". Local."""
+        """Return the measured step with and without overlap, once it was on; None before, and with "always". Local."""
         return self._agreement.seen
 
     # ---- for the reducer: the syncs of its backwards
@@ -152,10 +138,7 @@ class ForwardOverlap(SyncFactory):
         self._agreement.move_to(process_group, peers)
 
     def begin(self, backward: BackwardPass, buckets: Sequence[Bucket]) -> GradientSync:
-        """Return the sync of a backward that begins. Flush first, because it needs the buffers.
-
-        Collective when ranks agree or compare.
-        """
+        """Return the sync of a backward, which needs the buffers: flush first. Collective when ranks agree."""
         self.flush()
         if not backward.plan.synchronizes:
             return super().begin(backward, buckets)
@@ -173,15 +156,8 @@ class ForwardOverlap(SyncFactory):
             return super().begin(backward, buckets)
         self.is_idle = True
         assert self._piece_group is not None, "the wrapper is gone"
-        self._sync = PieceSync(
-            buckets,
-            self._agreement.pieces,
-            backward.reduction,
-            self._piece_group,
-            self._peers,
-            self._times(),
-            self._defer,
-        )
+        over = backward.reduction, self._piece_group, self._peers
+        self._sync = PieceSync(buckets, self._agreement.pieces, *over, self._times(), self._defer)
         return self._sync
 
     def _defer(self, sync: PieceSync, backward: BackwardPass) -> bool:
@@ -201,40 +177,34 @@ class ForwardOverlap(SyncFactory):
             self.is_idle = False
         return True
 
-    # ---- for what holds parameters in place of gradients
+    # ---- for what holds parameters in place of gradients (`optim.behind_forward`)
 
     @property
-    def holders(self) -> Sequence[Holder]:
-        """Return what marks and completes parameters in place of gradients. Local."""
+    def holders(self) -> Sequence[BehindForward]:
         return self._holders
 
-    def take_over(self, holder: Holder) -> None:
+    def take_over(self, holder: BehindForward) -> None:
         """Let this holder mark and complete parameters. No gradients are sent in pieces any more. Local; flushes."""
         self.flush()
         self._agreement.stop()
         self._holders.append(holder)
         self.is_idle = False
 
-    def hold(self, parameters: Iterable[Parameter], holder: Holder, index: int) -> None:
-        """Make each read of these parameters call `holder.complete(index, ...)`. Local."""
+    def hold(self, parameters: Iterable[Parameter], holder: BehindForward, index: int) -> None:
         outstanding.mark(parameters, holder, index)
 
     def release(self, parameters: Iterable[Parameter]) -> None:
-        """Make these ordinary parameters again. Local."""
         outstanding.unmark(parameters)
 
     # ---- for optimizers and zero_grad (rule 3)
 
     def take_optimizer(self) -> None:
-        """An optimizer takes part from now on. Local."""
         self._has_optimizer = True
 
     def is_outstanding(self, parameter: Tensor) -> bool:
-        """Return whether the parameter's gradient is under way, of any model. Local; does not wait."""
         return outstanding.is_outstanding(parameter)
 
     def under_way(self, parameters: Iterable[Tensor]) -> list[ForwardOverlap]:
-        """The models that have an outstanding step with one of these parameters: this one, or others. Local."""
         owners = dict.fromkeys(outstanding.owner_of(p) for p in parameters if self.is_outstanding(p))
         return [owner for owner in owners if isinstance(owner, ForwardOverlap)]
 
@@ -313,7 +283,13 @@ class ForwardOverlap(SyncFactory):
             ) from self._failure
         bucket = step.buckets[index]
         if reads_gradient and not step.sync.progress[index].has_ended:
-            self._warn_of_reader()
+            self._warn(
+                "reader",
+                "a gradient was read before it had been reduced, so this step waits for it. Clipping by the global "
+                "norm, GradScaler and logging norms need all gradients before the first step. They leave nothing to "
+                "overlap with the next forward, so leave out overlap_forward. (To drop gradients, use zero_grad() of "
+                "the optimizer or the model, which need not wait.)",
+            )
         try:
             self._await(step, bucket)
         except Exception as error:
@@ -340,15 +316,6 @@ class ForwardOverlap(SyncFactory):
         self._needs.note_wait(before_s, after_s)
         self._timings.under_way.note_wait(before_s, after_s)
 
-    def _warn_of_reader(self) -> None:
-        self._warn(
-            "reader",
-            "a gradient was read before it had been reduced, so this step waits for it. Clipping by the global "
-            "norm, GradScaler and logging norms need all gradients before the first step. They leave nothing to "
-            "overlap with the next forward, so leave out overlap_forward. (To drop gradients, use zero_grad() of the "
-            "optimizer or the model, which need not wait.)",
-        )
-
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
@@ -366,7 +333,7 @@ class ForwardOverlap(SyncFactory):
         self._hooks = ()
 
     def end_with_program(self) -> None:
-        """Complete the last step, for the other ranks need this rank's part of it; not if this program has failed."""
+        """Complete the last step, because other ranks need this rank's part; not if this program has failed."""
         if not self.has_outstanding or self._failure is not None:
             return
         if _has_failed():
@@ -388,7 +355,6 @@ class ForwardOverlap(SyncFactory):
             self._end()
 
     def _end(self) -> None:
-        """Complete the last step, and close the group for pieces."""
         self.stop()
         self.drain()
         for holder in self._holders:

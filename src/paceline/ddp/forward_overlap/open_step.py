@@ -154,20 +154,14 @@ class NaNMask:
 
     def of(self, parameter: Tensor) -> Tensor:
         """Return the NaNs that replace a parameter while its step is outstanding. Local."""
-        last = sum(
-            (size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
-        )
-        extent = max(0, last) + 1
+        steps = zip(parameter.shape, parameter.stride(), strict=True)
+        extent = max(0, sum((size - 1) * stride for size, stride in steps)) + 1
         kind = parameter.dtype, parameter.device
         nans = self._nans.get(kind)
         if nans is None or nans.numel() < extent:
-            nans = self._nans[kind] = torch.full((extent,), _nan(kind[0]), dtype=kind[0], device=kind[1])
+            nan = complex(math.nan, math.nan) if parameter.is_complex() else math.nan
+            nans = self._nans[kind] = torch.full((extent,), nan, dtype=kind[0], device=kind[1])
         return nans.as_strided(parameter.shape, parameter.stride())
-
-
-def _nan(dtype: torch.dtype) -> complex:
-    """Return what is NaN in both parts of a complex number."""
-    return complex(math.nan, math.nan) if dtype.is_complex else math.nan
 
 
 def zero_gradients(parameters: Iterable[Tensor], set_to_none: bool) -> None:

@@ -93,7 +93,7 @@ def is_outstanding(parameter: Tensor) -> bool:
 
 
 def complete(parameter: Tensor, reads_gradient: bool = False) -> None:
-    """Wait for the parameter's bucket and step it, if it is outstanding."""
+    """Wait for the parameter's bucket and step the parameter, if it is outstanding."""
     with lock:
         owner = _owners.get(id(parameter))
         if owner is not None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import Work
+from paceline.comm.collectives import Completion, Work
 from paceline.comm.device import StreamEvent
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
@@ -41,35 +41,21 @@ HALF_STEPPED = (
 )
 
 
-class _Progress(Work):
+class _Progress(Completion):
     """The pieces of one bucket on their way, as a `Work`."""
 
     def __init__(self, num_pieces: int) -> None:
+        super().__init__()
         self.num_left = num_pieces
         self.works: list[Work] = []  # of its pieces, which have ended, or are an accelerator's (rule 4)
         self.launched_s = self.done_s = self.waited_s = 0.0
-        self._has_ended = threading.Event()
-        self.error: Exception | None = None
-
-    def end(self, error: Exception | None = None) -> None:
-        self.error = self.error or error
-        self._has_ended.set()
-
-    @property
-    def has_ended(self) -> bool:
-        return self._has_ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        if not self._has_ended.wait(timeout_s):
+        if not super().wait(timeout_s):
             return False
-        if self.error is not None:
-            raise self.error
         for work in self.works:
             work.wait()
         return True
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        """Ignore the callback, which is not used."""
 
 
 class PieceSync(GradientSync):
@@ -155,7 +141,7 @@ class PieceSync(GradientSync):
         progress.num_left -= 1
         progress.done_s = time.perf_counter()
         if progress.num_left == 0:
-            progress.end()
+            progress.complete()
 
     def _note_done(self, piece: Piece, pending: Work) -> None:
         """Count a piece that is done. Runs on a network thread, or on ours if the piece was done at once."""
@@ -169,7 +155,7 @@ class PieceSync(GradientSync):
             if error is not None:
                 self._fail(error)
             elif progress.num_left == 0:
-                progress.end()
+                progress.complete()
         self._send()
 
     def _fail(self, error: Exception) -> None:
@@ -177,7 +163,7 @@ class PieceSync(GradientSync):
         self._error = self._error or error
         for progress in self.progress:
             if not progress.has_ended:
-                progress.end(self._error)
+                progress.complete(self._error)
 
     def launch_late(self, bucket: Bucket, scale: float) -> Work:
         return bucket.launch_late(scale, self._group)
@@ -218,13 +204,6 @@ class PieceSync(GradientSync):
 
     def timings(self) -> tuple[BucketTiming, ...]:
         return tuple(
-            BucketTiming(
-                bucket.index,
-                bucket.size_bytes,
-                bucket.ready_s,
-                progress.launched_s,
-                progress.done_s,
-                progress.waited_s,
-            )
-            for bucket, progress in zip(self.buckets, self.progress, strict=True)
+            BucketTiming(b.index, b.size_bytes, b.ready_s, each.launched_s, each.done_s, each.waited_s)
+            for b, each in zip(self.buckets, self.progress, strict=True)
         )

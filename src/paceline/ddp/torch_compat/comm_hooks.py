@@ -52,18 +52,11 @@ def check_hook(hook: Any) -> None:
         raise ValueError(
             f"Communication hook: expected hook(state, bucket), got {getattr(hook, '__qualname__', hook)}{signature}."
         )
-    if bucket.annotation not in (
-        inspect.Parameter.empty,
-        dist.GradBucket,
-        Any,
-        "dist.GradBucket",
-        "GradBucket",
-    ):
+    known = (inspect.Parameter.empty, dist.GradBucket, Any, "dist.GradBucket", "GradBucket")
+    if bucket.annotation not in known:
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
-    future = torch.futures.Future[torch.Tensor]
-    if signature.return_annotation not in (inspect.Parameter.empty, future, Any) and not isinstance(
-        signature.return_annotation, str
-    ):
+    returned, future = signature.return_annotation, torch.futures.Future[torch.Tensor]
+    if returned not in (inspect.Parameter.empty, future, Any) and not isinstance(returned, str):
         raise ValueError(
             "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
         )

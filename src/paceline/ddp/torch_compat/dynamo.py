@@ -22,7 +22,7 @@ _SKIP_ITSELF = _Strategy(_Action.SKIP, _Action.DEFAULT)
 
 
 def skip_package(prefix: str) -> None:
-    """Have the imported modules of a package run as they are, with all that they call.
+    """Let dynamo run the imported modules of a package, and all that they call, without compiling them.
 
     Autograd calls them within a compiled step, too. Dynamo would then compile their collectives, and fail.
     """
@@ -49,7 +49,7 @@ def _skip(value: object, module_name: str) -> None:
 
 
 def run_uncompiled_if_compiling(function: Callable[[], None]) -> None:
-    """Call it as it is, with all that it calls, if this thread runs under `torch.compile`; else do nothing."""
+    """Call the function uncompiled if this thread runs under `torch.compile`; otherwise do nothing."""
     if not callable(_eval_frame.get_eval_frame_callback()):
         return
     before = _eval_frame.set_eval_frame(None)
@@ -71,13 +71,13 @@ def refuse_compiled_autograd() -> None:
 
 
 def may_compile(function: Function) -> Function:
-    """StreamEvent a function of a skipped package as one that dynamo may look into."""
+    """Mark a function of a skipped package as one that dynamo may look into."""
     function._may_compile = True  # type: ignore[attr-defined]
     return function
 
 
 def runs_module(function: Function) -> Function:
-    """StreamEvent a function of a skipped package that runs the wrapped module, which dynamo may compile."""
+    """Mark a function of a skipped package that runs the wrapped module, which dynamo may compile."""
     function._runs_module = True  # type: ignore[attr-defined]
     return function
 

@@ -50,10 +50,8 @@ class WrappedAlready:
     """An attribute that is not there, except to torch's constructor, which is told that it cannot wrap the module."""
 
     def __get__(self, wrapped: Any, owner: type) -> Any:
-        if (
-            wrapped is not None
-            and sys._getframe(1).f_globals.get("__name__") == "torch.nn.parallel.distributed"
-        ):
+        asker = sys._getframe(1).f_globals.get("__name__")
+        if wrapped is not None and asker == "torch.nn.parallel.distributed":
             raise ConfigurationError(
                 f"cannot wrap this {owner.__name__}: it is Paceline's DistributedDataParallel, so it synchronizes its "
                 f"gradients already. {ONE_WRAPPER}"
@@ -87,7 +85,7 @@ class TorchSurface:
         self.forward_sync_buffers = value
 
     def _paceline_name_as_torch(self, given: Any) -> None:
-        """Have the attributes of torch's that say what the constructor was given, and what that comes to."""
+        """Set torch's attributes for the constructor's arguments, and for what follows from them."""
         setting = self._paceline_setting
         for name in _UNCHANGED:
             setattr(self, name, getattr(given, name))
@@ -149,19 +147,10 @@ class TorchSurface:
     # ---- communication hooks
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let `hook(state, bucket) -> Future[Tensor]` combine the ranks' gradients instead of taking the mean.
+        """Let `hook(state, bucket) -> Future[Tensor]` combine the ranks' gradients, as torch's method of this name.
 
-        Args:
-            state: Handed to the hook; keeps what it needs from step to step.
-            hook: Called on every bucket, in the same order on every rank; returns a future whose value has the shape of
-                `bucket.buffer()` and replaces it. Divides by the number of ranks itself. Torch's own hooks
-                (`torch.distributed.algorithms.ddp_comm_hooks`) all work, on Gloo too.
-
-        Contract:
-            Local; all ranks must register the same, before the first backward, once.
-
-        Raises:
-            TypeError, ValueError, RuntimeError: In torch's words.
+        The hook divides by the number of ranks itself. Torch's own (`torch.distributed.algorithms.ddp_comm_hooks`) all
+        work, on Gloo too. Local; all ranks register the same, once, before the first backward.
         """
         from paceline.ddp.torch_compat.comm_hooks import make_reduction, name_of  # noqa: PLC0415 (torch's hooks are slow)
 
@@ -170,9 +159,8 @@ class TorchSurface:
         except (TypeError, ValueError) as error:
             self._log_and_throw(type(error), str(error))
         if self._comm_hooks:
-            self._log_and_throw(
-                RuntimeError, "register_comm_hook or register_builtin_comm_hook can only be called once."
-            )
+            why = "register_comm_hook or register_builtin_comm_hook can only be called once."
+            self._log_and_throw(RuntimeError, why)
         try:
             overlaps_forward = self._paceline_coordinator.forward_overlap is not None
             check_comm_hook(self._paceline_setting.reduction, overlaps_forward)
@@ -295,9 +283,8 @@ class TorchSurface:
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Checked as torch does; every step is recorded whatever the rate."""
         if sample_rate < 1:
-            self._log_and_throw(
-                ValueError, "DDP runtime logging sample rate should be equal or greater than 1"
-            )
+            why = "DDP runtime logging sample rate should be equal or greater than 1"
+            self._log_and_throw(ValueError, why)
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
@@ -331,10 +318,7 @@ class TorchSurface:
         self._ddp_sink_clone = val
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        """Rebuild the membership, without copying parameters and without comparing steps.
-
-        Every member of the new group must switch in the same step.
-        """
+        """Rebuild without copying parameters and comparing steps. All new members switch in the same step."""
         self._paceline_coordinator.membership.rebuild(new_process_group, same_step=False)
 
     def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
@@ -342,10 +326,8 @@ class TorchSurface:
         return list(managed.parameters), list(managed.sparse)
 
     def _check_default_group(self) -> None:
-        if (
-            len(self._paceline_setting.process_groups) > 1
-            or self.process_group != dist.distributed_c10d._get_default_group()
-        ):
+        has_several = len(self._paceline_setting.process_groups) > 1
+        if has_several or self.process_group != dist.distributed_c10d._get_default_group():
             self._log_and_throw(
                 RuntimeError,
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, "

@@ -23,6 +23,7 @@ from paceline.ddp.open_forwards import Owner
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.step import BackwardPass
 from paceline.ddp.torch_compat.dynamo import refuse_compiled_autograd
+from paceline.errors import ProtocolError
 from paceline.observe import StepTiming
 
 
@@ -45,6 +46,14 @@ class TorchsReducer(Reducer):
             )
         self.setting.expect(self.setting.find_unused_parameters, static_graph=True)
         self.tracker.pending.expect_static_graph()
+
+    def check_finished(self) -> None:
+        """Raise if a backward began and was not completed."""
+        if self.step.backward is not None:
+            raise ProtocolError(
+                "Expected to have finished reduction in the prior iteration before starting a new one: "
+                "the last backward raised before all gradients were there."
+            )
 
     def _get_local_used_map(self) -> Tensor:
         """Return how many ranks used each parameter in the last synchronized backward, shape (parameters,), int32."""
@@ -127,7 +136,7 @@ def logging_data(wrapped: Any) -> dict[str, Any]:
 
 
 class Logger:
-    """Reads the logging data, as `ddp.logger` of torch's class does."""
+    """The reader of the logging data, under the names of torch's `ddp.logger`."""
 
     def __init__(self, wrapped: Any) -> None:
         self._wrapped = weakref.ref(wrapped)

@@ -4,7 +4,7 @@ Rules
 1. The end of a membership: every rank is told to stop, and says how many steps it has completed. When all that live
    have said so, the next one is decided. A rank that is lost meanwhile is left out.
 2. A rank or host that comes in asks all ranks to pause between two steps. No step is computed twice for it.
-3. This process waits for all of its ranks at once, and a few milliseconds at most. `rank_assignments.py` starts,
+3. This process waits for all of its ranks at once, and a few milliseconds at most. `local_ranks.py` starts,
    watches and replaces them.
 4. A rank that is told to end leaves as another comes in: all pause between two steps, and the next membership is
    without it. It ends once all that stay know of that. If too few stay, one that leaves makes a checkpoint first.
@@ -12,15 +12,10 @@ Rules
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
-
-import torch.distributed as dist
+from collections.abc import Callable, Mapping
 
 from paceline.elastic.agent_connection import (
     CaughtUp,
@@ -42,101 +37,24 @@ from paceline.elastic.agent_connection import (
     Trouble,
     difference,
 )
-from paceline.launch.command_line import LaunchArguments
-from paceline.launch.elastic.plan import NOT_STARTED, Decider, Member, OneHost, Plan, Proposal, Start
-from paceline.launch.elastic.rank_assignments import (
+from paceline.launch.elastic.links import tell_about
+from paceline.launch.elastic.local_ranks import (
     LOOK_S,
     JobSetting,
+    LocalRanks,
     Phase,
     Rank,
-    RankAssignments,
     Source,
 )
-from paceline.launch.elastic.several_hosts import connected
+from paceline.launch.elastic.plan import NOT_STARTED, Decider, Member, Plan, Proposal, Start
 from paceline.launch.elastic.shadows import Shadows
-from paceline.launch.elastic.starting import EpochStores, Starter
-from paceline.launch.hang_watch import HangWatch
+from paceline.launch.elastic.starting import EpochStores
 from paceline.launch.launch_errors import InterruptedLaunchError, LaunchError
 
 _MISSING_RATIO = 10.0  # of it, that the others wait while fewer than --min-ranks are there
 _MOST_TRIES = 10  # memberships in a row in which no step is completed
 _LEAVES_RATIO = 0.4  # of the grace: then a rank that was told to end does not wait for other hosts any more
 LEFT = 143  # exit code of a rank that was told to end: what SIGTERM means to every engine
-
-
-def run(arguments: LaunchArguments, hangs: HangWatch, note: Callable[[str], None]) -> None:
-    """Run the script on every rank of this host, go on without those that are lost; as `launch`, errors included.
-
-    `hangs` looks at them, and is told how many there are.
-    """
-    with _signals(arguments) as received, contextlib.ExitStack() as stack:
-
-        def check() -> None:
-            if received:
-                raise InterruptedLaunchError(
-                    f"{received[0].name} received; all rank(s) of {arguments.script} were stopped.",
-                    received[0],
-                )
-
-        def check_whether_all_left() -> None:
-            """Let the ranks leave after a signal. A second one, or the end of the grace, stops them."""
-            if received and (len(received) > 1 or not agent.leave(f"{received[0].name} received")):
-                check()
-
-        shadows = stack.enter_context(Shadows(arguments))
-        starter = stack.enter_context(Starter(arguments))
-        decider: Decider = OneHost()
-        start: Start | None = Start(0, arguments.num_local_ranks, 0, 1, None)
-        if arguments.num_machines > 1:
-            several = stack.enter_context(connected(arguments, starter.new_store(), note))
-            decider, start = several, several.meet(check)
-
-        def followed(plan: Plan) -> None:
-            if arguments.num_machines == 1:
-                hangs.num_ranks = len(plan.members)
-            elif arguments.hang_after_s:
-                threading.Thread(target=_meet_to_watch, args=(hangs, plan), daemon=True).start()
-
-        agent = Agent(arguments, decider, starter, start, note, followed, hangs.note_waits)
-        try:
-            try:
-                while not agent.is_over:
-                    agent.look()
-                    agent.serve(shadows)
-                    check_whether_all_left()
-            except InterruptedLaunchError:
-                raise
-            except LaunchError as error:
-                agent.save(str(error), check)
-                raise
-            if arguments.num_machines > 1:
-                several.finish(check)
-        finally:
-            agent.end(received[0] if received else signal.SIGTERM)
-
-
-def _meet_to_watch(hangs: HangWatch, plan: Plan) -> None:
-    """Let the launchers tell each other of hangs in the store of this plan. Blocks: its host may be gone already."""
-    with contextlib.suppress(RuntimeError):
-        store = dist.TCPStore(*plan.store, is_master=False, wait_for_workers=False)
-        hangs.meet(store, f"epoch {plan.epoch}", len(plan.members))
-
-
-@contextlib.contextmanager
-def _signals(arguments: LaunchArguments) -> Iterator[list[signal.Signals]]:
-    """The signals that arrive meanwhile, of those to be handled."""
-    received: list[signal.Signals] = []
-
-    def take(number: int, _: FrameType | None) -> None:
-        received.append(signal.Signals(number))
-
-    names = {"SIGUSR1", *(word.strip() for word in arguments.torchrun.signals_to_handle.split(","))}
-    before = {name: signal.signal(signal.Signals[name], take) for name in names}
-    try:
-        yield received
-    finally:
-        for name, handler in before.items():
-            signal.signal(signal.Signals[name], handler)
 
 
 class Agent:
@@ -157,6 +75,9 @@ class Agent:
     ) -> None:
         self._arguments, self._decider, self._note = arguments, decider, note
         self._followed, self._waits = followed, waits
+        self.shadows: Shadows | None = None
+        """Those of this host's ranks."""
+        self._shadow_folder = ""  # where the script wants a shadow to write
         self._stores = EpochStores(starter.host)
         self._card: str | None = None
         # The membership
@@ -170,7 +91,7 @@ class Agent:
         self._has_said_missing = False
         self._num_given = 0  # to ranks of other hosts
         self.is_over = False
-        self._starts = starter.starts
+        self._starts = starter.start_one is not None
         # Ranks that leave
         self._told: str | None = None  # why all of this host do
         self._told_s, self._has_left = 0.0, False  # since when; whether one of the last membership has left
@@ -179,11 +100,11 @@ class Agent:
         self._saver: Rank | None = None  # of these, which makes a checkpoint
         self._retires_from: int | None = None  # the membership that this host leaves, because it has no rank
         self._saved_at = NOT_STARTED  # the step of the last checkpoint that one has made
-        self._seats = RankAssignments(arguments, starter, start, decider.name, note, self._take, self._stop)
+        self._ranks = LocalRanks(arguments, starter, start, decider.name, note, self._take, self._stop)
 
     def end(self, number: signal.Signals) -> None:
         """End all processes: by a signal, and by force if they take too long."""
-        self._seats.end(number)
+        self._ranks.end(number)
 
     def save(self, why: str, check: Callable[[], None]) -> None:
         """Training does not go on: let a rank that is furthest make a checkpoint, if the script has asked for one.
@@ -191,7 +112,7 @@ class Agent:
         If it fails, the next one is asked. None is asked if the other hosts may train on without this one. Its state
         may be old then, and its checkpoint would take the place of a newer one.
         """
-        able = [rank for rank in self._seats.training if rank.saves and rank.step is not None]
+        able = [rank for rank in self._ranks.training if rank.saves and rank.step is not None]
         if able and not self._decider.holds_vote():
             self._note("no checkpoint is made here: other hosts may train on without this one")
             return
@@ -202,7 +123,7 @@ class Agent:
             while not (has_ended := rank.process.has_ended()) and time.monotonic() < until_s:
                 check()
                 time.sleep(LOOK_S)
-            self._seats.hear_all_of(rank)
+            self._ranks.hear_all_of(rank)
             if rank.saved == "":
                 self._note(f"{rank.name} has made it")
                 return
@@ -213,33 +134,35 @@ class Agent:
 
     def look(self) -> None:
         """See what has happened, and do what follows. Returns after a few milliseconds."""
-        seats = self._seats
-        seats.hear()
+        ranks = self._ranks
+        ranks.hear()
         is_awaited = self._is_stopping and not self._is_pausing
-        seats.look(self._since_s if is_awaited else None)
-        ended = seats.bury()
+        ranks.look(self._since_s if is_awaited else None)
+        ended = ranks.bury()
         self._because = [ended.get(why, why) for why in self._because]
-        seats.raise_early_ends()
+        ranks.raise_early_ends()
         if not self._is_recovering:
-            seats.fill(is_ending=self._told is not None or self._has_lost_all)
+            ranks.fill(is_ending=self._told is not None or self._has_lost_all)
         self._ask_decider()
         self._see_off()
         self._give_to_others()
         self._let_in()
         self._decide()
+        if self.shadows is not None and not self._is_stopping:
+            self.shadows.look(ranks.training, self._epoch, self._card, self._shadow_folder)
         self._tell_who_waits()
-        is_done = not seats.in_phase(Phase.TRAINING, Phase.LOST, Phase.LEAVING) and not seats.dying
-        if is_done and seats.finished and (self._epoch != NOT_STARTED or not list(seats)):
+        is_done = not ranks.in_phase(Phase.TRAINING, Phase.LOST, Phase.LEAVING) and not ranks.dying
+        if is_done and ranks.finished and (self._epoch != NOT_STARTED or not list(ranks)):
             self._raise_if_some_failed()
             self.is_over = True  # what still starts, or waits to come in, is ended
 
     def _tell_who_waits(self) -> None:
         """Tell which ranks of this host the others wait for: a rank may compute for ever, which is no loss."""
         if self._epoch == NOT_STARTED:
-            waiting, missing = self._seats.in_phase(Phase.WAITING), self._seats.in_phase(Phase.STARTING)
+            waiting, missing = self._ranks.in_phase(Phase.WAITING), self._ranks.in_phase(Phase.STARTING)
             what = "waiting in paceline.Elastic for all ranks"
         else:
-            training = self._seats.training if self._is_stopping else []
+            training = self._ranks.training if self._is_stopping else []
             waiting = [rank for rank in training if rank.step is not None]
             missing = [rank for rank in training if rank.step is None]
             what = "waiting for all ranks to stop"
@@ -251,12 +174,12 @@ class Agent:
     @property
     def _has_lost_all(self) -> bool:
         """Return whether no rank trains any more, and no other host has ranks that do."""
-        return self._epoch != NOT_STARTED and self._decider.is_alone and not self._seats.training
+        return self._epoch != NOT_STARTED and self._decider.is_alone and not self._ranks.training
 
     @property
     def _is_recovering(self) -> bool:
         """Whether a membership was broken, and those that are left, if they are enough, do not train again yet."""
-        training = self._seats.training
+        training = self._ranks.training
         is_between = self._is_stopping and not self._is_pausing
         is_between = is_between or not all(rank.follows for rank in training)
         return is_between and len(training) >= (self._arguments.min_ranks or 1)
@@ -270,15 +193,20 @@ class Agent:
         """
         if self._told is None:
             self._told, self._told_s = why, time.monotonic()
-        for rank in self._seats:
+        for rank in self._ranks:
             rank.leaves = True
         is_late = time.monotonic() - self._told_s > self._arguments.grace_s
-        return self._epoch != NOT_STARTED and not is_late and bool(list(self._seats) or self._seats.dying)
+        return self._epoch != NOT_STARTED and not is_late and bool(list(self._ranks) or self._ranks.dying)
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether there was a membership."""
+        return self._epoch != NOT_STARTED
 
     @property
     def trains(self) -> bool:
         """Return whether ranks of this host are in a membership."""
-        return bool(self._seats.training)
+        return bool(self._ranks.training)
 
     def may_retire(self) -> bool:
         """Return whether this host, which has no rank any more, may end: the others do not count on its vote."""
@@ -294,23 +222,23 @@ class Agent:
 
     def _see_off(self) -> None:
         """Let ranks go that were told to end."""
-        for rank in self._seats.in_phase(Phase.STARTING, Phase.WAITING):
+        for rank in self._ranks.in_phase(Phase.STARTING, Phase.WAITING):
             if rank.leaves:
                 self._let_go(rank)
-        training = self._seats.training
+        training = self._ranks.training
         leaving = [rank for rank in training if rank.leaves and rank.is_inside]
         if leaving and not self._is_stopping and all(rank.follows for rank in training):
             self._pause(f"{leaving[0].name} leaves")
-        for rank in self._seats.in_phase(Phase.LEAVING):
+        for rank in self._ranks.in_phase(Phase.LEAVING):
             if rank.left_s is not None and time.monotonic() - rank.left_s > self._arguments.grace_s:
-                self._seats.kill(rank)
+                self._ranks.kill(rank)
         if not self._going:
             return
         saves = self._decider.may_leave(self._going_from)
         is_overdue = time.monotonic() - self._told_s > _LEAVES_RATIO * self._arguments.grace_s
         if saves is None and not is_overdue:
             return
-        num_left = len(self._seats.training) + len(self._seats.in_phase(Phase.WAITING))
+        num_left = len(self._ranks.training) + len(self._ranks.in_phase(Phase.WAITING))
         if self._decider.is_alone:
             saves = num_left < (self._arguments.min_ranks or 1)
         if saves is None:  # the others do not answer: they may train on, and make newer checkpoints
@@ -324,7 +252,7 @@ class Agent:
     def _has_to_save(self) -> bool:
         """Let one of the ranks that leave make a checkpoint; if it fails, another one. Return whether to wait."""
         saver = self._saver
-        if saver is not None and saver.saved is None and saver in list(self._seats):
+        if saver is not None and saver.saved is None and saver in list(self._ranks):
             return True
         if saver is not None and saver.saved == "":
             self._note(f"{saver.name} has made a checkpoint after step {saver.step}")
@@ -344,19 +272,14 @@ class Agent:
         rank.phase, rank.left_s = Phase.LEAVING, time.monotonic()
         rank.process.tell(Leave(self._told or "it was told to end", LEFT, saves))
 
-    def serve(self, shadows: Shadows) -> None:
-        """Let shadows follow the ranks that train here."""
-        if not self._is_stopping:
-            shadows.look(self._seats.training, self._epoch, self._card)
-
     # ---- what ranks say
 
     def _take(self, rank: Rank, message: Message) -> None:
         if isinstance(message, Ready):
-            rank.saves = message.saves
+            rank.saves, self._shadow_folder = message.saves, message.shadow or self._shadow_folder
             self._let_wait(rank, message.card)
         elif isinstance(message, InLoop):
-            self._seats.note_loop(rank, message)
+            self._ranks.note_loop(rank, message)
         elif isinstance(message, Trouble) and message.epoch == self._epoch and rank.phase is Phase.TRAINING:
             self._stop(f"communication of {rank.name} failed: {message.words}")
         elif isinstance(message, Stopped) and message.epoch == self._epoch and rank.phase is Phase.TRAINING:
@@ -381,7 +304,7 @@ class Agent:
             rank.process.tell(
                 Refused(f"this rank cannot join the others: {why}. Start it as they were started.")
             )
-            self._seats.cannot_come_in(rank)
+            self._ranks.cannot_come_in(rank)
             return
         rank.phase = Phase.WAITING
         if not self._is_stopping:
@@ -392,7 +315,7 @@ class Agent:
 
         One of this host's, if any trains. Returns whether there is one anywhere.
         """
-        if not self._seats.training:
+        if not self._ranks.training:
             return self._decider.ask_for_state(lambda end: rank.process.tell(Receive(), handing=end))
         ends = socket.socketpair()
         with ends[0], ends[1]:
@@ -402,23 +325,30 @@ class Agent:
 
     def _give(self, end: socket.socket, number: int) -> None:
         """Let one of the ranks that train give its state; they take turns."""
-        givers = self._seats.training
+        givers = self._ranks.training
         if givers and not self._is_stopping:
             givers[number % len(givers)].process.tell(Give(self._epoch), handing=end)
 
     def _give_to_others(self) -> None:
-        """Let ranks that wait on other hosts have the state of one that trains here."""
-        while (end := self._decider.to_give()) is not None:
+        """Let ranks that wait on other hosts have the state of one that trains here, and shadows that of all."""
+        while (asked := self._decider.to_give()) is not None:
+            end, share = asked
             with end:
-                self._give(end, self._num_given)
-            self._num_given += 1
+                if share is None:
+                    self._give(end, self._num_given)
+                    self._num_given += 1
+                    continue
+                givers = [] if self._is_stopping else self._ranks.training
+                tell_about(end, {"epoch": self._epoch, "num_shares": len(givers), "card": self._card})
+                if share < len(givers):
+                    givers[share].process.tell(Give(self._epoch, share, len(givers)), handing=end)
 
     def _let_in(self) -> None:
         """Have the membership pause for ranks that wait, once all of these have caught up."""
-        waiting = self._seats.in_phase(Phase.WAITING)
+        waiting = self._ranks.in_phase(Phase.WAITING)
         is_early = not waiting or any(rank.is_replaying for rank in waiting)
         is_early = is_early or not self._decider.may_come_in()
-        if is_early or self._epoch == NOT_STARTED or self._is_stopping or self._seats.finished:
+        if is_early or self._epoch == NOT_STARTED or self._is_stopping or self._ranks.finished:
             return
         self._pause(f"a replacement (pid {waiting[0].process.pid}) comes in")
 
@@ -426,20 +356,20 @@ class Agent:
 
     def _ask_decider(self) -> None:
         """Stop or pause the ranks if the other hosts want this membership to end."""
-        why, training = self._decider.why_over(self._epoch), self._seats.training
+        why, training = self._decider.why_over(self._epoch), self._ranks.training
         is_under_way = not self._is_stopping or (
             self._is_pausing and any(each.step is None for each in training)
         )
         if why is not None and is_under_way:
             self._stop(why)
-        elif not self._is_stopping and not self._seats.finished and self._decider.wants_pause(self._epoch):
+        elif not self._is_stopping and not self._ranks.finished and self._decider.wants_pause(self._epoch):
             self._pause("ranks of another host come in")
 
     def _pause(self, why: str) -> None:
         """Have all ranks leave the membership behind the same step: those of other hosts hear it from these."""
         self._is_stopping = self._is_pausing = True
         self._since_s = time.monotonic()
-        for rank in self._seats.training:
+        for rank in self._ranks.training:
             rank.process.tell(Pause(self._epoch, why))
 
     def _stop(self, why: str) -> None:
@@ -449,19 +379,19 @@ class Agent:
             return
         self._is_stopping, self._is_pausing = True, False
         self._since_s = time.monotonic()
-        for rank in self._seats.training:
+        for rank in self._ranks.training:
             rank.process.tell(Stop(self._epoch, why))
 
     def _decide(self) -> None:
         """Begin the next membership, if all ranks that live have left this one."""
-        training, waiting = self._seats.training, self._seats.in_phase(Phase.WAITING)
+        training, waiting = self._ranks.training, self._ranks.in_phase(Phase.WAITING)
         is_first = self._epoch == NOT_STARTED
         # If an engine starts ranks, others come in place of those that were lost, and begin anew from a checkpoint.
         begins_anew = not self._starts and self._has_lost_all
         if is_first or begins_anew:
-            if waiting and self._seats.finished and self._starts:
+            if waiting and self._ranks.finished and self._starts:
                 raise LaunchError(
-                    f"{len(self._seats.finished)} rank(s) of {self._arguments.script} ended without paceline.Elastic, "
+                    f"{len(self._ranks.finished)} rank(s) of {self._arguments.script} ended without paceline.Elastic, "
                     f"in which {len(waiting)} wait for them. All ranks have to make one, or none."
                 )
             are_replaying = any(rank.is_replaying for rank in waiting)
@@ -470,7 +400,7 @@ class Agent:
             self._furthest, self._num_tries, self._saved_at = NOT_STARTED, 0, NOT_STARTED
         elif not self._is_stopping or any(rank.step is None for rank in training):
             return
-        elif not training and (self._decider.is_alone or self._seats.finished):
+        elif not training and (self._decider.is_alone or self._ranks.finished):
             self._raise_if_all_are_lost()
             return
         for rank in training:
@@ -478,13 +408,16 @@ class Agent:
                 rank.phase, self._going_from = Phase.LEAVING, self._epoch
                 self._going.append(rank)
                 self._because.append(f"{rank.name} was told to end")
-        has_leavers, training = bool(self._going), self._seats.training
+        has_leavers, training = bool(self._going), self._ranks.training
         if has_leavers and self._decider.is_alone and not training:
             return
-        if self._seats.finished:
+        if self.shadows is not None and not (is_first or self._is_pausing or self._ranks.finished):
+            self._ranks.adopt(self.shadows.take_spare)
+            waiting = self._ranks.in_phase(Phase.WAITING)
+        if self._ranks.finished:
             waiting = []
         # If the training is over, those that are left are told so, however few: they train no step.
-        may_be_few = not self._decider.is_alone or self._seats.is_training_over
+        may_be_few = not self._decider.is_alone or self._ranks.is_training_over
         if not may_be_few and self._is_too_few(len(training) + len(waiting)):
             return
         steps = {
@@ -493,8 +426,9 @@ class Agent:
         store = self._stores.of(self._epoch + 1)
         can_save = any(rank.saves for rank in self._going)
         leaves = not steps and self._told is not None
+        left = tuple(rank.member for rank in self._going if rank.member in self._members)
         plan = self._decider.decide(
-            Proposal(self._epoch + 1, steps, store, self._is_pausing, leaves, can_save)
+            Proposal(self._epoch + 1, steps, store, self._is_pausing, leaves, can_save, left)
         )
         if plan is not None:
             self._count_tries(plan)
@@ -510,8 +444,8 @@ class Agent:
         return len(waiting) >= least
 
     def _raise_if_all_are_lost(self) -> None:
-        is_lost = not self._seats.finished and not self._seats.dying and self._starts
-        if not is_lost or self._told is not None or self._seats.in_phase(Phase.LEAVING):
+        is_lost = not self._ranks.finished and not self._ranks.dying and self._starts
+        if not is_lost or self._told is not None or self._ranks.in_phase(Phase.LEAVING):
             return
         if self._has_left:
             raise InterruptedLaunchError(
@@ -528,7 +462,7 @@ class Agent:
         failed = [
             str(rank)
             for rank, member in enumerate(self._members)
-            if member.host == self._decider.name and member not in self._seats.finished
+            if member.host == self._decider.name and member not in self._ranks.finished
         ]
         if failed:
             raise LaunchError(
@@ -544,7 +478,7 @@ class Agent:
             self._has_said_missing = False
             return False
         limit_s = _MISSING_RATIO * self._arguments.lost_after_s
-        coming = len(self._seats.in_phase(Phase.STARTING)) + len(self._seats.dying) + (not self._starts)
+        coming = len(self._ranks.in_phase(Phase.STARTING)) + len(self._ranks.dying) + (not self._starts)
         said = f"{number} rank(s) are left of at least {least} (--min-ranks): {'; '.join(self._because)}"
         if waited_s > limit_s or (not coming and waited_s > 1.0):
             why = f"none came in {limit_s:g} s" if coming else "no replacement is starting"
@@ -565,35 +499,42 @@ class Agent:
             )
 
     def _follow(self, plan: Plan) -> None:
-        """Tell this host's ranks their seats."""
+        """Tell this host's ranks their assignments."""
         numbers = {member: number for number, member in enumerate(plan.members)}
-        lost = tuple(old for old, member in enumerate(self._members) if member not in numbers)
+        gone = [old for old, member in enumerate(self._members) if member not in numbers]
+        lost = tuple(old for old in gone if self._members[old] not in plan.left)
+        left = tuple(f"{member.host}:{member.number}" for member in plan.left)
         here = [
             rank
-            for rank in (*self._seats.training, *self._seats.in_phase(Phase.WAITING))
+            for rank in (*self._ranks.training, *self._ranks.in_phase(Phase.WAITING))
             if rank.member in numbers
         ]
         why = "; ".join(self._because) or "a replacement has come in"
         names = tuple(f"{member.host}:{member.number}" for member in plan.members)
         size, store, num_new = len(names), plan.store, plan.num_new
-        ends = self._seats.is_training_over or self._decider.others_ended()
+        ends = self._ranks.is_training_over or self._decider.others_ended()
         for rank in here:
             rank.rank, rank.step, rank.phase = numbers[rank.member], None, Phase.TRAINING
             rank.follows = False
             rank.process.tell(
-                RankAssignment(plan.epoch, rank.rank, size, len(here), store, lost, num_new, why, names, ends)
+                RankAssignment(
+                    plan.epoch, rank.rank, size, len(here), store, lost, num_new, why, names, ends, left
+                )
             )
         if here and num_new == size and self._epoch != NOT_STARTED:
             self._note(f"{size} ranks begin again: those before them were all lost")
         elif here and self._epoch != NOT_STARTED:
-            gone = f"without rank(s) {', '.join(map(str, lost))}" if lost else ""
+            without = f"without rank(s) {', '.join(map(str, gone))}" if gone else ""
             come = f"with {plan.num_new} that came in" if plan.num_new else ""
-            who = " and ".join(filter(None, (gone, come))) or "on other hosts"
+            who = " and ".join(filter(None, (without, come))) or "on other hosts"
             self._note(f"{size} ranks {'end' if ends else 'go on'} after step {plan.step}, {who}")
         self._followed(plan)
-        self._epoch, self._members, self._seats.has_begun = plan.epoch, plan.members, True
+        self._epoch, self._members, self._ranks.has_begun = plan.epoch, plan.members, True
         self._is_stopping = self._is_pausing = False
         self._because = []
-        for rank in self._seats.training:
+        for rank in self._ranks.training:
             if rank.member not in numbers:
-                self._seats.kill(rank)  # others went on without it: what it holds is old
+                self._ranks.kill(rank)  # others went on without it: what it holds is old
+        if any(rank.member in numbers for rank in self._going):  # the plan is of words from before they left
+            self._going_from = plan.epoch
+            self._stop("ranks that it counts on were told to end, and have left")

@@ -10,27 +10,40 @@ Rules
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from paceline.comm import TOKEN
 from paceline.elastic.discovery import Discovery
-from paceline.errors import ProtocolError
-from paceline.launch.elastic.council import BEAT_S, Beginning, Council
-from paceline.launch.elastic.decree import Decree, Voter
-from paceline.launch.elastic.links import Closed, Links, Received, Refused
-from paceline.launch.elastic.plan import NOT_STARTED, Address, Plan, Proposal, Start
+from paceline.errors import ConfigurationError, ProtocolError
+from paceline.host.addresses import is_loopback
+from paceline.launch.elastic.council import Beginning, Council
+from paceline.launch.elastic.decision import AgentInfo, Decision
+from paceline.launch.elastic.links import (
+    Closed,
+    Links,
+    Received,
+    Refused,
+    Stranger,
+    asks_for_state,
+    call_for_state,
+)
+from paceline.launch.elastic.plan import NOT_STARTED, Address, Decider, Plan, Proposal, Start
 from paceline.launch.elastic.record import JobRecord
-from paceline.launch.elastic.state_call import call, is_call
 from paceline.launch.elastic.vote import NEVER, Quorum
-from paceline.launch.elastic.wire import decode, encode
+from paceline.launch.elastic.wire import Packet, decode, encode
 from paceline.launch.launch_errors import LaunchError
 
 _TURN_S = 0.1
+_FIND_S = 1.0  # between two questions to the source of addresses, which may be a cluster's controller
+_CONFLICT_S = 2.0  # until the other host has heard, too, that the scripts differ
+_MOST_SAID = 20  # messages about hosts that do not fit
 _SAY_S = 3.0  # that there is no plan, before people are told: who cannot be reached is missed by then
 
 
@@ -68,10 +81,36 @@ class AgentSetting:
     needs: Quorum  # what training needs
     patience_s: float  # how long to wait for a majority, or for enough ranks
     guest: GuestHosts | None = None  # if an engine starts the hosts: where they are, and when training begins
+    script: str = ""  # what the ranks run, if hosts compare it
+    arguments: str = ""
 
 
-class Agents:
-    """This agent among the others; a `Decider`. Raises OSError if the address is taken or not this host's.
+@contextlib.contextmanager
+def opened(setting: AgentSetting, note: Callable[[str], None], remedy: str) -> Iterator[Agents]:
+    """Run this agent among the others. `remedy` says what to do if it cannot listen.
+
+    Raises ConfigurationError without a token that others do not know, or for an address that cannot be listened on.
+    """
+    at = f"{setting.listen.host}:{setting.listen.port}"
+    if not os.environ.get(TOKEN) and not is_loopback(setting.listen.host):
+        raise ConfigurationError(
+            f"any process that reaches {at} could end the training and get its parameters. Give all hosts the same "
+            f"{TOKEN}, a secret such as `openssl rand -hex 16` makes."
+        )
+    try:
+        agents = Agents(setting, note)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the agent of this host cannot listen at {at} ({os.strerror(error.errno or 0)}). {remedy}"
+        ) from error
+    try:
+        yield agents
+    finally:
+        agents.close()
+
+
+class Agents(Decider):
+    """This agent among the others. Raises OSError if the address is taken or not this host's.
 
     `note` tells people that there is no plan yet, and what is missing.
     """
@@ -82,14 +121,19 @@ class Agents:
         self._setting, self._note = setting, note
         self._links = Links(setting.listen, setting.token)
         self.name = f"{setting.name}/{secrets.token_hex(3)}"
-        own = Voter(self.name, self._links.address, start=setting.start, num_ranks=setting.num_ranks)
+        own = AgentInfo(self.name, self._links.address, start=setting.start, num_ranks=setting.num_ranks)
         guest = None if setting.guest is None else setting.guest.beginning(setting.needs.most_hosts)
         self._council = Council(own, setting.needs, setting.first, time.monotonic(), guest)
         self._lock = threading.Lock()
         self._names: dict[int, str] = {}  # of incoming connections
-        self._to_give: deque[socket.socket] = deque()  # to ranks of other hosts
+        # To ranks of other hosts, and to shadows, of which each asks for a share
+        self._to_give: deque[tuple[socket.socket, int | None]] = deque()
         self._waits_since_s: float | None = None
-        self._has_said_missing = self._has_said_apart = False
+        self._has_said_missing = False
+        self._recorded = ""  # the record of the job, as it is here
+        self._said: set[str] = set()  # about hosts that do not fit
+        self._conflict: str | None = None  # a host that runs another script, before training has begun
+        self._conflict_s = 0.0  # since when that is known
         self._forgotten: set[str] = set()  # missing agents whose connections are closed
         self._ends = False
         self._broken: BaseException | None = None  # what the thread died of
@@ -99,7 +143,7 @@ class Agents:
             threading.Thread(target=self._discover, args=(setting.guest,), daemon=True).start()
 
     def _discover(self, guest: GuestHosts) -> None:
-        """Look for other agents with every heartbeat, and say that this job trains."""
+        """Look for other agents once a second, and say that this job trains."""
         while not self._ends:
             found: Sequence[Address] = ()
             with contextlib.suppress(OSError):  # nothing is known for now
@@ -107,24 +151,28 @@ class Agents:
                 found = [Address(*each) for each in guest.discovery.find()]
             with self._lock:
                 self._council.discovered(found)
-                decree, job = self._council.decree, self._council.job
+                decision, job = self._council.decision, self._council.job
             self._links.wake()
-            if guest.record is not None and decree is not None and decree.trained != NOT_STARTED:
+            if guest.record is not None and decision is not None and decision.trained != NOT_STARTED:
                 guest.record.touch()
-                self._check_record(guest.record, job)
-            time.sleep(BEAT_S)
+                self._recorded = guest.record.words()
+                if guest.record.holder() != job:
+                    self._say_apart()
+            time.sleep(_FIND_S)
 
-    def _check_record(self, record: JobRecord, job: str) -> None:
-        if record.holder() != job and not self._has_said_apart:
-            self._has_said_apart = True
-            self._note(
-                f"{record.ended.parent} is not the folder that the other hosts have: the record of this job is not in "
-                "it. PACELINE_JOB_FOLDER needs a folder that all hosts share."
+    def _say_apart(self) -> None:
+        guest = self._setting.guest
+        if guest is not None and guest.record is not None:
+            self._say_once(
+                f"{guest.record.ended.parent} is not the folder that the other hosts have: their record of this job is "
+                "not in it. PACELINE_JOB_FOLDER needs a folder that all hosts share."
             )
 
     def check_job(self) -> None:
         """Raise LaunchError if the ranks of this host train in a second job, or wait for one that does not answer."""
         with self._lock:
+            if self._conflict is not None and time.monotonic() - self._conflict_s > _CONFLICT_S:
+                raise LaunchError(self._conflict)
             if self._council.has_rival:
                 raise LaunchError(
                     "another job of the same name trains with more ranks, so this one gives up."
@@ -136,6 +184,12 @@ class Agents:
         """Return whether the job has ended well on all other hosts."""
         with self._lock:
             return self._council.is_all_over()
+
+    def is_only_one(self) -> bool:
+        """Return whether the newest decision is of this host alone: if it loses its ranks, no other has the state."""
+        with self._lock:
+            decision = self._council.decision
+        return decision is not None and decision.names == (self.name,)
 
     @property
     def address(self) -> Address:
@@ -151,10 +205,10 @@ class Agents:
             check()
             self._check_thread()
             with self._lock:
-                decree, start = self._council.decree, self._council.start
+                decision, start = self._council.decision, self._council.start
                 if start is not None:
                     return self._start_by(start)
-                if decree is not None and decree.trained != NOT_STARTED:
+                if decision is not None and decision.trained != NOT_STARTED:
                     return None
                 missing = self._what_is_missing()
             if time.monotonic() - began_s > self._setting.patience_s:
@@ -164,8 +218,8 @@ class Agents:
                 )
             time.sleep(_TURN_S)
 
-    def _start_by(self, decree: Decree) -> Start:
-        voters = sorted(decree.voters, key=lambda voter: voter.name)
+    def _start_by(self, decision: Decision) -> Start:
+        voters = sorted(decision.voters, key=lambda voter: voter.name)
         host = [voter.name for voter in voters].index(self.name)
         before = sum(voter.num_ranks for voter in voters[:host])
         return Start(before, sum(v.num_ranks for v in voters), host, len(voters), voters[0].start)
@@ -173,7 +227,7 @@ class Agents:
     # ---- a Decider
 
     def decide(self, proposal: Proposal) -> Plan | None:
-        """See `Decider`; raises LaunchError if there was no plan for too long: agents or ranks are missing."""
+        """Return a plan as `Decider` says. Raises LaunchError after waiting too long: agents or ranks are missing."""
         self._check_thread()
         now_s = time.monotonic()
         with self._lock:
@@ -192,7 +246,6 @@ class Agents:
         return plan
 
     def why_over(self, epoch: int) -> str | None:
-        """See `Decider`."""
         self._check_thread()
         with self._lock:
             if self._council.is_all_over() and not self._council.is_member:
@@ -213,63 +266,54 @@ class Agents:
         )
 
     def wants_pause(self, epoch: int) -> bool:
-        """See `Decider`."""
         with self._lock:
             return self._council.wants_pause(epoch)
 
     def others_ended(self) -> bool:
-        """See `Decider`."""
         with self._lock:
             return any(peer.is_done for peer in self._council.peers.values())
 
     def holds_vote(self) -> bool:
-        """See `Decider`."""
         with self._lock:
             is_fit = self._broken is None and not self._council.has_rival
             return is_fit and self._council.holds_vote(time.monotonic())
 
     def ask_for_state(self, take: Callable[[socket.socket], None]) -> bool:
-        """See `Decider`."""
         with self._lock:
             trainers = self._council.trainers()
         if trainers:
-            address = secrets.choice(trainers)
-            threading.Thread(
-                target=self._call, args=(address, take), name="paceline call", daemon=True
-            ).start()
+            words = (secrets.choice(trainers), take)
+            threading.Thread(target=self._call, args=words, name="paceline call", daemon=True).start()
         return bool(trainers)
 
     def _call(self, address: Address, take: Callable[[socket.socket], None]) -> None:
         try:
-            end = call(address, self._setting.token)
+            end = call_for_state(address, self._setting.token)
         except OSError:  # it reads the end at once, and receives everything later
             end, other = socket.socketpair()
             other.close()
         with end:
             take(end)
 
-    def to_give(self) -> socket.socket | None:
-        """See `Decider`."""
+    def to_give(self) -> tuple[socket.socket, int | None] | None:
         with self._lock:
             return self._to_give.popleft() if self._to_give else None
 
     def may_come_in(self) -> bool:
-        """See `Decider`."""
         with self._lock:
             return not self._council.is_full
 
     def may_leave(self, epoch: int) -> bool | None:
-        """See `Decider`."""
         with self._lock:
             return self._council.may_leave(epoch)
 
     def _check_beginning(self) -> None:
         """Training does not begin without a host that began with this one."""
-        start, decree = self._council.start, self._council.decree
-        if start is None or decree is None or decree.trained != NOT_STARTED:
+        start, decision = self._council.start, self._council.decision
+        if start is None or decision is None or decision.trained != NOT_STARTED:
             return
         lost = sorted(
-            set(start.names) & (set(self._council.missing()) | set(start.names) - set(decree.names))
+            set(start.names) & (set(self._council.missing()) | set(start.names) - set(decision.names))
         )
         if lost:
             raise LaunchError(
@@ -290,25 +334,20 @@ class Agents:
             self._has_said_missing = True
             self._note(f"waiting up to {limit_s:g} s for ranks to train with: {self._what_is_missing()}")
 
-    def waits_for(self) -> str:
-        """Return in words what is missing until there is a plan."""
-        with self._lock:
-            return self._what_is_missing()
-
     def _what_is_missing(self) -> str:
         council = self._council
-        decree, missing = council.decree, council.missing()
-        if decree is None:
+        decision, missing = council.decision, council.missing()
+        if decision is None:
             where = ":".join(map(str, self._setting.first or self.address))
             return f"no agent of this job answers at {where}."
-        heard = [name for name in decree.names if name not in missing]
+        heard = [name for name in decision.names if name not in missing]
         if not council.state.suffices(heard):
-            half = 2 * len(heard) == len(decree.names)
-            ties = f", and {decree.tie_breaker}, which breaks ties, is missing" if half else ""
-            reached = f"{self.name} reaches {len(heard)} of {len(decree.names)} agents{ties}"
+            half = 2 * len(heard) == len(decision.names)
+            ties = f", and {decision.tie_breaker}, which breaks ties, is missing" if half else ""
+            reached = f"{self.name} reaches {len(heard)} of {len(decision.names)} agents{ties}"
             return f"{reached}. Not heard: {', '.join(missing)}."
         needs = self._setting.needs
-        if decree.trained == NOT_STARTED:
+        if decision.trained == NOT_STARTED:
             least = needs.hosts if self._setting.guest is None else self._setting.guest.least
             return f"{len(heard)} of {least} hosts are here: {', '.join(heard)}."
         return (
@@ -348,7 +387,7 @@ class Agents:
 
     def _close_given(self) -> None:
         while self._to_give:
-            self._to_give.popleft().close()
+            self._to_give.popleft()[0].close()
 
     # ---- the thread
 
@@ -367,18 +406,25 @@ class Agents:
                 for event in events:
                     self._take(event, now_s)
                 for address, packet in self._council.turn(now_s):
-                    self._links.post(address, encode(packet), now_s)
+                    script, arguments = self._setting.script, self._setting.arguments
+                    known = replace(packet, script=script, arguments=arguments, record=self._recorded)
+                    self._links.post(address, encode(known), now_s)
                 self._forget_missing()
 
-    def _take(self, event: Received | Refused | Closed, now_s: float) -> None:
+    def _take(self, event: Received | Refused | Closed | Stranger, now_s: float) -> None:
         if isinstance(event, Refused):
             self._council.refused(event.address, now_s)
+        elif isinstance(event, Stranger):
+            self._say_once(
+                f"a process at {event.host} has another PACELINE_TOKEN or PACELINE_JOB than {self.name}, so they do "
+                "not train together. Hosts of one job need the same."
+            )
         elif isinstance(event, Closed):
             name = self._names.pop(event.connection, "")
             if name in self._council.peers:
-                self._links.forget(self._council.peers[name].voter.address)
+                self._links.forget(self._council.peers[name].agent.address)
                 self._council.closed(name, now_s)
-        elif is_call(event.body):
+        elif asks_for_state(event.body):
             if (given := self._links.hand_over(event.connection, event.body)) is not None:
                 self._to_give.append(given)
             if self._council.is_done:
@@ -386,10 +432,41 @@ class Agents:
         else:
             try:
                 packet = decode(event.body)
-                self._council.heard(packet, now_s)
-                self._names[event.connection] = packet.sender.name
+                if self._fits(packet):
+                    self._council.heard(packet, now_s)
+                    self._names[event.connection] = packet.sender.name
             except ProtocolError:
                 self._links.drop(event.connection)
+
+    def _fits(self, packet: Packet) -> bool:
+        """Return whether the sender runs the same script. If not, a job that has not begun yet ends."""
+        mine, theirs = self._setting, packet.sender.name
+        if packet.script != mine.script:
+            words = (
+                f"{theirs} runs {packet.script}, but {self.name} runs {mine.script}: they are no job. Give each job "
+                "its own PACELINE_JOB, and all hosts of a job the same script and versions."
+            )
+            self._say_once(words)
+            decision = self._council.decision
+            if decision is None or decision.trained == NOT_STARTED:
+                self._conflict_s = self._conflict_s or time.monotonic()
+                self._conflict = words
+            self._council.discovered([packet.sender.address])
+            return False
+        own, other = self._recorded, packet.record
+        if own != other and own.partition(" ")[0] == other.partition(" ")[0]:
+            self._say_apart()
+        if packet.arguments != mine.arguments:
+            self._say_once(
+                f"{theirs} has other arguments: {packet.arguments or 'none'}. Those of {self.name}: "
+                f"{mine.arguments or 'none'}. If these are two jobs, give each its own PACELINE_JOB."
+            )
+        return True
+
+    def _say_once(self, words: str) -> None:
+        if words not in self._said and len(self._said) < _MOST_SAID:
+            self._said.add(words)
+            self._note(words)
 
     def _forget_missing(self) -> None:
         """A connection to a host that is not heard is half open: what is sent next shall not wait for TCP."""
@@ -399,5 +476,5 @@ class Agents:
                 self._links.drop(connection)
                 del self._names[connection]
         for name in missing - self._forgotten:
-            self._links.forget(self._council.peers[name].voter.address)
+            self._links.forget(self._council.peers[name].agent.address)
         self._forgotten = missing

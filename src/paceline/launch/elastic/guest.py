@@ -13,37 +13,36 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.comm import TOKEN
-from paceline.elastic.agent_connection import Ended, Leave, Refused, Said
+from paceline.elastic.agent_connection import Leave, Refused, Said
 from paceline.elastic.discovery import Discovery
-from paceline.elastic.guest import DOOR, LOCAL, GuestSetting, credentials_of_peer
+from paceline.elastic.guest import DOOR, LOCAL, WELCOME, GuestSetting, credentials_of_peer
 from paceline.errors import ConfigurationError, PacelineError
-from paceline.host.addresses import LOOPBACK, is_loopback
+from paceline.host.addresses import LOOPBACK
 from paceline.launch.elastic.agent import Agent
-from paceline.launch.elastic.agents import Agents, AgentSetting, GuestHosts
-from paceline.launch.elastic.plan import Address, Decider, OneHost, Start
+from paceline.launch.elastic.agents import Agents, AgentSetting, GuestHosts, opened
+from paceline.launch.elastic.local_ranks import Source
+from paceline.launch.elastic.plan import Address, Decider, OneHost
 from paceline.launch.elastic.rank_process import AgentsRank, WatchedProcess
 from paceline.launch.elastic.record import JobRecord
+from paceline.launch.elastic.shadows import Shadows
 from paceline.launch.elastic.vote import NEVER, Quorum
 from paceline.launch.launch_errors import LaunchError
 
 _LINGER_S = 2.0  # without a rank: its engine may be about to start another one
-_PATIENCE_RATIO = (
-    10.0  # of the time after which a rank is lost: how long to wait for addresses, hosts or ranks
-)
+# Of the time after which a rank is lost: how long to wait for addresses, hosts or ranks
+_PATIENCE_RATIO = 10.0
 _GONE_S = 30.0  # that ranks take at most to end after the job's end
 _SAY_S = 3.0  # without an address, before people are told
 _NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-class Door:
+class Door(Source):
     """The socket at which the ranks of this host arrive. `host` is the address of this host that ranks reach."""
-
-    starts = False
 
     def __init__(self, door: socket.socket, host: str, linger_s: float = _LINGER_S) -> None:
         self._door, self.host, self._linger_s = door, host, linger_s
@@ -53,14 +52,7 @@ class Door:
         self._busy_s = time.monotonic()
         self.sent_away: list[AgentsRank] = []  # that came after the job's end
 
-    def start_all(self, start: Start | None) -> Sequence[AgentsRank]:
-        return ()
-
-    def start_one(self, local_rank: int) -> AgentsRank:
-        raise NotImplementedError
-
     def arrived(self) -> list[AgentsRank]:
-        """Return the ranks that have connected since the last call."""
         self.accept_ranks()
         found, self._new = self._new, []
         return found
@@ -72,11 +64,13 @@ class Door:
                 end, _ = self._door.accept()
                 end.setblocking(True)
                 if credentials_of_peer(end)[1] == os.getuid():
+                    with contextlib.suppress(OSError):  # it has died meanwhile
+                        end.send(WELCOME)
                     self._new.append(WatchedProcess(end))
                 else:
                     end.close()
         known = {*self.ranks}
-        self.ranks = [each for each in self.ranks if each.line.fileno() >= 0]
+        self.ranks = [each for each in self.ranks if each.connection.fileno() >= 0]
         self.ranks += [each for each in self._new if each not in known]
         if self.ranks:
             self._busy_s = time.monotonic()
@@ -97,9 +91,14 @@ class Voice:
         self._words.append(words)
 
     def speak(self, ranks: Sequence[AgentsRank]) -> None:
-        """Tell the first rank that hears."""
-        while self._words and any(each.line.tell(Said(self._words[0]), waits=False) for each in ranks):
-            self._words.popleft()
+        """Tell the first rank that hears. One that has begun to end comes last: it takes words and prints none."""
+        if self._words:
+            here = [each for each in ranks if each.connection.fileno() >= 0]
+            here.sort(key=lambda each: each.vitals().is_ending)
+            while self._words and any(
+                each.connection.tell(Said(self._words[0]), waits=False) for each in here
+            ):
+                self._words.popleft()
 
 
 @dataclass(frozen=True)
@@ -109,11 +108,7 @@ class Job:
     setting: GuestSetting
     decider: Decider
     record: JobRecord | None = None
-
-    @property
-    def others(self) -> Agents | None:
-        """The agents of the other hosts, if there may be any."""
-        return self.decider if isinstance(self.decider, Agents) else None
+    others: Agents | None = None  # this agent among those of other hosts, if there may be any
 
     def is_over(self) -> str | None:
         """Return why there is nothing left to train, in words; None: there is."""
@@ -127,9 +122,15 @@ class Job:
         return None
 
 
-def lead(job: Job, door: Door, voice: Voice, told: Sequence[int]) -> None:
+def lead(job: Job, door: Door, voice: Voice, told: Sequence[int], shadows: Shadows | None = None) -> None:
     """Lead the ranks of this host until the last one has ended. `told` are the signals that the agent has received."""
     agent = Agent(job.setting, job.decider, door, None, voice.note)
+    agent.shadows = shadows
+
+    def has_lost_job() -> bool:
+        """Return whether the state is lost: ranks that its engine starts now begin anew, with another agent."""
+        return agent.has_begun and not agent.trains and job.others is not None and job.others.is_only_one()
+
     try:
         while not agent.is_over:
             agent.look()
@@ -138,22 +139,21 @@ def lead(job: Job, door: Door, voice: Voice, told: Sequence[int]) -> None:
                 send_away(door, voice, why)
                 until_s = time.monotonic() + _GONE_S
                 while time.monotonic() < until_s and not all(each.has_ended() for each in door.sent_away):
-                    time.sleep(
-                        0.01
-                    )  # a rank whose words were not read would see an error if the agent ended now
+                    # A rank whose words were not read would see an error if the agent ended now.
+                    time.sleep(0.01)
                 return
             if told:
                 agent.leave(f"{signal.Signals(told[0]).name} received by the agent of this host")
-            if (door.is_left or (told and not door.ranks)) and agent.may_retire():
+            if (door.is_left or (not door.ranks and (told or has_lost_job()))) and agent.may_retire():
                 return
-            if job.others is not None:
+            if job.others is not None and door.ranks:  # else there is no rank that would hear why
                 job.others.check_job()
     except LaunchError as error:
         voice.note(str(error))
         voice.speak(door.ranks)
         agent.save(str(error), lambda: None)
-        for each in door.ranks:
-            each.tell(Ended(str(error)))
+        for each in door.ranks:  # of these none saves: their state may be older than the others'
+            each.tell(Leave(str(error), 1))
         return
     if job.record is not None:
         job.record.end()
@@ -164,7 +164,7 @@ def lead(job: Job, door: Door, voice: Voice, told: Sequence[int]) -> None:
 def send_away(door: Door, voice: Voice, why: str) -> None:
     """Let all ranks that are here after the job's end exit with 0."""
     door.accept_ranks()
-    late = [each for each in door.ranks if each not in door.sent_away]
+    late = [each for each in door.ranks if each not in door.sent_away and not each.has_ended()]
     door.sent_away += late
     if late:
         voice.note(why)
@@ -173,47 +173,56 @@ def send_away(door: Door, voice: Voice, why: str) -> None:
         each.tell(Leave(why, 0))
 
 
+def lead_as(setting: GuestSetting, door: Door, voice: Voice, told: Sequence[int]) -> None:
+    """Lead the ranks of this host as one of the job's agents."""
+
+    def attend() -> None:
+        door.accept_ranks()
+        voice.speak(door.ranks)
+
+    with deciding(setting, voice.note, attend) as job, Shadows(setting.name, None) as shadows:
+        if job.others is not None:
+            door.host = job.others.address.host
+        lead(job, door, voice, told, shadows)
+
+
 @contextlib.contextmanager
-def deciding(setting: GuestSetting, record: JobRecord | None, voice: Voice, door: Door) -> Iterator[Decider]:
-    """Run what decides who trains: this agent alone, or with those of other hosts."""
+def deciding(
+    setting: GuestSetting, note: Callable[[str], None], check: Callable[[], None] = lambda: None
+) -> Iterator[Job]:
+    """Run what decides who trains: this agent alone, or with those of other hosts. `check` is called while it waits."""
+    record = JobRecord(Path(setting.record), setting.job) if setting.record else None
     if setting.peers == LOCAL:
-        yield OneHost()
+        yield Job(setting, OneHost(), record)
         return
     discovery = Discovery(setting.peers, setting.local_addr, setting.port)
-    listen = _where_to_listen(setting, discovery, voice, door)
-    token = os.environ.get(TOKEN, "")
-    if not token and not is_loopback(listen.host):
-        raise ConfigurationError(
-            f"any process that reaches {listen.host}:{listen.port} could end the training and get its parameters. Give "
-            f"all hosts the same {TOKEN}, a secret such as `openssl rand -hex 16` makes."
-        )
+    listen = _where_to_listen(setting, discovery, note, check)
     known = AgentSetting(
         name=f"{socket.gethostname()}-{listen.host}",
         num_ranks=setting.num_local_ranks,
         start=Address("", 0),
         listen=listen,
         first=None,
-        token=f"{token} {setting.job}",  # agents of another job do not understand each other
+        token=f"{os.environ.get(TOKEN, '')} {setting.job}",  # agents of another job do not understand each other
         needs=Quorum(NEVER, setting.min_ranks, setting.most_nodes),
         patience_s=_PATIENCE_RATIO * setting.lost_after_s,
         guest=GuestHosts(discovery, setting.least_nodes, setting.join_timeout_s, record),
+        script=setting.facts,
+        arguments=setting.arguments,
+    )
+    remedy = (
+        "Give this host's address as PACELINE_LOCAL_ADDR, or another PACELINE_PORT, the same on all hosts."
     )
     try:
-        agents = Agents(known, voice.note)
-    except OSError as error:
-        raise ConfigurationError(
-            f"the agent of this host cannot listen at {listen.host}:{listen.port} ({os.strerror(error.errno or 0)}). "
-            "Give this host's address as PACELINE_LOCAL_ADDR, or another PACELINE_PORT, the same on all hosts."
-        ) from error
-    door.host = listen.host
-    try:
-        yield agents
+        with opened(known, note, remedy) as agents:
+            yield Job(setting, agents, record, agents)
     finally:
-        agents.close()
         discovery.forget()
 
 
-def _where_to_listen(setting: GuestSetting, discovery: Discovery, voice: Voice, door: Door) -> Address:
+def _where_to_listen(
+    setting: GuestSetting, discovery: Discovery, note: Callable[[str], None], check: Callable[[], None]
+) -> Address:
     """Return the address of this host, once the source names one: a name may be known late."""
     began_s, limit_s, said = time.monotonic(), _PATIENCE_RATIO * setting.lost_after_s, False
     while True:
@@ -221,14 +230,13 @@ def _where_to_listen(setting: GuestSetting, discovery: Discovery, voice: Voice, 
             return Address(*discovery.listen())
         except OSError as error:
             waited_s = time.monotonic() - began_s
-            words = f"PACELINE_PEERS={setting.peers}: {error.strerror or error}"
+            words = f"PACELINE_PEERS (or --peers) {setting.peers}: {error.strerror or error}"
         if waited_s > limit_s:
             raise ConfigurationError(f"{words}. Waited {waited_s:.0f} s.")
         if waited_s > _SAY_S and not said:
             said = True
-            voice.note(f"{words}; waiting up to {limit_s:g} s")
-        door.accept_ranks()
-        voice.speak(door.ranks)
+            note(f"{words}; waiting up to {limit_s:g} s")
+        check()
         time.sleep(0.2)
 
 
@@ -240,18 +248,13 @@ def main() -> int:
     voice = Voice()
     with socket.socket(fileno=int(os.environ.pop(DOOR))) as listening:
         os.set_inheritable(listening.fileno(), False)
-        setting = GuestSetting.of(os.environ, os.environ.get("PACELINE_SCRIPT", "the script"))
-        record = JobRecord(Path(setting.record), setting.job) if setting.record else None
+        setting = GuestSetting.of(os.environ, *sys.argv[1:])
         door = Door(listening, LOOPBACK)
         try:
-            with deciding(setting, record, voice, door) as decider:
-                lead(Job(setting, decider, record), door, voice, told)
+            lead_as(setting, door, voice, told)
         except Exception as error:
-            why = (
-                str(error)
-                if isinstance(error, PacelineError)
-                else f"the agent of this host failed: {error!r}"
-            )
+            is_known = isinstance(error, PacelineError)
+            why = str(error) if is_known else f"the agent of this host failed: {error!r}"
             door.accept_ranks()
             for each in door.ranks:
                 each.tell(Refused(why))

@@ -3,6 +3,13 @@
     listener  greeting, 32 random bytes
     sender    frames: length of the body (4 bytes), code (32), body
 
+To get the state of a rank that trains on the listener's host, a process calls (`call_for_state`):
+
+    listener  greeting, random bytes
+    caller    one frame: `_ASKS`, or `_SHADOWS` and the number of a share; random bytes of its own
+    listener  a code over these; for a shadow also a length and JSON: how many ranks give, and their card
+              what follows is what the rank sends (`elastic/replay.py`), not encrypted
+
 Rules
 1. A connection carries frames one way only, from the end that opened it to the listener. So two agents have two.
 2. A frame's code is an HMAC-SHA256 with the job's token over the listener's random bytes, the frame's number and its
@@ -10,39 +17,108 @@ Rules
 3. A stranger is dropped first: at its first wrong frame, after `PROOF_S` without one, or when `MOST_STRANGERS` wait.
 4. No call waits. A frame for an agent that is not reached is dropped. The agent sends it again if it is still needed.
 5. The listener uses one interface: the address that it is given.
-6. A connection that asks for the state of a rank (`state_call.py`) is handed over to a rank, and the agents use it no
-   longer.
+6. A connection that asks for the state of a rank is handed over to a rank, and the agents use it no longer. Both ends
+   know the job's token before that rank hears of it. No rank listens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import hmac
+import json
 import secrets
 import selectors
 import socket
+import struct
 from dataclasses import dataclass, field
+from typing import Any
 
-from paceline.launch.elastic import state_call
-from paceline.launch.elastic.codes import (
-    CODE_BYTES,
-    CONNECT_S,
-    GREETING,
-    LENGTH,
-    NONCE_BYTES,
-    code_of,
-    frame_of,
-)
 from paceline.launch.elastic.plan import Address
 
+GREETING = b"paceline agents 4\n"
+NONCE_BYTES = CODE_BYTES = 32
 MOST_BYTES = 1 << 20  # of a body
 MOST_FIRST_BYTES = 1 << 16  # of the first one: what a stranger can make us hold
 MOST_STRANGERS = 32
 PROOF_S = 10.0
+CONNECT_S = 1.0  # then the connection is tried anew: TCP itself would wait ever longer after a cut
 _MOST_QUEUED = 64
-_HEAD = LENGTH.size + CODE_BYTES
+_LENGTH, _NUMBER = struct.Struct("!I"), struct.Struct("!Q")
+_HEAD = _LENGTH.size + CODE_BYTES
 _PART_BYTES = 1 << 16
+_ASKS, _SHADOWS, _GIVES = b"state ", b"share ", b"given"
+_CUT_MS = 10_000  # that what a giver has sent may be unconfirmed
+# Seconds, and how often: who only reads hears nothing of a cut.
+_SILENCE = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
+
+
+def frame_of(key: bytes, nonce: bytes, number: int, body: bytes) -> bytes:
+    """Return a frame as it is sent."""
+    return _LENGTH.pack(len(body)) + _code_of(key, nonce, number, body) + body
+
+
+def _code_of(key: bytes, nonce: bytes, number: int, body: bytes) -> bytes:
+    return hmac.new(key, nonce + _NUMBER.pack(number) + body, hashlib.sha256).digest()
+
+
+def call_for_state(address: Address, token: str, share: int | None = None) -> socket.socket:
+    """Ask the agent that listens there; returns the connection over which a rank's state comes.
+
+    A shadow asks for a `share`, and calls `hear_about` next.
+
+    Blocks, for some `CONNECT_S`. Raises OSError if no agent that knows the token answers.
+    """
+    with contextlib.ExitStack() as closes:
+        end = closes.enter_context(socket.create_connection(address, CONNECT_S))
+        key, mine = token.encode(), secrets.token_bytes(NONCE_BYTES)
+        nonce = _read(end, len(GREETING) + NONCE_BYTES)[len(GREETING) :]
+        asks = _ASKS if share is None else _SHADOWS + bytes([share])
+        end.sendall(frame_of(key, nonce, 0, asks + mine))
+        if not hmac.compare_digest(_read(end, CODE_BYTES), _code_of(key, mine, 0, _GIVES)):
+            raise ConnectionRefusedError("what listens there does not know the job's token")
+        end.settimeout(None)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _SILENCE:
+            end.setsockopt(socket.IPPROTO_TCP, option, value)
+        closes.pop_all()
+    return end
+
+
+def _read(end: socket.socket, num_bytes: int) -> bytes:
+    found = b""
+    while len(found) < num_bytes:
+        if not (part := end.recv(num_bytes - len(found))):
+            raise ConnectionResetError("the connection was closed")
+        found += part
+    return found
+
+
+def asks_for_state(body: bytes) -> bool:
+    """Return whether a frame asks for a rank's state, and is as long as such a frame."""
+    asks = len(body) - NONCE_BYTES
+    return (asks == len(_ASKS) and body.startswith(_ASKS)) or (
+        asks == len(_SHADOWS) + 1 and body.startswith(_SHADOWS)
+    )
+
+
+def tell_about(end: socket.socket, told: dict[str, Any]) -> None:
+    """Tell a shadow what it has to know before its share comes."""
+    words = json.dumps(told).encode()
+    with contextlib.suppress(OSError):  # the rank that has it next sees that
+        end.sendall(_LENGTH.pack(len(words)) + words)
+
+
+def hear_about(end: socket.socket) -> dict[str, Any]:
+    """Return what an agent tells a shadow. Blocks, for some `CONNECT_S`. Raises OSError if that does not come."""
+    end.settimeout(CONNECT_S)
+    (length,) = _LENGTH.unpack(_read(end, _LENGTH.size))
+    if length > MOST_BYTES:
+        raise ConnectionResetError(f"an agent announces {length} bytes, and {MOST_BYTES} are the most")
+    told: dict[str, Any] = json.loads(_read(end, length))
+    end.settimeout(None)
+    return told
 
 
 @dataclass(frozen=True)
@@ -67,9 +143,16 @@ class Closed:
     connection: int
 
 
+@dataclass(frozen=True)
+class Stranger:
+    """The event that a process of this host does not know the token."""
+
+    host: str
+
+
 @dataclass
 class _Incoming:
-    """A connection that others have opened."""
+    """A connection that another agent has opened."""
 
     socket: socket.socket
     nonce: bytes
@@ -92,17 +175,9 @@ class _Outgoing:
 
 
 class Links:
-    """All connections of an agent.
+    """All connections of an agent, which listens at `address`; port 0 of `listen` takes a free one.
 
-    Args:
-        listen: Where; port 0 takes a free one.
-        token: The job's.
-
-    Attributes:
-        address: Where it listens.
-
-    Raises:
-        OSError: The address is taken, or is none of this host.
+    Raises OSError if the address is taken, or does not belong to this host.
     """
 
     def __init__(self, listen: Address, token: str) -> None:
@@ -118,7 +193,7 @@ class Links:
             self._selector.register(each, selectors.EVENT_READ)
         self._incoming: dict[int, _Incoming] = {}
         self._outgoing: dict[Address, _Outgoing] = {}
-        self._events: list[Received | Refused | Closed] = []
+        self._events: list[Received | Refused | Closed | Stranger] = []
 
     def wake(self) -> None:
         """Let `turn` return now; to be called by any thread."""
@@ -137,7 +212,7 @@ class Links:
         if connection in self._incoming:
             self._close(self._incoming.pop(connection).socket)
 
-    def turn(self, timeout_s: float, now_s: float) -> list[Received | Refused | Closed]:
+    def turn(self, timeout_s: float, now_s: float) -> list[Received | Refused | Closed | Stranger]:
         """Send and receive what is possible; waits for something to happen, at most so long."""
         self._give_up(now_s)
         for key, _ in self._selector.select(0.0 if self._events else timeout_s):
@@ -162,14 +237,20 @@ class Links:
             one.close()
         self._selector.close()
 
-    def hand_over(self, connection: int, asked: bytes) -> socket.socket | None:
-        """Let go of the connection by which `state_call` asked so; None: it is closed."""
+    def hand_over(self, connection: int, asked: bytes) -> tuple[socket.socket, int | None] | None:
+        """Prove to a caller that the token is known here, and return the connection, let go; None: it is closed.
+
+        With it the number of the share, if a shadow asks.
+        """
         if connection not in self._incoming:
             return None
         given = self._incoming.pop(connection).socket
         self._selector.unregister(given)
-        state_call.answer(given, self._token, asked)
-        return given
+        given.setblocking(True)
+        given.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _CUT_MS)
+        with contextlib.suppress(OSError):  # who has it next sees that
+            given.sendall(_code_of(self._token, asked[-NONCE_BYTES:], 0, _GIVES))
+        return given, asked[len(_SHADOWS)] if asked.startswith(_SHADOWS) else None
 
     # ---- incoming
 
@@ -210,13 +291,15 @@ class Links:
     def _take_frames(self, fd: int, link: _Incoming) -> bool:
         """Return whether all that has arrived is of an agent of this job."""
         while len(link.data) >= _HEAD:
-            (length,) = LENGTH.unpack_from(link.data)
+            (length,) = _LENGTH.unpack_from(link.data)
             if length > (MOST_BYTES if link.number else MOST_FIRST_BYTES):
                 return False
             if len(link.data) < _HEAD + length:
                 return True
-            code, body = bytes(link.data[LENGTH.size : _HEAD]), bytes(link.data[_HEAD : _HEAD + length])
-            if not hmac.compare_digest(code, code_of(self._token, link.nonce, link.number, body)):
+            code, body = bytes(link.data[_LENGTH.size : _HEAD]), bytes(link.data[_HEAD : _HEAD + length])
+            if not hmac.compare_digest(code, _code_of(self._token, link.nonce, link.number, body)):
+                with contextlib.suppress(OSError):
+                    self._events.append(Stranger(link.socket.getpeername()[0]))
                 return False
             del link.data[: _HEAD + length]
             link.number += 1

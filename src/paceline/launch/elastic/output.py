@@ -40,8 +40,9 @@ class Output:
 class Outputs:
     """The maker of the outputs. `config` is torch's, of a launch with so many local ranks."""
 
-    def __init__(self, config: Any, num_seats: int) -> None:
-        self._logs, self._run_id, self._num_seats = config.logs_specs, str(config.run_id), num_seats
+    def __init__(self, config: Any, num_local_ranks: int) -> None:
+        self._logs, self._run_id = config.logs_specs, str(config.run_id)
+        self._num_local_ranks = num_local_ranks
         self._prefix = Template(config.log_line_prefix_template or "[${role_name}${local_rank}]:")
         self._role = config.role
         self._shown: list[tuple[threading.Thread, Output]] = []
@@ -49,25 +50,22 @@ class Outputs:
     def of_start(self, number: int, local_ranks: Iterable[int]) -> dict[int, Output]:
         """Make the outputs of a start, by local rank, and begin to show those that `--tee` names."""
         names = {"TORCHELASTIC_RUN_ID": self._run_id, "TORCHELASTIC_RESTART_COUNT": str(number)}
-        environments = {seat: dict(names) for seat in range(self._num_seats)}
+        environments = {local_rank: dict(names) for local_rank in range(self._num_local_ranks)}
         logs = self._logs.reify(environments)
         made = {}
-        for seat, environment in environments.items():
-            if seat not in local_ranks:
-                Path(logs.error_files[seat]).parent.rmdir()  # torch makes one for each
+        for local_rank, environment in environments.items():
+            if local_rank not in local_ranks:
+                Path(logs.error_files[local_rank]).parent.rmdir()  # torch makes one for each
                 continue
-            output = made[seat] = Output((logs.stdouts[seat], logs.stderrs[seat]), environment)
-            prefix = self._prefix.safe_substitute(role_name=self._role, local_rank=seat, rank=seat)
-            for files, shown in ((logs.tee_stdouts, sys.stdout), (logs.tee_stderrs, sys.stderr)):
-                if seat in files:
-                    words = (
-                        prefix,
-                        files[seat],
-                        shown,
-                        output.has_ended,
-                        _LOOK_S,
-                        bool,
-                    )  # a line is not empty
+            files = logs.stdouts[local_rank], logs.stderrs[local_rank]
+            output = made[local_rank] = Output(files, environment)
+            prefix = self._prefix.safe_substitute(
+                role_name=self._role, local_rank=local_rank, rank=local_rank
+            )
+            for teed, shown in ((logs.tee_stdouts, sys.stdout), (logs.tee_stderrs, sys.stderr)):
+                if local_rank in teed:
+                    # `bool` keeps every line, because none is empty.
+                    words = (prefix, teed[local_rank], shown, output.has_ended, _LOOK_S, bool)
                     thread = threading.Thread(target=tail_logfile, args=words, daemon=True)
                     thread.start()
                     self._shown.append((thread, output))

@@ -14,26 +14,26 @@ import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
-from paceline.elastic.agent_connection import FD, AgentConnection, Message
+from paceline.elastic.agent_connection import FD, AgentConnection, Finished, Message
 from paceline.elastic.guest import PeerProcess
 from paceline.errors import ProtocolError
-from paceline.host.processes import Vitals, VitalSigns
+from paceline.host.processes import GONE, Vitals, VitalSigns
 from paceline.launch.elastic.output import Output
 
 
 class AgentsRank(ABC):
-    """A process of a rank. `line` is its agent connection."""
+    """A process of a rank. `connection` is its agent connection."""
 
-    line: AgentConnection
+    connection: AgentConnection
     pid: int
 
     def tell(self, message: Message, handing: socket.socket | None = None) -> None:
-        self.line.tell(message, waits=False, handing=handing)
+        self.connection.tell(message, waits=False, handing=handing)
 
     def hear(self) -> Message | None:
         """Return a message that has come; None if the process has closed its end or sent something else."""
         with contextlib.suppress(ProtocolError):
-            return self.line.hear()
+            return self.connection.hear()
         return None
 
     @abstractmethod
@@ -57,7 +57,7 @@ class RankProcess(AgentsRank):
     """A rank's process with this environment."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], output: Output) -> None:
-        self.line, theirs = AgentConnection.pair()
+        self.connection, theirs = AgentConnection.pair()
         self._output = output
         with theirs, output.opened() as (stdout, stderr):
             self._process = subprocess.Popen(
@@ -87,7 +87,7 @@ class RankProcess(AgentsRank):
         code = self._process.wait()
         self.ask_to_end(signal.SIGKILL)  # the session outlives its leader
         self._output.has_ended.set()
-        self.line.close()
+        self.connection.close()
         self._signs.close()
         return code
 
@@ -96,24 +96,36 @@ class WatchedProcess(AgentsRank):
     """A rank's process that has connected itself, by the Unix socket `end`."""
 
     def __init__(self, end: socket.socket) -> None:
-        self.line, self._process = AgentConnection(end), PeerProcess(end)
+        self.connection, self._process = AgentConnection(end), PeerProcess(end)
         self.pid = self._process.pid
+        self._has_finished = False  # it says that it ends well, and waits for the end of the agent
+
+    def hear(self) -> Message | None:
+        message = super().hear()
+        self._has_finished |= isinstance(message, Finished)
+        return message
 
     def vitals(self) -> Vitals:
-        return self._process.vitals()
+        return Vitals(GONE, is_ending=True, cpu_ticks=0) if self._has_finished else self._process.vitals()
 
     def ask_to_end(self, number: signal.Signals) -> None:
         self._process.send(number)
 
     def has_ended(self) -> bool:
-        return self._process.has_ended()
+        return self._has_finished or self._process.has_ended()
 
     def bury(self) -> int | None:
+        if self._has_finished:
+            return 0
         self.ask_to_end(signal.SIGKILL)
         code = self._process.wait(30.0)  # the kernel frees its memory
-        self.line.close()
-        self._process.close()
+        self.close()
         return code
+
+    def close(self) -> None:
+        """Close the connection, and let the process go on."""
+        self.connection.close()
+        self._process.close()
 
 
 def how_it_ended(code: int | None) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import secrets
 import time
 from pathlib import Path
 
@@ -32,7 +33,7 @@ class JobRecord:
     def claim(self, job: str) -> bool:
         """Return whether this job may train: no other one has begun. Local; a few file operations."""
         draft = self._file(f"draft-{job}-{os.getpid()}")
-        draft.write_text(job)
+        draft.write_text(f"{job} {secrets.token_hex(4)}")
         with contextlib.suppress(OSError):  # another agent was earlier
             holder = self.holder()
             if holder not in ("", job) and draft.stat().st_mtime - self._born.stat().st_mtime > STALE_S:
@@ -44,6 +45,10 @@ class JobRecord:
 
     def holder(self) -> str:
         """Return the job that may train; empty if none has begun."""
+        return self.words().partition(" ")[0]
+
+    def words(self) -> str:
+        """Return what `born` says: equal on two hosts of a job only if they share the folder. Empty without it."""
         with contextlib.suppress(OSError):
             return self._born.read_text()
         return ""
@@ -56,7 +61,6 @@ class JobRecord:
                 os.utime(self._born)
 
     def end(self) -> None:
-        """Write down that the job has ended well."""
         self.ended.touch()
 
     def has_ended(self) -> bool:

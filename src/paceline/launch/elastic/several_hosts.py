@@ -15,7 +15,7 @@ from paceline.errors import ConfigurationError
 from paceline.host.addresses import is_loopback, own_address_towards
 from paceline.launch import rendezvous_endpoint
 from paceline.launch.command_line import LaunchArguments
-from paceline.launch.elastic.agents import Agents, AgentSetting
+from paceline.launch.elastic.agents import Agents, AgentSetting, opened
 from paceline.launch.elastic.plan import Address
 from paceline.launch.elastic.vote import Quorum
 from paceline.launch.stores import addresses_here
@@ -26,41 +26,24 @@ _WAITS_RATIO = 10.0  # of --lost-after, that an agent waits for a majority or fo
 
 @contextlib.contextmanager
 def connected(arguments: LaunchArguments, start: Address, note: Callable[[str], None]) -> Iterator[Agents]:
-    """Run the agent of this host among several.
-
-    Raises ConfigurationError without a token that others do not know, or for an address that cannot be listened on.
-    """
+    """Run the agent of this host among several. Raises as `opened` does."""
     first, is_first = where_the_first_is(arguments)
     args = arguments.torchrun
     listen = first if is_first else Address(args.local_addr, first.port)
-    token = os.environ.get(TOKEN, "")
-    if not token and not is_loopback(listen.host):
-        raise ConfigurationError(
-            f"--min-ranks on several hosts: whoever reaches {listen.host}:{listen.port} could end the training and get "
-            f"its parameters. Give all hosts the same {TOKEN}, a secret such as `openssl rand -hex 16` makes."
-        )
     setting = AgentSetting(
         name=f"{args.node_rank or 0:04d}-{socket.gethostname()}",
         num_ranks=arguments.num_local_ranks,
         start=start,
         listen=listen,
         first=None if is_first else first,
-        token=token,
+        token=os.environ.get(TOKEN, ""),
         needs=Quorum(hosts=arguments.num_machines, ranks=arguments.min_ranks or 1),
         patience_s=_WAITS_RATIO * arguments.lost_after_s,
     )
-    try:
-        agents = Agents(setting, note)
-    except OSError as error:
-        raise ConfigurationError(
-            f"this host's agent cannot listen at {listen.host}:{listen.port} ({os.strerror(error.errno or 0)}). Name a "
-            "free port with --master-port, the same on all hosts, or this host's address with --local-addr."
-        ) from error
-    note(f"the agent of this host listens at {agents.address.host}:{agents.address.port}")
-    try:
+    remedy = "Name a free port with --master-port, the same on all hosts, or this host's address with --local-addr."
+    with opened(setting, note, remedy) as agents:
+        note(f"the agent of this host listens at {agents.address.host}:{agents.address.port}")
         yield agents
-    finally:
-        agents.close()
 
 
 def where_the_first_is(arguments: LaunchArguments) -> tuple[Address, bool]:

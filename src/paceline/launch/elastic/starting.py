@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed import run as torchrun
@@ -15,12 +13,10 @@ from torch.distributed import run as torchrun
 from paceline.elastic.agent_connection import LOST_AFTER
 from paceline.host.addresses import LOOPBACK
 from paceline.launch.command_line import LaunchArguments
+from paceline.launch.elastic.local_ranks import Source
 from paceline.launch.elastic.output import Output, Outputs
 from paceline.launch.elastic.plan import Address, Start
 from paceline.launch.elastic.rank_process import RankProcess
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _BACKLOG = 2048
 _KEPT = 4  # a rank may still write into the store of the membership that it leaves
@@ -51,10 +47,8 @@ def listening_store(host: str) -> dist.TCPStore:
     )
 
 
-class Starter:
-    """Starts processes of the script; `host` is the address of this host that ranks reach. A context manager."""
-
-    starts = True
+class Starter(Source):
+    """Starts processes of the script; `host` is the address of this host that ranks reach."""
 
     def __init__(self, arguments: LaunchArguments) -> None:
         args = arguments.torchrun
@@ -67,10 +61,7 @@ class Starter:
         self._num_starts = 0
 
     def new_store(self) -> Address:
-        """Open a store where the ranks of one start meet.
-
-        A store keeps the addresses of dead ranks, so each start has its own.
-        """
+        """Open a store where the ranks of one start meet. Each has its own: a store keeps dead ranks' addresses."""
         self._stores.append(listening_store(self.host))
         return Address(self.host, self._stores[-1].port)
 
@@ -91,14 +82,8 @@ class Starter:
         output = self._outputs.of_start(number, [local_rank])[local_rank]
         return self._start(number, local_rank, 1, Start(0, 1, 0, 1, self.new_store()), output)
 
-    def arrived(self) -> Sequence[RankProcess]:
-        return ()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """All processes have ended: what they have written is shown."""
+    def close(self) -> None:
+        """Show what is left of what the processes have written. All have ended."""
         self._outputs.close()
 
     def _next(self) -> int:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from paceline.errors import ProtocolError
-from paceline.launch.elastic.decree import Candidate, Decree, Voter
-from paceline.launch.elastic.plan import Address, Member
-from paceline.launch.elastic.vote import Ballot, Message, Promise, Report
+from paceline.launch.elastic.decision import AgentInfo
+from paceline.launch.elastic.vote import Message
 
-_KINDS = ("ask", "promise", "offer", "vote", "decree", "join")
+_types_of = functools.cache(get_type_hints)  # agents read packets all the time, and finding types takes 30 µs
 
 
 @dataclass(frozen=True)
@@ -19,138 +20,49 @@ class Packet:
     """One message between agents, and what its sender says about itself in each."""
 
     job: str  # which one; the first agent has made it up
-    sender: Voter  # who
-    epoch: int  # of the newest decree that the sender knows; `NOT_STARTED`: it knows none
+    sender: AgentInfo  # who
+    epoch: int  # of the newest decision that the sender knows; `NOT_STARTED`: it knows none
     is_done: bool = False  # whether its ranks have ended well, so that its leaving is no loss
     has_paused: bool = False  # whether no rank of its host was lost or stopped within a step
     message: Message | None = None  # of the vote; None: a heartbeat
+    script: str = ""  # what its host runs: hosts that run different scripts are no job
+    arguments: str = ""  # with what
+    sent_s: float = 0.0  # when, by the sender's clock
+    heard_s: float = 0.0  # `sent_s` of the last packet that the sender has heard from this receiver
+    record: str = ""  # what the record of the job says on its host: without a shared folder it is another one
 
 
 def encode(packet: Packet) -> bytes:
-    """Return a packet as JSON."""
-    fields = [packet.job, _of_voter(packet.sender), packet.epoch, packet.is_done, packet.has_paused]
-    if (message := packet.message) is not None:
-        promise = message.promise
-        fields += [
-            [
-                *(message.kind, message.sender, message.to, message.epoch, message.ballot),
-                None if promise is None else _of_promise(promise),
-                _of_decree(message.decree),
-            ]
-        ]
-    return json.dumps(fields, separators=(",", ":")).encode()
+    """Return a packet as JSON: of each record within the values of its fields, in their order."""
+    return json.dumps(astuple(packet), separators=(",", ":")).encode()
 
 
 def decode(body: bytes) -> Packet:
     """Return the packet that `encode` was given. Raises ProtocolError if it is something else."""
     try:
-        job, sender, epoch, is_done, has_paused, *rest = json.loads(body)
-        return Packet(
-            _text(job),
-            _voter(sender),
-            _whole(epoch),
-            is_done is True,
-            has_paused is True,
-            _message(*rest) if rest else None,
-        )
+        packet: Packet = _read(json.loads(body), Packet)
     except (ValueError, TypeError, RecursionError) as error:
         raise ProtocolError(f"{body[:80]!r} is no message of an agent: {error!r}") from error
+    return packet
 
 
-def _of_voter(voter: Voter) -> list[Any]:
-    return [
-        voter.name,
-        *voter.address,
-        *voter.store,
-        *voter.start,
-        voter.num_ranks,
-        voter.leaves,
-        voter.can_save,
-    ]
-
-
-def _of_candidate(candidate: Candidate) -> list[Any]:
-    return [*candidate.member, candidate.epoch, candidate.step]
-
-
-def _of_decree(decree: Decree | None) -> list[Any] | None:
-    if decree is None:
-        return None
-    members, voters = map(_of_candidate, decree.members), map(_of_voter, decree.voters)
-    return [decree.epoch, list(members), list(voters), decree.tie_breaker, decree.trained, decree.saver]
-
-
-def _of_promise(promise: Promise) -> list[Any]:
-    report = promise.report
-    candidates = [_of_candidate(each) for each in report.candidates]
-    return [_of_voter(report.voter), candidates, promise.ballot, _of_decree(promise.decree)]
-
-
-def _message(value: Any) -> Message:
-    kind, sender, to, epoch, ballot, promise, decree = value
-    if kind not in _KINDS:
-        raise ValueError(f"no kind of message: {kind!r}")
-    return Message(
-        kind, _text(sender), _text(to), _whole(epoch), _ballot(ballot), _promise(promise), _decree(decree)
-    )
-
-
-def _voter(value: Any) -> Voter:
-    name, host, port, store_host, store_port, start_host, start_port, num_ranks, leaves, can_save = value
-    return Voter(
-        _text(name),
-        Address(_text(host), _whole(port)),
-        Address(_text(store_host), _whole(store_port)),
-        Address(_text(start_host), _whole(start_port)),
-        _whole(num_ranks),
-        leaves is True,
-        can_save is True,
-    )
-
-
-def _candidate(value: Any) -> Candidate:
-    host, number, epoch, step = value
-    return Candidate(Member(_text(host), _whole(number)), _whole(epoch), _whole(step))
-
-
-def _ballot(value: Any) -> Ballot:
-    number, proposer = value
-    return _whole(number), _text(proposer)
-
-
-def _decree(value: Any) -> Decree | None:
-    if value is None:
-        return None
-    epoch, members, voters, tie_breaker, trained, saver = value
-    decree = Decree(
-        _whole(epoch),
-        tuple(_candidate(each) for each in members),
-        tuple(_voter(each) for each in voters),
-        _text(tie_breaker),
-        _whole(trained),
-        _text(saver),
-    )
-    hosts = {candidate.member.host for candidate in decree.members}
-    if tie_breaker not in decree.names or not hosts <= set(decree.names):
-        raise ValueError("a decree whose tie-breaker or members are of no voter")
-    return decree
-
-
-def _promise(value: Any) -> Promise | None:
-    if value is None:
-        return None
-    voter, candidates, ballot, decree = value
-    report = Report(_voter(voter), tuple(_candidate(each) for each in candidates))
-    return Promise(report, _ballot(ballot), _decree(decree))
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{value!r} is not a whole number")
-    return value
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str or not value.isprintable():
-        raise TypeError(f"{value!r} is not text")
-    return value
+def _read(value: Any, kind: Any) -> Any:
+    """Return the value of this type that JSON says: a record, a tuple, a number, text, or None where it may be."""
+    if get_origin(kind) is UnionType:
+        return None if value is None else _read(value, get_args(kind)[0])
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ValueError(f"{value!r} is not one of {get_args(kind)}")
+        return value
+    if kind in (str, int, float, bool):
+        if type(value) is not kind or (kind is str and not value.isprintable()):
+            raise TypeError(f"{value!r} is no {kind.__name__}")
+        return value
+    if type(value) is not list:
+        raise TypeError(f"{value!r} is no list")
+    is_tuple = get_origin(kind) is tuple
+    kinds = get_args(kind) if is_tuple else tuple(_types_of(kind).values())
+    if ... in kinds:
+        kinds = kinds[:1] * len(value)
+    fields = [_read(*each) for each in zip(value, kinds, strict=True)]
+    return tuple(fields) if is_tuple else kind(*fields)

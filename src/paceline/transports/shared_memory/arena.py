@@ -5,7 +5,7 @@ Rules
    of /dev/shm, 64 MB in many containers, does not limit it.
 2. Its size is address space, not memory: a page costs something once it is touched. Every rank maps the arenas of all
    ranks of its host. So they agree on a size that the rank with the least address space can afford.
-3. A tensor allocated here keeps the mapping alive; its place is free again when the tensor is gone.
+3. A tensor allocated here keeps the mapping alive; its region is free again when the tensor is gone.
 4. Only its owner allocates in an arena. Peers read and write where the owner has announced that its tensor lies.
 
 At its front lie status words, what a rank tells the others of its host outside any message (`Status`):
@@ -53,7 +53,7 @@ _ARRIVALS, _SLEEPERS, _GIVEN_UP, _ANNOUNCEMENTS = 64, 96, 128, 192
 
 
 @dataclass(frozen=True)
-class Place:
+class Region:
     """Bytes [start, start + size_bytes) of an arena."""
 
     start: int
@@ -127,18 +127,18 @@ class Arena:
         self.address: int = self.bytes.ctypes.data
         self._all = torch.from_numpy(self.bytes)
         self._lock = threading.Lock()
-        self._starts = [_round_up(reserved_bytes)]  # of the free places, ascending
+        self._starts = [_round_up(reserved_bytes)]  # of the free regions, ascending
         self._sizes = [self.size_bytes - self._starts[0]]
-        self._returned: collections.deque[Place] = collections.deque()  # not yet among the free ones
+        self._returned: collections.deque[Region] = collections.deque()  # not yet among the free ones
 
     @staticmethod
     def create() -> int:
         """Return a new, empty memfd."""
         return os.memfd_create("paceline", os.MFD_CLOEXEC)
 
-    def tensor(self, place: Place, dtype: torch.dtype) -> Tensor:
-        """Alias a place as a 1-D tensor. It keeps the mapping alive, not the place taken."""
-        return self._all[place.start : place.start + place.size_bytes].view(dtype)
+    def tensor(self, region: Region, dtype: torch.dtype) -> Tensor:
+        """Alias a region as a 1-D tensor. It keeps the mapping alive, not the region allocated."""
+        return self._all[region.start : region.start + region.size_bytes].view(dtype)
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed 1-D tensor in this arena; raises MemoryError if its address space is used up."""
@@ -148,15 +148,14 @@ class Arena:
         weakref.finalize(base, self._give_back, start, size_bytes).atexit = False
         if not num_elements:
             return torch.zeros(0, dtype=dtype)
-        tensor = _as_tensor(base, dtype)
-        return tensor.zero_()
+        return torch.from_numpy(base).view(dtype).zero_()
 
-    def place_of(self, tensor: Tensor) -> Place | None:
-        """Return the place of a contiguous tensor in this arena, or None if it lies elsewhere."""
+    def region_of(self, tensor: Tensor) -> Region | None:
+        """Return the region of a contiguous tensor in this arena, or None if it lies elsewhere."""
         start = tensor.data_ptr() - self.address
         size_bytes = tensor.numel() * tensor.element_size()
         if start >= 0 and start + size_bytes <= self.size_bytes:
-            return Place(start, size_bytes)
+            return Region(start, size_bytes)
         return None
 
     def _take(self, size_bytes: int) -> int:
@@ -176,28 +175,22 @@ class Arena:
 
     def _give_back(self, start: int, size_bytes: int) -> None:
         """Called by a finalizer: wherever garbage is collected, also within `_take`. So it takes no lock."""
-        self._returned.append(Place(start, size_bytes))
+        self._returned.append(Region(start, size_bytes))
 
-    def _free(self, place: Place) -> None:
-        index = bisect.bisect(self._starts, place.start)
-        self._starts.insert(index, place.start)
-        self._sizes.insert(index, place.size_bytes)
+    def _free(self, region: Region) -> None:
+        index = bisect.bisect(self._starts, region.start)
+        self._starts.insert(index, region.start)
+        self._sizes.insert(index, region.size_bytes)
         self._join(index)
         if index:
             self._join(index - 1)
 
     def _join(self, index: int) -> None:
-        """Make one of a free place and the next, if they touch."""
-        if (
-            index + 1 < len(self._starts)
-            and self._starts[index] + self._sizes[index] == self._starts[index + 1]
-        ):
-            self._sizes[index] += self._sizes[index + 1]
-            del self._starts[index + 1], self._sizes[index + 1]
-
-
-def _as_tensor(base: np.ndarray, dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(base).view(dtype)
+        """Merge a free region with the next one, if they touch."""
+        starts, sizes = self._starts, self._sizes
+        if index + 1 < len(starts) and starts[index] + sizes[index] == starts[index + 1]:
+            sizes[index] += sizes[index + 1]
+            del starts[index + 1], sizes[index + 1]
 
 
 def _round_up(size_bytes: int) -> int:
@@ -253,7 +246,7 @@ class Status:
         futex.wake(self._address)
 
     def wake(self) -> None:
-        """Wake the ranks that wait for its owner, so that they look around. Any rank."""
+        """Wake the ranks that wait for this arena's owner, so that they check its state. Any rank may call it."""
         futex.wake(self._address)
 
     @property
@@ -269,5 +262,5 @@ class Status:
 
     @property
     def has_left(self) -> bool:
-        """Whether its owner left, without an error of the group."""
+        """Return whether the arena's owner left without an error of the group."""
         return self._given_up[0] == _HAS_LEFT

@@ -33,12 +33,12 @@ from paceline.transports.shared_memory.arena import (
 )
 
 SWITCH = "PACELINE_SHARED_MEMORY"
-"""Environment variable. "0": share with nobody; any other value: only with ranks that have the same value."""
+"""Environment variable. "0": share with no rank; any other value: only with ranks that have the same value."""
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """One rank of this host; also ourselves."""
+    """One rank of this host, which may be this rank itself."""
 
     rank: int
     pid: int
@@ -67,7 +67,7 @@ class Host:
 
     @property
     def is_only_one(self) -> bool:
-        """Whether all ranks of the group are on it; the same on every rank."""
+        """Return whether all ranks of the group are on this host; the same on every rank."""
         return len(self.hosts) == 1
 
 
@@ -126,7 +126,7 @@ def _card() -> tuple[dict[str, Any], int | None]:
 
 
 def _where() -> str:
-    """Return what two processes must have in common before they try to share memory; empty if this one cannot."""
+    """Return a text that is equal for two processes that may share memory; empty if this process cannot."""
     setting = os.environ.get(SWITCH, "")
     if not futex.IS_AVAILABLE or setting == "0":
         return ""
@@ -137,7 +137,7 @@ def _where() -> str:
 
 
 def _map_arenas(rank: int, cards: Sequence[dict[str, Any]]) -> tuple[dict[int, Neighbour], str]:
-    """Map this rank's arena and those of the ranks it may share with; also says why it could not, if it could not."""
+    """Map the arenas of the ranks that may share memory with this one. Return them, and why others were left out."""
     where = cards[rank]["where"]
     here = {other: card for other, card in enumerate(cards) if where and card["where"] == where}
     if len(here) <= 1:

@@ -34,7 +34,7 @@ uint64_t queue_function(
     pybind11::gil_scoped_acquire gil;
     pybind11::reinterpret_borrow<pybind11::function>(held->function)();
   };
-  return Runtime::get().push(stream, name, run, ranges);
+  return Runtime::get().push(stream, name, run, ranges, true);
 }
 
 constexpr const char* kSchedules[] = {"eager", "latest", "others"};

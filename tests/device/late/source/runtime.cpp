@@ -10,6 +10,7 @@
 namespace late {
 
 constexpr int kStreamsOfADevice = 32;  // then torch's pools of streams begin again with the first
+constexpr std::chrono::seconds kLongestWaitForAThread{1};
 
 namespace {
 
@@ -66,13 +67,14 @@ int Runtime::new_stream(int device) {
 
 // ---- queueing
 
-uint64_t Runtime::push(int stream, std::string name, std::function<void()> run, const std::vector<Range>& ranges) {
+uint64_t Runtime::push(
+    int stream, std::string name, std::function<void()> run, const std::vector<Range>& ranges, bool may_wait) {
   const Site site = Site::here(name, checks_races() && !ranges.empty());
   uint64_t number;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     auto& s = *streams_[stream];
-    number = push_locked(s, {std::move(name), std::move(run)});
+    number = push_locked(s, {std::move(name), std::move(run), may_wait});
     check_locked(s, number, site, ranges);
   }
   after_push(stream, number);
@@ -130,7 +132,7 @@ void Runtime::block(const MarkPtr& mark, int stream) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     auto& s = *streams_[stream];
-    number = push_locked(s, {"wait", nullptr, mark->stream, mark->number});
+    number = push_locked(s, {"wait", nullptr, false, mark->stream, mark->number});
     merge(s.clock, mark->clock);
     s.clock[stream] = number;
   }
@@ -142,8 +144,9 @@ void Runtime::block(const MarkPtr& mark, int stream) {
 bool Runtime::query(const MarkPtr& mark) {
   if (!mark) return true;
   if (!is_done(mark->stream, mark->number)) {
-    if (++mark->polls <= kPollsBeforeProgress) return false;
-    run_until(mark->stream, mark->number);
+    if (++mark->polls != kPollsBeforeProgress + 1) return false;
+    ask(mark->stream, mark->number);
+    if (!is_done(mark->stream, mark->number)) return false;
   }
   host_knows(mark->clock);
   return true;
@@ -160,7 +163,8 @@ bool Runtime::query_stream(int stream) {
     queued = s.queued;
     clock = s.clock;
   }
-  run_until(stream, queued);
+  ask(stream, queued);
+  if (!is_done(stream, queued)) return false;
   host_knows(clock);
   return true;
 }
@@ -211,6 +215,26 @@ void Runtime::host_knows(const Clock& clock) {
 void Runtime::run_until(int stream, uint64_t number, bool quietly) {
   WithoutGil without_gil;
   std::unique_lock<std::mutex> lock(mutex_);
+  come_to(lock, stream, number, schedule == Schedule::Others);
+  if (!quietly) raise_error(lock);
+}
+
+void Runtime::ask(int stream, uint64_t number) {
+  WithoutGil without_gil;
+  std::unique_lock<std::mutex> lock(mutex_);
+  come_to_on_a_thread(lock, stream, number, schedule == Schedule::Others);
+  raise_error(lock);
+}
+
+void Runtime::raise_error(std::unique_lock<std::mutex>& lock) {
+  if (error_.empty()) return;
+  std::string error;
+  std::swap(error, error_);
+  lock.unlock();
+  TORCH_CHECK(false, error);
+}
+
+void Runtime::come_to(std::unique_lock<std::mutex>& lock, int stream, uint64_t number, bool others_first) {
   std::vector<std::pair<int, uint64_t>> goals{{stream, number}};  // the last one first; each waits for the next
   while (!goals.empty()) {
     auto [index, target] = goals.back();
@@ -231,14 +255,20 @@ void Runtime::run_until(int stream, uint64_t number, bool quietly) {
       goals.emplace_back(task.wait_stream, task.wait_number);
       continue;
     }
-    if (schedule == Schedule::Others && run_one_of_others(lock, goals)) continue;
+    if (others_first && run_one_of_others(lock, goals)) continue;
     run_front(lock, s);
   }
-  if (quietly || error_.empty()) return;
-  std::string error;
-  std::swap(error, error_);
-  lock.unlock();
-  TORCH_CHECK(false, error);
+}
+
+// On a thread of its own, which is waited for as long as a peer usually takes: not for ever, as its task may wait for
+// a peer whose host waits for this thread.
+void Runtime::come_to_on_a_thread(
+    std::unique_lock<std::mutex>& lock, int stream, uint64_t number, bool others_first) {
+  std::thread([this, stream, number, others_first] {
+    std::unique_lock<std::mutex> own(mutex_);
+    come_to(own, stream, number, others_first);
+  }).detach();
+  condition_.wait_for(lock, kLongestWaitForAThread, [&] { return streams_[stream]->done >= number; });
 }
 
 // Run the front task of a stream that nobody has demanded, if there is one that may run.
@@ -250,7 +280,8 @@ bool Runtime::run_one_of_others(
     for (auto& goal : goals) is_goal = is_goal || goal.first == stream->index;
     const Task& task = stream->queue.front();
     if (is_goal || (task.wait_stream >= 0 && streams_[task.wait_stream]->done < task.wait_number)) continue;
-    run_front(lock, *stream);
+    if (task.may_wait) come_to_on_a_thread(lock, stream->index, stream->done + 1, false);
+    else run_front(lock, *stream);
     return true;
   }
   return false;

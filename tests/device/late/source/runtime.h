@@ -13,6 +13,7 @@
 
 #include "clocks.h"
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -30,6 +31,7 @@ enum class Schedule { Eager, Latest, Others };
 struct Task {
   std::string name;
   std::function<void()> run;  // none: it only waits
+  bool may_wait = false;      // for another process, as a collective does
   int wait_stream = -1;
   uint64_t wait_number = 0;
 };
@@ -51,7 +53,7 @@ struct Stream {
 struct Mark {
   int stream = -1;
   uint64_t number = 0;
-  int polls = 0;
+  std::atomic<int> polls{0};
   double at_ms = 0;
   Clock clock;
 };
@@ -70,7 +72,9 @@ class Runtime {
 
   int new_stream(int device);
   // Queue a task; returns its number on the stream.
-  uint64_t push(int stream, std::string name, std::function<void()> run, const std::vector<Range>& ranges = {});
+  uint64_t push(
+      int stream, std::string name, std::function<void()> run, const std::vector<Range>& ranges = {},
+      bool may_wait = false);
   // From the allocator: runs no other task, as it is called from anywhere, and raises nothing.
   void push_quietly(int stream, std::string name, std::function<void()> run, const std::vector<Range>& ranges);
   MarkPtr record(int stream);
@@ -84,7 +88,7 @@ class Runtime {
 
   // ---- what the emulation does
 
-  // Let `stream` come to a task, with all that it waits for. A quiet one leaves an error to whoever waits next.
+  // Let `stream` come to a task, with all that it waits for. A quiet one leaves an error to the next host that waits.
   void run_until(int stream, uint64_t number, bool quietly = false);
   bool is_done(int stream, uint64_t number);
   int device_of(int stream);
@@ -107,6 +111,11 @@ class Runtime {
   void check_locked(Stream& stream, uint64_t number, const Site& site, const std::vector<Range>& ranges);
   void after_push(int stream, uint64_t number);
   void host_knows(const Clock& clock);
+  // Let `stream` come to a task, on another thread; returns when it has, or after a second.
+  void ask(int stream, uint64_t number);
+  void raise_error(std::unique_lock<std::mutex>& lock);
+  void come_to(std::unique_lock<std::mutex>& lock, int stream, uint64_t number, bool others_first);
+  void come_to_on_a_thread(std::unique_lock<std::mutex>& lock, int stream, uint64_t number, bool others_first);
   bool run_one_of_others(std::unique_lock<std::mutex>& lock, const std::vector<std::pair<int, uint64_t>>& goals);
   void run_front(std::unique_lock<std::mutex>& lock, Stream& stream);
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from paceline.errors import ConfigurationError
-from paceline.optim import LAMB, LARS, Curve, parameter_groups, rate_factor
 from paceline.reductions.by_name import COMPRESSIONS
 from paceline_lab.experiments.accuracy.tasks import MOMENTUM, WEIGHT_DECAY
+from paceline_recipes import LAMB, LARS, Curve, parameter_groups, rate_factor
 
 BASELINE, UNCOMPRESSED, EVERY_STEP = "small batch", "no compression", "1 local step"
 BATCHES, CODECS, LOCAL = "batches", "codecs", "local steps"

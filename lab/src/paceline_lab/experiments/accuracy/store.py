@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from paceline.errors import ConfigurationError
-from paceline.files_given import parse_json
+from paceline.given import parse_json
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.errors import ConfigurationError
-from paceline.recipes import zero_init_residual
 from paceline_lab.experiments.accuracy import splits
 from paceline_lab.experiments.accuracy.splits import Samples
+from paceline_recipes import zero_init_residual
 
 
 def mlp(*sizes: int) -> nn.Sequential:

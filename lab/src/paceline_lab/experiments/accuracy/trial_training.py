@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from paceline.optim import DiLoCo, LocalSGD
 from paceline.reductions import Reduction, choose_reduction
-from paceline.reductions.adasum import combine
+from paceline_adasum import combine
 from paceline_lab.doubles.in_process import InProcessWorld
 from paceline_lab.experiments.accuracy.in_process_ranks import (
     RankReductions,
@@ -35,6 +34,7 @@ from paceline_lab.experiments.accuracy.large_batch_rows import ROWS, Row, make_o
 from paceline_lab.experiments.accuracy.splits import Part, Samples
 from paceline_lab.experiments.accuracy.store import Outcome, Trial
 from paceline_lab.experiments.accuracy.tasks import TASKS
+from paceline_recipes import DiLoCo, LocalSGD
 
 
 def run_trial(trial: Trial, samples: Samples) -> Outcome:

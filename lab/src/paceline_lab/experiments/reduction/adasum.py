@@ -18,7 +18,8 @@ import torch.distributed as dist
 import typer
 
 from paceline.comm.collectives import allocate_zeros
-from paceline.reductions import Adasum, Mean, Message
+from paceline.reductions import Mean, Message
+from paceline_adasum import Adasum
 from paceline_lab.bench.protocol import turns
 from paceline_lab.bench.provenance import collect
 from paceline_lab.bench.rank_program import TellProgress

@@ -2,7 +2,7 @@
 
 Workers and servers are hosts of an emulated cluster; a worker's layers sleep as long as ResNet-50's compute, its
 gradients and their traffic are real. In the same processes, step by step in turn: torch's DistributedDataParallel over
-Gloo, ours over Gloo, and ours with 1, 2, ... servers. `servers_to_loss` trains for real, to a loss.
+Gloo, ours over Gloo, and ours with 1, 2, ... servers.
 
     --case lemma        workers' links do not limit, servers' do: how many servers until a step gets no shorter?
     --case symmetric    all links alike: the servers' links come on top of what the all-reduce has

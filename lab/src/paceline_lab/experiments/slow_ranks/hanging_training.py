@@ -120,7 +120,7 @@ LONG: Mapping[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    """Train; this rank hangs if it is the one."""
+    """Train, and hang if this rank was chosen to."""
     folder, how, culprit, at_step, wrapper = (
         Path(sys.argv[1]),
         sys.argv[2],

@@ -62,7 +62,7 @@ def store(file: Path, case: Case, culprit: int, layer: str, folder: Path) -> Non
 
 
 def stored(file: Path) -> dict[Case, Recorded]:
-    """Every case of a file, without lines that were cut off."""
+    """Return every case of a file, without lines that were cut off."""
     found = {}
     for line in file.read_text().splitlines() if file.exists() else ():
         try:

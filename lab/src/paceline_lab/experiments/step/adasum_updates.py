@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from paceline.optim import AdasumOptimizer
+from paceline_adasum import AdasumOptimizer
 from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator
 from paceline_lab.bench.provenance import collect
 from paceline_lab.bench.rank_program import TellProgress

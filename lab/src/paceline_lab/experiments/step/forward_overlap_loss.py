@@ -117,7 +117,7 @@ def train_all(config: Config, tell: TellProgress) -> dict[str, dict[str, Any]]:
 def train(config: Config, side: str) -> dict[str, Any]:
     """Train all steps: when each began on the last rank, the mean loss, and whether overlap is on. Collective."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    images = load_images("fashion-mnist")
+    images = load_images()
     x, y = torch.from_numpy(images.train_images).flatten(1), torch.from_numpy(images.train_labels)
     module = network(config)
     name, arguments = ("ours", {"overlap_forward": True}) if side == FORWARD else (side, {})

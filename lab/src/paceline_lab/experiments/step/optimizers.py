@@ -15,7 +15,6 @@ import torch
 import typer
 from torch import nn
 
-from paceline.optim import LAMB, LARS
 from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator, turns
 from paceline_lab.bench.provenance import collect
 from paceline_lab.bench.rank_program import TellProgress
@@ -28,6 +27,7 @@ from paceline_lab.report.panels import Bar, Bars
 from paceline_lab.report.publication import Report, Verdict
 from paceline_lab.report.summary import Summary, ratios
 from paceline_lab.workloads import make_workload
+from paceline_recipes import LAMB, LARS
 
 Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -7,7 +7,11 @@
     shard-overlap    the same with overlap_forward="always": only between hosts
 
 All sides train the same model on the same batches, in turn, in the same processes. A turn is several steps behind a
-barrier, with all that a deferred step leaves to be done. State is what a rank keeps for its optimizer.
+barrier, with all that a deferred step leaves to be done (the drain). State is what a rank keeps for its optimizer. The
+optimizer's CPU time is that of all threads of a rank's process while `step()` runs, so it includes the exchange.
+
+With `--compute-s` layers sleep as long as a profile says. Gradients, traffic and the optimizer's step are real. So four
+ranks on two cores do not wait for each other's forward and backward.
 """
 
 from __future__ import annotations
@@ -27,12 +31,23 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError
 from paceline.optim import shard
+from paceline_lab.bench.layer_profile import default_profile
 from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator
 from paceline_lab.bench.provenance import collect
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import Ranks, choose_place, gather
 from paceline_lab.bench.sides import SEED, digest
-from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, Hosts, Quick, Rate, ReportFolder, Rounds
+from paceline_lab.bench.timed_model import TimedWorkload
+from paceline_lab.experiments.options import (
+    REPORT_FOLDER,
+    AsJson,
+    ComputeS,
+    Hosts,
+    Quick,
+    Rate,
+    ReportFolder,
+    Rounds,
+)
 from paceline_lab.experiments.options import Ranks as NumRanks
 from paceline_lab.experiments.runner import conclude, refuse_unequal, train_in_turn
 from paceline_lab.report.figures import draw_figure, show_ratio
@@ -40,7 +55,7 @@ from paceline_lab.report.look import BASELINE, OURS, PAPER
 from paceline_lab.report.panels import Bar, Bars
 from paceline_lab.report.publication import Report, Verdict
 from paceline_lab.report.summary import Summary, slowest_rank
-from paceline_lab.workloads import make_workload
+from paceline_lab.workloads import Workload, make_workload
 
 TORCH, ZERO, PLAIN, SHARD, BEHIND = SIDES = ("torch", "torch-zero", "plain", "shard", "shard-overlap")
 COLOURS = {TORCH: BASELINE, ZERO: PAPER, PLAIN: PAPER, SHARD: OURS, BEHIND: OURS}
@@ -56,7 +71,14 @@ class Config:
     optimizer: str  # "AdamW" or "Muon"; with Muon, AdamW steps what is no matrix
     steps_per_turn: int
     sides: tuple[str, ...]
+    compute_s: float  # of forward and backward, which sleep; 0: they compute
     quick: bool
+
+    def make(self, rank: int) -> Workload:
+        """Return the workload of one rank."""
+        if not self.compute_s:
+            return make_workload(self.workload, self.quick)
+        return TimedWorkload(default_profile(self.workload).taking(self.compute_s), rank)
 
 
 @dataclass(frozen=True)
@@ -65,6 +87,7 @@ class Found:
 
     step_s: list[float]  # of the slowest rank
     optimizer_s: list[float]  # that a rank spends in `step()`, of the slowest
+    optimizer_cpu_s: list[float]  # of all threads of a rank meanwhile, of the rank with the most
     state_bytes: list[int]  # by rank
     are_equal: bool  # bitwise, the parameters of all ranks
     digest: str
@@ -75,7 +98,7 @@ class Trainee:
 
     def __init__(self, side: str, config: Config) -> None:
         self.side = side
-        self.workload = make_workload(config.workload, config.quick)
+        self.workload = config.make(dist.get_rank())
         torch.manual_seed(SEED)
         module = self.workload.make_model()
         if side in (TORCH, ZERO):
@@ -89,6 +112,7 @@ class Trainee:
         self.carry: Any = None
         self.step_s: list[float] = []
         self.optimizer_s: list[float] = []
+        self.optimizer_cpu_s: list[float] = []
 
     def _made(self, kind: type[torch.optim.Optimizer], parameters: list[nn.Parameter]) -> Any:
         if self.side == ZERO:
@@ -102,21 +126,23 @@ class Trainee:
     def turn(self, num_steps: int, timed: bool = True) -> None:
         """Train some steps behind a barrier, up to the last parameter. Collective."""
         dist.barrier()
-        began_s, within_s = time.perf_counter(), 0.0
+        began_s, within_s, cpu_s = time.perf_counter(), 0.0, 0.0
         for step in range(num_steps):
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
             loss, self.carry = self.workload.loss(self.model, self.batches[step % NUM_BATCHES], self.carry)
             loss.backward()
-            before_s = time.perf_counter()
+            before_s, before_cpu_s = time.perf_counter(), time.process_time()
             for optimizer in self.optimizers:
                 optimizer.step()
             within_s += time.perf_counter() - before_s
+            cpu_s += time.process_time() - before_cpu_s
         if self.side == BEHIND:
             self.model.flush()
         if timed:
             self.step_s.append((time.perf_counter() - began_s) / num_steps)
             self.optimizer_s.append(within_s / num_steps)
+            self.optimizer_cpu_s.append(cpu_s / num_steps)
 
     def state_bytes(self) -> int:
         """Return the bytes of this rank's optimizer state."""
@@ -150,6 +176,7 @@ def measure(arguments: tuple[Config, int], tell: TellProgress) -> dict[str, Foun
         found[each.side] = Found(
             slowest_rank(gather(each.step_s)),
             slowest_rank(gather(each.optimizer_s)),
+            slowest_rank(gather(each.optimizer_cpu_s)),
             gather(each.state_bytes()),
             len(set(digests)) == 1,
             digests[0],
@@ -161,19 +188,29 @@ def report(config: Config, found: dict[str, Found], place: Ranks) -> Report:
     """A row a side."""
     steps = {side: Summary.of(each.step_s) for side, each in found.items()}
     within = {side: Summary.of(each.optimizer_s) for side, each in found.items()}
+    cpu = {side: Summary.of(each.optimizer_cpu_s) for side, each in found.items()}
     state = {side: max(each.state_bytes) for side, each in found.items()}
     last = list(found)[-1]
     equal = ", ".join(side for side, each in found.items() if each.digest == found[TORCH].digest)
     return Report(
         name=f"sharded-steps-{config.workload}-{config.optimizer.lower()}-{place.label}"
-        + ("-quick" if config.quick else ""),
+        + "-timed" * bool(config.compute_s)
+        + "-quick" * config.quick,
         question="How long is a step whose optimizer is divided among the ranks, and what does each of them keep?",
-        columns=("side", "step ms", "in step() ms", "state of a rank MB", "step / torch's"),
+        columns=(
+            "side",
+            "step ms",
+            "in step() ms",
+            "CPU of step() ms",
+            "state of a rank MB",
+            "step / torch's",
+        ),
         rows=tuple(
             (
                 side,
                 steps[side].text(1e3, 1),
                 within[side].text(1e3, 1),
+                cpu[side].text(1e3, 1),
                 f"{state[side] / 1e6:.1f}",
                 f"{steps[side].median / steps[TORCH].median:.2f}",
             )
@@ -182,15 +219,23 @@ def report(config: Config, found: dict[str, Found], place: Ranks) -> Report:
         verdicts=(
             Verdict("step / torch's", steps[last].median / steps[TORCH].median, 0.85, "x"),
             Verdict("state / plain's", state[SHARD] / state[PLAIN], 1.02 / place.num_ranks, "x"),
+            Verdict("CPU time of step() / plain's", cpu[SHARD].median / cpu[PLAIN].median, 0.3, "x"),
         ),
-        notes=(f"bitwise torch's parameters: {equal}", *make_workload(config.workload, config.quick).notes()),
+        notes=(
+            f"bitwise torch's parameters: {equal}",
+            f"layers sleep for {config.compute_s:g} s a step" if config.compute_s else "layers compute",
+            *make_workload(config.workload, config.quick).notes(),
+        ),
         config=config,
         summaries={
             "step_s": {side: asdict(each) for side, each in steps.items()},
             "optimizer_s": {side: asdict(each) for side, each in within.items()},
+            "optimizer_cpu_s": {side: asdict(each) for side, each in cpu.items()},
             "state_bytes": state,
             "step_ratios": {side: each.median / steps[TORCH].median for side, each in steps.items()},
             "optimizer_ratios": {side: each.median / within[PLAIN].median for side, each in within.items()},
+            "cpu_ratios": {side: each.median / cpu[PLAIN].median for side, each in cpu.items()},
+            "plain_ratios": {side: each.median / steps[PLAIN].median for side, each in steps.items()},
         },
         samples={side: asdict(each) for side, each in found.items()},
         provenance=collect(place.num_ranks),
@@ -204,6 +249,7 @@ def main(
     hosts: Hosts = 0,
     ranks: NumRanks = 1,
     rate: Rate = "1Gbit",
+    compute_s: ComputeS = 0.0,
     rounds: Rounds = 5,
     steps_per_turn: Annotated[int, typer.Option(min=1, help="Number of consecutive steps per turn.")] = 4,
     quick: Quick = False,
@@ -216,7 +262,7 @@ def main(
     if quick:
         workload, hosts, rounds, steps_per_turn = "tiny", 0, 2, 1
     sides = SIDES if hosts else SIDES[:-1]
-    config = Config(workload, optimizer, steps_per_turn, sides, quick)
+    config = Config(workload, optimizer, steps_per_turn, sides, compute_s, quick)
     each = ranks if hosts else max(ranks, 2)
     with choose_place(hosts or None, ranks_per_host=each, rate=rate if hosts else None) as place:
         environment = ENVIRONMENTS[Allocator.KEEP]

@@ -178,6 +178,11 @@ def _run(kind: str, kills: Sequence[str], folder: Path) -> tuple[int | None, str
         # torch 2.13's restarted ranks else share a store with those before, and find the addresses of dead ones in it
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with ExitStack() as stack, (folder / "said.txt").open("w") as said:
+        if kind == "guest":
+            environment |= {"PACELINE_PEERS": "local", "PACELINE_RANKS_PER_HOST": str(_RANKS)}
+            environment |= {
+                "PACELINE_JOB_FOLDER": str(folder)
+            }  # what torchrun starts after the end trains nothing
         if kind == "torchft":
             environment |= {"TORCHFT_LIGHTHOUSE": stack.enter_context(_lighthouse(folder, environment, said))}
         if kind == "paceline":

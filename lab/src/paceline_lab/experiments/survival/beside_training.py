@@ -22,7 +22,7 @@ import paceline
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline_lab.experiments.survival.training import Notes
 
-KINDS = ("paceline", "torchrun", "torchft")
+KINDS = ("paceline", "guest", "torchrun", "torchft")
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 SAVE_EVERY = 10  # steps, of the side that restarts
 _SEED = 5
@@ -99,9 +99,11 @@ class Script:
 
 
 def with_paceline(script: Script) -> None:
-    """Under `paceline run --min-ranks`."""
+    """Under `paceline run --min-ranks`, or as a guest of one torchrun for each rank."""
     dist.init_process_group("gloo")
-    shuffle = GlobalShuffle(script.data, GlobalBatch.of(script.args.batch, dist.get_world_size()), seed=_SEED)
+    shuffle = GlobalShuffle(
+        script.data, GlobalBatch.of(script.args.batch, ranks=script.args.ranks), seed=_SEED
+    )
     model = paceline.DistributedDataParallel(script.net, batch_sampler=shuffle)
     optimizer = script.adam()
     elastic = paceline.Elastic(model=model, optimizer=optimizer, sampler=shuffle)
@@ -196,7 +198,9 @@ def with_torchft(script: Script) -> None:
 
 def main() -> None:
     args = parser_of().parse_args()
-    {"paceline": with_paceline, "torchrun": with_torchrun, "torchft": with_torchft}[args.kind](Script(args))
+    {"paceline": with_paceline, "guest": with_paceline, "torchrun": with_torchrun, "torchft": with_torchft}[
+        args.kind
+    ](Script(args))
 
 
 if __name__ == "__main__":

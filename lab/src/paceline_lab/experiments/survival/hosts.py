@@ -16,11 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from paceline_lab.emulation import ClusterSpec, EmulatedCluster
 from paceline_lab.emulation.cluster import EmulatedHost
-from paceline_lab.experiments.survival.job import Job, Outcome, read_notes
+from paceline_lab.experiments.survival.job import Job, Outcome, outcome_of_hosts, read_notes, wait_until
 from paceline_lab.experiments.survival.training import Fault
 
 _MARK = "PACELINE_SURVIVAL_HOST"
@@ -169,33 +167,20 @@ def run_on_hosts(hosts_job: HostsJob, folder: Path) -> HostsOutcome:
             codes = [each.poll() for each in launch.processes]
             for each in launch.processes:
                 each.terminate()
-            _wait(lambda: all(each.poll() is not None for each in launch.processes), time.monotonic() + 60)
+            wait_until(
+                lambda: all(each.poll() is not None for each in launch.processes), time.monotonic() + 60
+            )
             left = [pid for host in cluster.hosts for pid in launch.pids(host.index)]
             for host in cluster.hosts:
                 launch.signal(host.index, signal.SIGKILL)
         done = launch.notes_of("done")
     hit = {blow.host for blow in hosts_job.blows}
     spared = [codes[i] for i in range(hosts_job.num_hosts) if i not in hit] or codes
-    outcome = Outcome(
-        code=None if None in codes else next((code for code in spared if code != 0), 0),
-        said="\n".join(file.read_text() for file in sorted(folder.glob("host*.txt"))),
-        notes=[read_notes(file) for file in sorted(folder.glob("host*/rank-*.jsonl"))],
-        models=[torch.load(file, weights_only=True) for file in sorted(folder.glob("host*/model-*.pt"))],
-        num_left=len(left),
-        num_blows=len(blows.began_s),
-        ended_s=ended_s,
-    )
+    code = None if None in codes else next((code for code in spared if code != 0), 0)
+    outcome = outcome_of_hosts(folder, code, len(left), len(blows.began_s), ended_s)
     stalls = [min((at for at in done if at > when), default=float("inf")) - when for when in blows.began_s]
     said = [(folder / f"host{i}.txt").read_text() for i in range(hosts_job.num_hosts)]
     return HostsOutcome(outcome, codes, stalls, said)
-
-
-def _wait(happens: Callable[[], bool], until_s: float) -> bool:
-    while not happens():
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(_POLL_S)
-    return True
 
 
 class _Blows:
@@ -208,7 +193,7 @@ class _Blows:
 
     def wait(self, happens: Callable[[], bool], until_s: float) -> bool:
         """Wait for something, and let blows end meanwhile."""
-        return _wait(lambda: self._end_what_is_due() or happens(), until_s)
+        return wait_until(lambda: self._end_what_is_due() or happens(), until_s)
 
     def strike(self, blow: Blow, until_s: float) -> None:
         launch, host = self._launch, self._hosts[blow.host]

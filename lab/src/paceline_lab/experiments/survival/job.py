@@ -14,7 +14,7 @@ import time
 import uuid
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,9 @@ from paceline_lab.experiments.survival.training import (
 )
 
 _MARK = "PACELINE_SURVIVAL_JOB"
-_WITHOUT_EFFECT = ("folder", "backend", "pause_ms", "workers", "compression", "fault", "parts", "ordinary")
+_POLL_S = 0.05
+_WITHOUT_EFFECT = frozenset(("folder", "backend", "pause_ms", "workers", "compression", "fault"))
+_WITHOUT_EFFECT |= {"parts", "ordinary", "hold", "ranks"}
 _HANG_S = 60.0
 _TRAINING = "paceline_lab.experiments.survival.training"
 
@@ -196,6 +198,30 @@ def _end_what_is_left(mark: str) -> int:
                 os.kill(int(folder.name), signal.SIGKILL)
                 count += 1
     return count
+
+
+def wait_until(happens: Callable[[], bool], until_s: float) -> bool:
+    """Wait until something happens, at most until this time of `time.monotonic`. Return whether it happened."""
+    while not happens():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def outcome_of_hosts(
+    folder: Path, code: int | None, num_left: int, num_blows: int, ended_s: float
+) -> Outcome:
+    """Return the outcome of a job on several hosts, with the output, notes and models that they left in the folder."""
+    return Outcome(
+        code=code,
+        said="\n".join(file.read_text() for file in sorted(folder.glob("host*.txt"))),
+        notes=[read_notes(file) for file in sorted(folder.glob("host*/rank-*.jsonl"))],
+        models=[torch.load(file, weights_only=True) for file in sorted(folder.glob("host*/model-*.pt"))],
+        num_left=num_left,
+        num_blows=num_blows,
+        ended_s=ended_s,
+    )
 
 
 # ---- what must hold

@@ -42,6 +42,13 @@ class Case:
         num_again: Steps that were computed again.
         standstills: Kind of each standstill, its seconds, and those since the last death in it.
         problem: What did not hold; "" if all did.
+        engine: Engine that started the ranks; "" if `paceline run` did.
+        num_notices: Ranks or hosts that were told to go.
+        num_again_on_notice: Steps that were computed again with no loss before.
+        num_moved: Hosts that were killed and came back at another address.
+        num_back: Of these, those that trained again.
+        num_all_told: 1 if all ranks were told to go while they trained.
+        num_saved: Checkpoints that were written then.
     """
 
     seed: int
@@ -59,6 +66,13 @@ class Case:
     num_again: int = 0
     standstills: Sequence[tuple[str, float, float]] = ()
     problem: str = ""
+    engine: str = ""
+    num_notices: int = 0
+    num_again_on_notice: int = 0
+    num_moved: int = 0
+    num_back: int = 0
+    num_all_told: int = 0
+    num_saved: int = 0
 
 
 @functools.cache

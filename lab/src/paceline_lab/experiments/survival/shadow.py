@@ -2,11 +2,13 @@
 
     paceline study shadow --cases 200          # seeds that the report has are left out
     paceline study shadow --cost --cases 5     # turns of 20 s a side: no shadow, a shadow, async_save, torch.save
+    paceline study shadow --spare --cases 20   # ranks are killed one after the other: how long the others stand still
 
 A case kills all ranks at once, or ranks and shadow, or the shadow alone. Then the job is started again, and has to end
 with the bits of a run that lost nothing. In `--cost` one job trains on while the sides take turns.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -42,12 +44,16 @@ def main(
     cases: Annotated[int, typer.Option(min=1, help="Number of cases, or of turns of each side.")] = 200,
     first_seed: Annotated[int, typer.Option(help="Random seed of the first case. The others follow.")] = 0,
     cost: Annotated[bool, typer.Option(help="Instead: what a shadow costs.")] = False,
+    spare: Annotated[bool, typer.Option(help="Instead: how fast it takes a lost rank's place.")] = False,
     quick: Quick = False,
     report_folder: ReportFolder = REPORT_FOLDER,
 ) -> None:
     """Kill trainings that a shadow follows, or measure what it costs them."""
     if cost:
         _measure(1 if quick else cases, report_folder)
+        return
+    if spare:
+        _lose_ranks(2 if quick else cases, report_folder)
         return
     path = report_folder / "shadow.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +120,6 @@ def _case(seed: int) -> dict[str, Any]:
             _command(num_ranks, folder, "small", last, 0.0), folder, {"PACELINE_RESUME": "checkpoints"}
         )
         begun = {int(each) for each in re.findall(r"begins after step (\d+)", again.out)}
-        whole = terminal.run(_command(num_ranks, folder, "small", last, 0.0), folder)
     return {
         "seed": seed,
         "kind": kind,
@@ -124,9 +129,16 @@ def _case(seed: int) -> dict[str, Any]:
         "checkpoint": step,
         "lost": completed - step,
         "went_on": went_on,  # some ranks trained on before they were killed: other bits are right then
-        "is_equal": _bits(again.out) == _bits(whole.out) and begun == {step},
+        "is_equal": _bits(again.out) == _undisturbed(num_ranks, last) and begun == {step},
         "load": os.getloadavg()[0],
     }
+
+
+@functools.cache
+def _undisturbed(num_ranks: int, num_epochs: int) -> set[str]:
+    """Return the bits of a run that loses nothing."""
+    with tempfile.TemporaryDirectory() as name:
+        return _bits(terminal.run(_command(num_ranks, Path(name), "small", num_epochs, 0.0), Path(name)).out)
 
 
 def _bits(out: str) -> set[str]:
@@ -151,6 +163,43 @@ def _send(pids: Any, number: signal.Signals) -> None:
             os.kill(pid, number)
         except ProcessLookupError:
             continue
+
+
+def _lose_ranks(num_ranks_lost: int, report_folder: Path) -> None:
+    """Kill one rank after the other of a job with a spare, print how long the others stood still, and store it."""
+    drawn, stalls_s = random.Random(0), []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = _command(4, folder, "small", 100_000, _PACES_S[0])
+        command[2:2] = ["--shadow", "checkpoints"]
+        with terminal.started(command, folder) as job:
+            pids = [int(_after(job.stdout, r"pid (\d+)")) for _ in range(4)]
+            for _ in range(num_ranks_lost):
+                _after(job.stderr, f"({_FOLLOWS})")
+                time.sleep(drawn.uniform(0.5, 1.5))
+                lost = pids.pop(drawn.randrange(4))
+                stalls_s.append(_stall(folder / f"progress-{pids[0]}", lost))
+                pids.append(int(_after(job.stderr, r"the shadow \(pid (\d+)\) takes the place")))
+                _after(job.stderr, "(4 ranks go on after step)")
+                print(f"{stalls_s[-1]:.3f} s, load {os.getloadavg()[0]:.1f}", flush=True)
+            _kill(terminal.alive(job))
+    report_folder.mkdir(parents=True, exist_ok=True)
+    record = {"stalls_s": stalls_s, "load": os.getloadavg(), "cores": os.cpu_count()}
+    (report_folder / "shadow-spare.json").write_text(json.dumps(record))
+    worst = sorted(stalls_s)[max(0, -(-len(stalls_s) * 95 // 100) - 1)]
+    print(f"{len(stalls_s)} ranks lost: median {statistics.median(stalls_s):.3f} s, p95 {worst:.3f} s")
+
+
+def _stall(progress: Path, lost: int) -> float:
+    """Kill a rank. Return the longest time between two steps of the rank that writes `progress`, of ten."""
+    step, seen_s, longest_s = progress.read_bytes(), time.monotonic(), 0.0
+    _kill([lost])
+    for _ in range(10):
+        while (now := progress.read_bytes()) == step:
+            time.sleep(0.001)
+        longest_s = max(longest_s, time.monotonic() - seen_s)
+        step, seen_s = now, time.monotonic()
+    return longest_s
 
 
 def _measure(num_turns: int, report_folder: Path) -> None:

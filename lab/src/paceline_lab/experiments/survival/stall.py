@@ -5,7 +5,7 @@ from the first death to its next completed step:
     before     from the first death to the last one
     detect     until the rank hears of it from the agent, which looks at the kernel's flags
     wake       until its main thread has left what it was waiting in
-    agree      until it has its seat: all have said where they stand, the agent has decided
+    agree      until it has its rank assignment: all have said where they stand, the agent has decided
     group      until the next group is open, and all know how far all are
     meet       until the ranks know that they have the same model
     beside     until groups of Paceline's own are open
@@ -123,7 +123,10 @@ def _of_rank(notes: Sequence[dict[str, Any]], deaths: Sequence[float]) -> dict[s
         return None
     moved = next(n for n in reversed(behind) if n["what"] == "moved" and n["at"] < done["at"])
     times = [deaths[0], max(at for at in deaths if at < done["at"])]
-    for at in (*(moved[name] for name in ("heard", "left", "seat", "open", "met", "beside")), moved["at"]):
+    for at in (
+        *(moved[name] for name in ("heard", "left", "assignment", "open", "met", "beside")),
+        moved["at"],
+    ):
         times.append(max(times[-1], at))  # one of two deaths may be heard of before the other happens
     times.append(done["at"])
     return {name: (b - a) * 1e3 for name, a, b in zip(PARTS, times[:-1], times[1:], strict=True)}

@@ -4,6 +4,8 @@
     paceline study survival --cases 200 --first-seed 1000      # adds to the same report, also at the same time
     paceline study survival --case 17              # one, with what it printed
     paceline study survival --hosts --cases 50     # emulated hosts that are hit; as root
+    paceline study survival --guest --cases 50     # an engine starts the ranks; hosts need root
+    paceline study survival --guest --engine torchrun --cases 5  # only this engine
     paceline study survival --stall --cases 10     # where the time of recoveries goes, on one host: 10 jobs a kind
     paceline study survival --beside torchrun,torchft --cases 3  # rounds; torchft has to be installed
     paceline study survival --cost                 # what a run without a loss costs, beside a plain loop
@@ -14,6 +16,7 @@ one host processes are forks of one that has torch loaded (tests/harness/warm.py
 from a death include that the fork's end is passed on.
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -34,6 +37,15 @@ from paceline_lab.experiments.survival.beside import compare
 from paceline_lab.experiments.survival.beside import draw as draw_sides
 from paceline_lab.experiments.survival.cases import random_hosts_job, random_job
 from paceline_lab.experiments.survival.cost import measure
+from paceline_lab.experiments.survival.guests import (
+    ENGINES,
+    engine_of,
+    guest_case,
+    guest_words,
+    missing,
+    random_guest_job,
+    run_guest_job,
+)
 from paceline_lab.experiments.survival.hosts import run_on_hosts
 from paceline_lab.experiments.survival.job import Job, Outcome, problems, run_job, trained
 from paceline_lab.experiments.survival.record import Case, Report, commit, words
@@ -79,6 +91,15 @@ def perform(seed: int, on_hosts: bool, folder: Path) -> Performed:
     return Performed(on.job, found.outcome, blows, stills)
 
 
+def _perform_guest(seed: int, folder: Path) -> tuple[Case, str]:
+    """Run a case whose ranks an engine starts, and return its record and output. Blocks."""
+    job = random_guest_job(seed)
+    job = replace(job, job=replace(job.job, python=str(warm.folder() / "python")))
+    found = run_guest_job(job, folder)
+    performed = Performed(job.job, found.outcome, [str(event) for _, event in found.struck], ())
+    return guest_case(case_of(seed, performed, 0.0), job, found), found.outcome.said
+
+
 def case_of(seed: int, performed: Performed, took_s: float) -> Case:
     """Return the counts of an outcome."""
     outcome = performed.outcome
@@ -119,6 +140,10 @@ def main(
     first_seed: Annotated[int, typer.Option(help="Random seed of the first case. The others follow.")] = 0,
     case: Annotated[int | None, typer.Option(help="A single case by its seed, with its output.")] = None,
     hosts: Annotated[bool, typer.Option("--hosts", help="On emulated hosts that are hit. As root.")] = False,
+    guest: Annotated[
+        bool, typer.Option("--guest", help="An engine starts the ranks. Most of them as root.")
+    ] = False,
+    engine: Annotated[str, typer.Option(help="With --guest: only cases of this engine.")] = "",
     stall: Annotated[
         bool, typer.Option("--stall", help="Instead: where the time of a recovery goes.")
     ] = False,
@@ -131,7 +156,8 @@ def main(
 ) -> None:
     """Let ranks of small trainings die at random moments, and count what was lost."""
     torch.set_num_threads(1)  # of the small model that is trained for comparison
-    path = report_folder / ("survival-hosts.json" if hosts else "survival.json")
+    kind = "guest" if guest else "hosts" if hosts else ""
+    path = report_folder / f"{'-'.join(filter(None, ('survival', kind)))}.json"
     if cost:
         for name, deterministic in (("elastic", False), ("deterministic", True)):
             found_cost = measure(2, 3 if quick else 40, deterministic=deterministic)
@@ -149,15 +175,22 @@ def main(
             draw_sides(json.loads(stored_at.read_text()), stored_at.with_suffix(".png"))
         return
     if case is not None:
-        found = [_run(case, hosts, is_shown=True)]
+        found = [_run(case, kind, is_shown=True)]
     elif quick:
-        found = [_run(first_seed + i, hosts) for i in range(QUICK_CASES)]
+        found = [_run(first_seed + i, kind) for i in range(QUICK_CASES)]
     else:
-        report, wanted = Report(path), range(first_seed, first_seed + cases)
-        _search(report, wanted, hosts)
+        report, wanted = Report(path), list(range(first_seed, first_seed + cases))
+        if guest:
+            skipped = {name: why for name in ENGINES if (why := missing(name))}
+            print("\n".join(f"{name} is skipped: {why}" for name, why in skipped.items()))
+            fitting = (seed for seed in itertools.count(first_seed) if engine in ("", engine_of(seed)))
+            wanted = [seed for seed in itertools.islice(fitting, cases) if engine_of(seed) not in skipped]
+        _search(report, wanted, kind)
         found = [each for each in report.cases() if each.seed in wanted]
         print(f"{path}, all seeds: {words(report.cases())}\n")
     print(words(found))
+    if guest:
+        print(guest_words(found))
     failures = [each for each in found if each.problem]
     for each in failures:
         print(f"seed {each.seed}: {each.problem}")
@@ -165,25 +198,29 @@ def main(
         sys.exit(1)
 
 
-def _search(report: Report, seeds: Sequence[int], on_hosts: bool) -> None:
+def _search(report: Report, seeds: Sequence[int], kind: str) -> None:
     with progress_bar("random cases") as show:
         for number, seed in enumerate(seeds, start=1):
             if seed not in {
                 each.seed for each in report.cases()
             }:  # another search may have stored it meanwhile
-                report.add(_run(seed, on_hosts))
+                report.add(_run(seed, kind))
             show(number / len(seeds))
 
 
-def _run(seed: int, on_hosts: bool, is_shown: bool = False) -> Case:
+def _run(seed: int, kind: str, is_shown: bool = False) -> Case:
     """Run one case; print its output if it failed, or `is_shown`."""
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        performed = perform(seed, on_hosts, Path(folder))
-    found = case_of(seed, performed, time.monotonic() - began_s)
+        if kind == "guest":
+            found, said = _perform_guest(seed, Path(folder))
+        else:
+            performed = perform(seed, kind == "hosts", Path(folder))
+            found, said = case_of(seed, performed, 0.0), performed.outcome.said
+    found = replace(found, took_s=round(time.monotonic() - began_s, 1))
     if is_shown:
-        print(performed.outcome.said)
+        print(said)
     elif found.problem:
         words_of_it = f"seed {seed}: {found.problem} ({found.took_s:.0f} s)"
-        print(f"{words_of_it}\n{performed.outcome.said}", file=sys.stderr, flush=True)
+        print(f"{words_of_it}\n{said}", file=sys.stderr, flush=True)
     return found

@@ -57,6 +57,7 @@ MOMENTS = (
 )
 WAYS = ("SIGKILL", "exit", "error", "memory", "SIGSTOP", "pause")
 CHECKPOINT_EVERY = 4  # steps
+_HOLD_FROM, _HOLD_S = 10, 0.3
 _CAP_MB = 1e-3  # a layer's weight and bias are more
 _STOP_S, _PAUSE_S = 20.0, 0.3  # a stopped rank is woken; by then it is lost, or is not
 _MEMORY_BYTES = 32 << 20  # that a rank which runs out of memory may still have
@@ -185,6 +186,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--samples", type=int, default=194)  # the last step has 2, fewer than ranks
     parser.add_argument("--batch", type=int, default=24)
+    parser.add_argument("--ranks", type=int, help="logical ranks; by default the number of ranks")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--dtype", default="float64")
     parser.add_argument("--optimizer", default="sgd")
@@ -193,6 +195,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--wrapped", default="{}", help="further options of the wrapper, as JSON")
     parser.add_argument("--sync-batch-norm", action="store_true")
     parser.add_argument("--pause-ms", type=float, default=0)
+    parser.add_argument("--hold", type=Path, help="as long as it exists, steps are slow from the tenth on")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--deterministic", action="store_true")
@@ -267,7 +270,13 @@ def main() -> None:
         _note_parts(notes)
     data = Data(args)
     data.at = faults.at
-    shuffle = GlobalShuffle(data, GlobalBatch.of(args.batch, dist.get_world_size()), seed=5)
+    shuffle = GlobalShuffle(
+        data,
+        GlobalBatch.of(args.batch, ranks=args.ranks)
+        if args.ranks
+        else GlobalBatch.of(args.batch, dist.get_world_size()),
+        seed=5,
+    )
     net = make_model(args)
     if args.sync_batch_norm:
         net = paceline.convert_sync_batchnorm(net)
@@ -314,6 +323,8 @@ def main() -> None:
             faults.at("between steps")
             if elastic.step % CHECKPOINT_EVERY == 0:
                 _save(saved, args.folder, faults)
+            if args.hold and elastic.step > _HOLD_FROM and args.hold.exists():
+                time.sleep(_HOLD_S)
             if args.pause_ms and not micro_batches.repeats:
                 time.sleep(args.pause_ms / 1000)
         faults.at("end of epoch")
@@ -391,26 +402,22 @@ def _fail_in_recovery(faults: Faults, notes: Notes) -> None:
 def _note_parts(notes: Notes) -> None:
     """Note the times of each membership change: when the rank heard of the last one's end, and each part after it."""
     from paceline.ddp.membership import Membership
-    from paceline.elastic.elastic import ElasticClient
+    from paceline.elastic.client import ElasticClient
 
-    next_seat, opens, goes_on, opens_beside = (
-        ElasticClient.next_seat,
-        ElasticClient.open,
-        ElasticClient.go_on,
-        Membership.open_groups,
-    )
+    next_assignment, opens = ElasticClient.next_assignment, ElasticClient.open
+    goes_on, opens_beside = ElasticClient.go_on, Membership.open_groups
     times: dict[str, float] = {}
 
-    def seated(crew: ElasticClient, *given: Any) -> Any:
-        times.update(heard=crew.watcher.since_s, left=time.monotonic())
-        seat = next_seat(crew, *given)
-        times["seat"] = time.monotonic()
-        return seat
+    def assigned(client: ElasticClient, *given: Any) -> Any:
+        times.update(heard=client.watcher.since_s, left=time.monotonic())
+        assignment = next_assignment(client, *given)
+        times["assignment"] = time.monotonic()
+        return assignment
 
-    def opened(crew: ElasticClient, *given: Any) -> Any:
-        standings = opens(crew, *given)
+    def opened(client: ElasticClient, *given: Any) -> Any:
+        states = opens(client, *given)
         times["open"] = time.monotonic()
-        return standings
+        return states
 
     def opened_beside(members: Membership, *given: Any) -> Any:
         times["met"] = time.monotonic()
@@ -418,11 +425,11 @@ def _note_parts(notes: Notes) -> None:
         times["beside"] = time.monotonic()
         return groups
 
-    def gone_on(crew: ElasticClient, *given: Any) -> None:
-        goes_on(crew, *given)
+    def gone_on(client: ElasticClient, *given: Any) -> None:
+        goes_on(client, *given)
         notes.write(what="moved", **times)
 
-    for name, method in (("next_seat", seated), ("open", opened), ("go_on", gone_on)):
+    for name, method in (("next_assignment", assigned), ("open", opened), ("go_on", gone_on)):
         setattr(ElasticClient, name, method)
     setattr(Membership, "open_groups", opened_beside)  # noqa: B010
 

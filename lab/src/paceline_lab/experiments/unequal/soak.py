@@ -195,8 +195,8 @@ class Soak:
             self.changes += 1
 
     def _check_drift(self) -> None:
-        everybody = gather([p.detach().numpy().tobytes() for p in self.model.parameters()])
-        self.drifts += any(other != everybody[0] for other in everybody)
+        of_ranks = gather([p.detach().numpy().tobytes() for p in self.model.parameters()])
+        self.drifts += any(other != of_ranks[0] for other in of_ranks)
 
     def _difference(self) -> float:
         alone = Fragile()

@@ -188,7 +188,7 @@ def make_task(workload: str, num_samples: int, speed: Speed | None, width: int, 
     """The same on every rank, but for its speed; None: as fast as it computes. `width` is the CNN's."""
     torch.manual_seed(seed)
     if workload == "images":
-        images = load_images("fashion-mnist", max_train=num_samples)
+        images = load_images(max_train=num_samples)
         data = TensorDataset(torch.from_numpy(images.train_images), torch.from_numpy(images.train_labels))
         return Task(data, Paced(Convolutions(images.side, images.num_classes, width), speed), 2e-3)
     if workload == "bert":

@@ -181,7 +181,7 @@ def report(outcomes: Sequence[Outcome], ranks: ClusterRanks, compute: str, quick
         verdicts=tuple(verdicts),
         notes=(
             how,
-            "HetSeq's weight is a constant that changes nothing; its table of nodes is `hetseq_table`",
+            "HetSeq's weight is a constant that changes nothing; its table of nodes is row H6",
             f"smoothed losses of torch and auto differ by at most {worst:.2%}: the same samples in the same steps",
             "text counts tokens, torch's mean over ranks counts ranks; BERT's \"loss\" is the part of the steps left",
         ),
