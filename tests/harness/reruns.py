@@ -1,5 +1,7 @@
 """Runs failed tests marked `clock` again. Each rerun is printed with its failure; more than three fail the run.
 
+Continuous integration (`.ci/run`) also runs other failed tests that start processes once more, by `--reruns 1`.
+
 It also prints each failure as it happens: a run that is ended from outside never comes to its summary.
 """
 
@@ -35,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let tests that depend on measured times run again. No other test may."""
+    """Let tests that depend on measured times run again. No other test may ask for it."""
     for item in items:
         if item.get_closest_marker("flaky"):
             raise pytest.UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -151,6 +152,24 @@ def test_the_address_of_a_store(monkeypatch):
     assert len(notes) == 1
     monkeypatch.setattr("paceline.launch.stores._is_mine", lambda _address: True)
     assert several._place("192.0.2.1") == "192.0.2.1"
+
+
+def test_who_left_the_file_of_a_meeting_does_not_write_it_again(tmp_path, monkeypatch):
+    """Torch's store writes when it is destroyed. The last to leave may have removed the file by then."""
+    from paceline.launch.stores import Listening
+
+    monkeypatch.setenv("PACELINE_TOKEN", "secret")
+    meeting = tmp_path / "job"
+    first, last = Listening(2, print), Listening(2, print)
+    for launcher in (first, last):
+        launcher.file_store(str(meeting))
+    first.__exit__()
+    left = meeting.read_bytes()
+    del launcher, first
+    gc.collect()
+    assert meeting.read_bytes() == left
+    last.__exit__()
+    assert not meeting.exists()
 
 
 def test_torchruns_environment_variables_work(scripts):

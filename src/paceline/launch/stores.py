@@ -12,6 +12,7 @@ Rules
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import secrets
@@ -88,6 +89,8 @@ class Listening:
         self._within.close()
         if self._file is not None:
             path, store = self._file
+            # A store that is destroyed writes to its file, and would make one again that another launcher has removed.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
             with contextlib.suppress(RuntimeError, OSError):
                 if store.add(_IN_FILE, -1) <= 0:
                     path.unlink()
