@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 import urllib.request
+from types import ModuleType
 
 import pytest
 
+from harness.terminal import REPOSITORY
 from paceline.diagnosis import Diagnosis
 from paceline.diagnosis.findings import Finding, Prediction
 from paceline.errors import ConfigurationError
@@ -123,3 +126,33 @@ def test_the_server_answers_with_what_is_true_now_and_frees_its_port():
     finally:
         server.close()
     MetricsServer(str, server.port).close()
+
+
+def test_the_functions_of_the_page_hand_all_numbers_to_each_logger(monkeypatch):
+    """The loggers' libraries are not installed here; their stand-ins take the arguments that the libraries take."""
+    page = (REPOSITORY / "docs/guide/metrics.md").read_text()
+    (text,) = re.findall(r'^```python title="loggers.py"\n(.*?)^```$', page, re.MULTILINE | re.DOTALL)
+    got = {}
+
+    class Writer:
+        def add_scalar(self, tag, scalar_value, global_step=None):
+            got.setdefault("tensorboard", {})[tag, global_step] = scalar_value
+
+    def log(data, step=None):
+        got["wandb"] = {(name, step): value for name, value in data.items()}
+
+    def log_metrics(metrics, step=None):
+        got["mlflow"] = {(name, step): value for name, value in metrics.items()}
+
+    for name, function in (("wandb", log), ("mlflow", log_metrics)):
+        module = ModuleType(name)
+        setattr(module, function.__name__, function)
+        monkeypatch.setitem(sys.modules, name, module)
+    timings, functions = timings_of(2.0, 3.0, 4.0), {}
+    exec(text, functions)
+    functions["to_wandb"](timings, 7)
+    functions["to_mlflow"](timings, 7)
+    functions["to_tensorboard"](timings, 7, Writer())
+    expected = {(name, 7): value for name, value in step_metrics(timings).items()}
+    assert len(expected) == 8
+    assert got == dict.fromkeys(("wandb", "mlflow", "tensorboard"), expected)
