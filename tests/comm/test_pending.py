@@ -70,6 +70,15 @@ def test_a_chain_of_unknown_length_reports_when_it_has_been_waited_for():
     assert told == ["done"]
 
 
+def test_a_chain_without_stages_is_done():
+    """What one rank alone returns: it says so without a wait."""
+    told, chain = [], Chain()
+    chain.on_done(lambda: told.append("done"))
+    assert chain.is_done()
+    assert chain.wait(0)
+    assert told == ["done"]
+
+
 class Slowly:
     """Done after so many slices."""
 

@@ -15,7 +15,7 @@ from torch import nn
 from harness.models import digest, generator
 from harness.ranks import pool
 from paceline import DistributedDataParallel
-from paceline.comm.lane import ChainedWork
+from paceline.comm.lane import ContinuedWork
 from paceline.errors import PeerLostError, ProtocolError
 from paceline.optim import behind_forward, full_state_dict, shard
 
@@ -37,7 +37,7 @@ def held_back():
     gate = threading.Event()
     complete = behind_forward.BehindForward.complete
 
-    class Late(ChainedWork):
+    class Late(ContinuedWork):
         def __init__(self, lane, begin, *rest):
             def late():
                 gate.wait(30)
@@ -51,7 +51,7 @@ def held_back():
         complete(holder, index, reads_gradient)
 
     with (
-        mock.patch.object(behind_forward, "ChainedWork", Late),
+        mock.patch.object(behind_forward, "ContinuedWork", Late),
         mock.patch.object(behind_forward.BehindForward, "complete", opened),
         mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"}),
     ):

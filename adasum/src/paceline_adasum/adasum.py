@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm import C10dWork, Done, Lane, LaneWork, Work, launch_session_name, store_of_job, timeout_of
+from paceline.comm import C10dWork, Chain, Lane, LaneWork, Work, launch_session_name, store_of_job, timeout_of
 from paceline.errors import ConfigurationError
 from paceline.host.processes import whereabouts
 from paceline.process_group import (
@@ -98,7 +98,7 @@ class Adasum(Reduction):
         return f"{type(self).__name__}(hosts={hosts!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """The settings only: a copy makes connections of its own."""
+        """Keep the settings alone: a copy makes connections of its own."""
         return {"hosts": self.hosts}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -129,7 +129,7 @@ class Adasum(Reduction):
 
     def launch(self, message: Message) -> Work:
         if message.process_group.size() == 1:
-            return Done()
+            return Chain()
         segments = Segments(tuple(map(real_numel, message.gradients)))
         is_in_group = self.hosts is None and not self.is_apart
         on_all_vectors = shared_vectors_of(message.process_group) if is_in_group else None
@@ -155,7 +155,7 @@ class Adasum(Reduction):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent so far; none within one host, where memory is shared."""
+        """Return the bytes that this rank has sent so far; 0 within one host, where memory is shared."""
         return 0 if self._connection is None else self._connection.bytes_sent
 
     def _keep(self, norms: Norms) -> None:
@@ -178,10 +178,12 @@ class Adasum(Reduction):
 
 
 class AdasumConnection:
-    """Transport and thread of the Adasums over one process group. Collective: making one, and `launch`; neither blocks.
+    """The transport and the thread of the Adasums over one process group.
+
+    The constructor and `launch` are collective, and neither blocks.
 
     `find_topology`, a collective, is given an executor and a timeout in seconds. It returns the hosts within which the
-    mean is taken. None: all ranks are combined by Adasum.
+    mean is taken. If it is None, all ranks are combined by Adasum.
     """
 
     def __init__(
@@ -218,7 +220,7 @@ class AdasumConnection:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent so far."""
+        """Return the bytes that this rank has sent so far."""
         combiner = self._combiner
         return combiner.transport.bytes_sent if isinstance(combiner, AdasumOverRanks) else 0
 

@@ -25,8 +25,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm import (
-    ChainedWork,
-    Done,
+    Chain,
+    ContinuedWork,
     Lane,
     Work,
     launch_session_name,
@@ -170,7 +170,7 @@ class BoundedLoss(Reduction):
 
     @property
     def bound(self) -> float:
-        """The largest part that may be lost."""
+        """Return the largest part that may be lost."""
         return self._bound.ratio
 
     def __repr__(self) -> str:
@@ -240,7 +240,7 @@ class BoundedLoss(Reduction):
 
     def launch(self, message: Message) -> Work:
         if message.process_group.size() == 1:
-            return Done()
+            return Chain()
         if self._connection is None:
             group, device = message.process_group, message.flat.device
             if self._connect is not None:
@@ -264,7 +264,7 @@ class BoundedLoss(Reduction):
         reduced = _Reduced(message, sizes, residual)
         self._sums.append(reduced)
         begin = functools.partial(reduced.begin, self._connection, bound)
-        return ChainedWork(self._connection.lane, begin, [message.body], "bounded_loss", reduced.finish)
+        return ContinuedWork(self._connection.lane, begin, [message.body], "bounded_loss", reduced.finish)
 
     def end_step(self, ended: StepEnd) -> None:
         self._residuals.restore(self._names[id(parameter)] for parameter in ended.unused)
@@ -305,7 +305,7 @@ class BoundedLoss(Reduction):
 
     @property
     def counters(self) -> dict[str, int]:
-        """Datagrams of this rank: sent, repeated, dropped because a stranger sent them, and others. Local."""
+        """Return this rank's counts of datagrams: sent, repeated, dropped as a stranger's, and others. Local."""
         return self._connection.counters() if self._connection is not None else {}
 
 
@@ -353,7 +353,7 @@ def _keep_lost(given: Tensor, ranges: Any, rank: int) -> None:
 
 
 def _classes(named_parameters: Mapping[str, Parameter]) -> dict[int, int]:
-    """The class of each parameter, by its id: 5 for the first fifth of the model's elements, 1 for the last."""
+    """Return the class of each parameter, by its id: 5 for the first fifth of the model's elements, 1 for the last."""
     total = max(1, sum(real_numel(parameter) for parameter in named_parameters.values()))
     found, before = {}, 0
     for parameter in named_parameters.values():

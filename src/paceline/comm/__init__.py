@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         C10dWork,
         Chain,
         Completion,
-        Done,
         Work,
         all_gather,
         all_reduce,
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
         timeout_of,
     )
     from paceline.comm.device import host_memory, to_device, to_host
-    from paceline.comm.lane import ChainedWork, Lane, LaneWork
+    from paceline.comm.lane import ContinuedWork, Lane, LaneWork
     from paceline.comm.rendezvous import Rendezvous, store_of_job
 
 BACKEND_NAME = "paceline"  # under which c10d knows our own backend
@@ -41,9 +40,8 @@ __all__ = [
     "Backward",
     "C10dWork",
     "Chain",
-    "ChainedWork",
     "Completion",
-    "Done",
+    "ContinuedWork",
     "Lane",
     "LaneWork",
     "Rendezvous",
@@ -65,10 +63,10 @@ __getattr__ = on_first_use(
     __name__,
     {
         "backward": "Backward",
-        "collectives": "C10dWork Chain Completion Done Work all_gather all_reduce all_to_all broadcast "
+        "collectives": "C10dWork Chain Completion Work all_gather all_reduce all_to_all broadcast "
         "device_for_metadata launch_session_name timeout_of",
         "device": "host_memory to_device to_host",
-        "lane": "ChainedWork Lane LaneWork",
+        "lane": "ContinuedWork Lane LaneWork",
         "rendezvous": "Rendezvous store_of_job",
     },
 )

@@ -15,7 +15,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -24,8 +24,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ProcessGroup
-
-from paceline.errors import HookError
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -54,7 +52,7 @@ def sum_in_place(tensor: Tensor, group: ProcessGroup) -> None:
 
 
 def all_reduce_mean(tensor: Tensor, group: ProcessGroup) -> C10dWork:
-    """Replace `tensor` by the mean, as the backend takes it; not all of them can. Collective; does not wait."""
+    """Replace `tensor` by the mean over ranks. Not all backends can. Collective; does not wait."""
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
     return C10dWork(group.allreduce([tensor], options))
@@ -147,7 +145,7 @@ def allocate_zeros(
 
 
 def backend_of(group: ProcessGroup) -> str:
-    """The group's backend, in lower case; of a group that is not registered, what it calls itself."""
+    """Return the group's backend, in lower case. Of a group that is not registered, return its own name."""
     try:
         return dist.get_backend(group)
     except (KeyError, ValueError, RuntimeError):
@@ -189,7 +187,7 @@ def _device_types(group: ProcessGroup) -> list[str]:
 
 
 def launch_session_name(process_group: ProcessGroup, device: torch.device) -> Callable[[], str]:
-    """Let rank 0 draw a name for new connections; the returned function waits for it. Collective; does not wait."""
+    """Let rank 0 draw a name for new connections. Return a function that waits for it. Collective; does not wait."""
     number = torch.tensor([secrets.randbits(62)], device=device_for_metadata(process_group, device))
     sent = broadcast(number, process_group, source=0)
 
@@ -286,43 +284,6 @@ def _outlive_works() -> None:
     atexit.register(time.sleep, 0.05)
 
 
-class FutureWork(Work):
-    """The handle of a communication hook's future; its value replaces the bucket's gradients."""
-
-    def __init__(self, future: torch.futures.Future[Any], body: Tensor, hook: str) -> None:
-        self._future, self._body, self._hook = future, body, hook
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait as `Work.wait`. A future cannot be waited for in slices, so the time limit is the process group's.
-
-        Raises HookError if the hook's future has failed: a peer may be lost, or the hook's callback has raised.
-        """
-        try:
-            result = self._future.wait()
-        except RuntimeError as error:
-            raise HookError(
-                f"the future of the communication hook {self._hook} has failed: {error}"
-            ) from error
-        if isinstance(result, (list, tuple)):
-            result = result[0]
-        if result.data_ptr() != self._body.data_ptr() or result.dtype != self._body.dtype:
-            self._body.copy_(result.view(-1))
-        return True
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        self._future.add_done_callback(lambda _: callback())
-
-
-class Done(Work):
-    """The handle of a reduction that needed no communication."""
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        return True
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        callback()
-
-
 class Completion(Work):
     """The handle of work that another thread ends, by `complete`."""
 
@@ -373,11 +334,11 @@ class Chain(Work):
 
     The generator `stages` yields the handle of each, and continues, in `wait`, once that is done. So it may decide what
     to launch next by earlier results. Every rank has to launch the same. `on_done` reports when the last of
-    `num_stages` is done; if the number is not known, when `wait` has come to the end.
+    `num_stages` is done; if the number is not known, when `wait` has come to the end. A chain without stages is done.
     """
 
-    def __init__(self, stages: Iterator[Work], num_stages: int | None = None) -> None:
-        self._stages = stages
+    def __init__(self, stages: Iterable[Work] = (), num_stages: int | None = None) -> None:
+        self._stages = iter(stages)
         self._num_left = num_stages
         self._callbacks: list[Callable[[], None]] = []
         self._current: Work | None = None
@@ -414,7 +375,7 @@ class Chain(Work):
 
 
 def timeout_of(process_group: ProcessGroup) -> timedelta:
-    """The timeout of the group's collectives; 30 minutes where it cannot be found."""
+    """Return the timeout of the group's collectives, or 30 minutes if it cannot be found."""
     ours: Any = process_group
     found = getattr(ours, "_timeout", None)
     if not isinstance(found, timedelta):

@@ -311,7 +311,7 @@ class Lane:
         return is_idle
 
 
-class ChainedWork(Work):
+class ContinuedWork(Work):
     """The handle of work that a lane begins, and that goes on elsewhere.
 
     `begin` runs on the lane, and may block. It returns the handle of the rest. `finish` is called once, by the first

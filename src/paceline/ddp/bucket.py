@@ -10,15 +10,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import Chain, Done, Work, all_reduce
+from paceline.comm.collectives import Chain, Work, all_reduce
 from paceline.reductions import Reduction
 from paceline.reductions.reduction import real_numel
 
 
 class Bucket(Protocol):
-    """Gradients of some parameters.
+    """The gradients that are reduced in one message.
 
-    A backward calls `arm`. Autograd finishes gradients. Then `make_message`, `launch` and `set_gradients` follow.
+    The reducer calls `arm` when a backward begins, and `make_message`, `launch` and `set_gradients` once gradients are
+    finished.
     """
 
     index: int  # place in the launch order
@@ -94,10 +95,10 @@ class Bucket(Protocol):
     # ---- unused parameters and late gradients
 
     def unused_members(self) -> list[int]:
-        """Parameters that this rank's step has not used so far: of a bucket that has its message, or is left out."""
+        """Return the parameters that this rank's step has not used so far. Called after `make_message` or `skip`."""
 
     def has_late_gradients(self) -> bool:
-        """Return whether autograd has finished a gradient after `make_message`, or though it is left out."""
+        """Return whether autograd has finished a gradient after `make_message`, or although the bucket is skipped."""
 
     def launch_late(self, scale: float, group: ProcessGroup) -> Work:
         """Start summing what arrived late over the ranks, to be added when done. Collective; does not wait."""
@@ -126,7 +127,7 @@ def launch_late(body: Tensor, parameters: Sequence[Parameter], scale: float, gro
 
 
 def _added(body: Tensor, late: Tensor, group: ProcessGroup) -> Iterator[Work]:
-    yield all_reduce(late, group) if group.size() > 1 else Done()
+    yield all_reduce(late, group) if group.size() > 1 else Chain()
     body.add_(late)
 
 
@@ -151,7 +152,7 @@ LARGE_GRADIENT_BYTES = 32 * 1024
 
 
 def dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's strides where they leave no gaps (channels_last is kept), else similar ones that leave none."""
+    """Return the parameter's strides if they leave no gaps (channels_last is kept). Otherwise return similar ones."""
     return torch.empty_like(parameter, device="meta").stride()
 
 

@@ -29,7 +29,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from paceline.comm.collectives import Done, Work, all_reduce, device_for_metadata
+from paceline.comm.collectives import Chain, Work, all_reduce, device_for_metadata
 from paceline.comm.gradient_group import is_beside
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket, make_skipped_message
@@ -185,7 +185,7 @@ class SkippingSync(BucketSync):
     def ask(self) -> Work:
         """Launch the sum of what all ranks need. Collective: once a synchronized backward, before its buckets."""
         group = self._ranks.group
-        self._pending = Done() if group.size() == 1 else all_reduce(self._words, group)
+        self._pending = Chain() if group.size() == 1 else all_reduce(self._words, group)
         self._pending.on_done(self._has_arrived.set)
         return self._pending
 

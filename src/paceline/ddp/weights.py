@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm.collectives import Done, Work, all_reduce, device_for_metadata
+from paceline.comm.collectives import Chain, Work, all_reduce, device_for_metadata
 from paceline.ddp.buffers import BufferSync
 from paceline.ddp.membership import Membership
 from paceline.ddp.setting import Setting
@@ -111,7 +111,7 @@ class WeightExchange:
         where = device_for_metadata(process_group, members.device)
         self._words = torch.tensor(words, dtype=torch.float64, device=where)
         is_alone = process_group.size() == 1
-        self._pending: Work = Done() if is_alone else all_reduce(self._words, process_group)
+        self._pending: Work = Chain() if is_alone else all_reduce(self._words, process_group)
         self._found: StepWeights | None = None
         self._lost: PeerLostError | ProtocolError | None = None
 
@@ -196,7 +196,7 @@ class Weighing:
         begins_step: bool = False,
         buffers: BufferSync | None = None,
     ) -> WeightExchange:
-        """Exchange the weights of the ranks' micro-batches of a step; by default nothing. Collective."""
+        """Exchange the weights of the ranks' micro-batches in a step. The base class has none. Collective."""
         members, shares = self._membership, self._setting.shares
         report: Sequence[float] = ()
         if shares is not None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.comm.collectives import Work
-from paceline.comm.lane import ChainedWork, Lane
+from paceline.comm.lane import ContinuedWork, Lane
 from paceline.comm.peers import Peers
 from paceline.errors import ProtocolError
 
@@ -108,7 +108,7 @@ class BehindForward:
             with torch._C.DisableTorchFunctionSubclass():  # else a held parameter would wait for this job
                 return job.begin()
 
-        return ChainedWork(self._lane, begin, [_plain(job.parameters[0])], "sharded step", job.finish)
+        return ContinuedWork(self._lane, begin, [_plain(job.parameters[0])], "sharded step", job.finish)
 
     def complete(self, index: int, reads_gradient: bool) -> None:
         """Complete the jobs up to this one. Raises PeerLostError if a rank died or hangs."""

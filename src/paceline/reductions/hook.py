@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import FutureWork, Work, all_gather
+from paceline.comm.collectives import Work, all_gather
 from paceline.errors import HookError
 from paceline.reductions.reduction import Message, Reduction
 
@@ -40,7 +40,7 @@ class GradBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        """Views of the buffer, one for each parameter; of the one that was set last."""
+        """Return views of the buffer that was set last, one for each parameter."""
         ours, flat = self._message.gradients, self._message.flat
         if self._buffer.dtype == flat.dtype and self._buffer.data_ptr() == flat.data_ptr():
             return list(ours)
@@ -88,7 +88,7 @@ class HookReduction(Reduction):
     def follow(
         self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup, are_alike: bool
     ) -> None:
-        """A state that is itself a group is the new one from now on."""
+        """Replace a state that is itself a process group by the new group."""
         self._previous = None
         if isinstance(self.state, ProcessGroup):
             self.state = process_group
@@ -107,11 +107,38 @@ class HookReduction(Reduction):
                 "wrap a value that is already there with Future.set_result."
             )
         self._previous = future
-        return FutureWork(future, message.body, self.name)
+        return _HookWork(future, message.body, self.name)
 
     @property
     def name(self) -> str:
         return getattr(self.hook, "__qualname__", type(self.hook).__name__)
+
+
+class _HookWork(Work):
+    """The handle of a hook's future, whose value replaces the bucket's gradients."""
+
+    def __init__(self, future: torch.futures.Future[Any], body: Tensor, hook: str) -> None:
+        self._future, self._body, self._hook = future, body, hook
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait as `Work.wait`. A future cannot be waited for in slices, so the time limit is the process group's.
+
+        Raises HookError if the hook's future has failed: a peer may be lost, or the hook's callback has raised.
+        """
+        try:
+            result = self._future.wait()
+        except RuntimeError as error:
+            raise HookError(
+                f"the future of the communication hook {self._hook} has failed: {error}"
+            ) from error
+        if isinstance(result, (list, tuple)):
+            result = result[0]
+        if result.data_ptr() != self._body.data_ptr() or result.dtype != self._body.dtype:
+            self._body.copy_(result.view(-1))
+        return True
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        self._future.add_done_callback(lambda _: callback())
 
 
 def is_users_hook(reduction: Reduction) -> bool:

@@ -19,7 +19,6 @@ from torch.nn import Parameter
 from paceline.comm.collectives import (
     C10dWork,
     Chain,
-    Done,
     Work,
     all_gather,
     all_reduce,
@@ -103,7 +102,7 @@ def _fold_shares(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
 
 
 def _exchange(received: Tensor, sent: Tensor, group: ProcessGroup) -> C10dWork:
-    """Exchange bytes by an all-to-all, because Gloo's supports few dtypes."""
+    """Exchange rows by an all-to-all of bytes, because Gloo's supports few dtypes."""
     return all_to_all(received.view(torch.uint8), sent.view(torch.uint8), group)
 
 
@@ -132,7 +131,7 @@ class LogicalMean(Reduction):
         self._place = 0  # of the one whose gradients are in the buckets
 
     def of_rank(self, rank: int, num_ranks: int) -> range:
-        """Return the logical ranks that this rank of so many computes."""
+        """Return the logical ranks that a rank computes, given the number of ranks."""
         first, stop = (-(-each * self.num_averaged // num_ranks) for each in (rank, rank + 1))
         return range(first, stop)
 
@@ -173,7 +172,7 @@ class LogicalMean(Reduction):
             rows_in_order = [parts[rank, place] for rank in range(num_ranks) for place in range(own[rank])]
             mine = sum_in_order(rows_in_order).to(flat.dtype)
             if num_ranks == 1:
-                yield Done()
+                yield Chain()
                 flat.copy_(mine)
                 return
             whole = flat if flat.numel() == share * num_ranks else flat.new_empty(share * num_ranks)

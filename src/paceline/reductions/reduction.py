@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import Chain, Done, Work, all_reduce, backend_of
+from paceline.comm.collectives import Chain, Work, all_reduce, backend_of
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
 
@@ -71,7 +71,7 @@ class Message:
 
     @property
     def body(self) -> Tensor:
-        """The gradients without the trailer: a view of `flat`, shape (num_gradient_elements,)."""
+        """Return the gradients without the trailer: a view of `flat`, shape (num_gradient_elements,)."""
         return self.flat[: self.num_gradient_elements]
 
 
@@ -217,7 +217,7 @@ class Mean(Reduction):
 
     def launch(self, message: Message) -> Work:
         if message.process_group.size() == 1:
-            return Done()
+            return Chain()
         return all_reduce(message.flat, message.process_group)
 
 
@@ -230,7 +230,7 @@ class NarrowMean(Reduction):
     def launch(self, message: Message) -> Work:
         narrow = message.body.to(self._dtype)
         is_alone = message.process_group.size() == 1
-        pending = Done() if is_alone else all_reduce(narrow, message.process_group)
+        pending = Chain() if is_alone else all_reduce(narrow, message.process_group)
 
         def stages() -> Iterator[Work]:
             yield pending
@@ -252,7 +252,7 @@ def launch_sparse_sum(gradient: Tensor, group: ProcessGroup, keep: Callable[[Ten
     values, elsewhere an all-reduce of the dense gradient.
     """
     if group.size() == 1:
-        return Chain(_kept(Done(), gradient, keep), num_stages=1)
+        return Chain(_kept(Chain(), gradient, keep), num_stages=1)
     total = gradient.clone() if _can_sum_sparse(group, gradient) else gradient.to_dense()
     return Chain(_kept(all_reduce(total, group), total, keep), num_stages=1)
 

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from paceline.comm import (
     TOKEN,
     C10dWork,
-    ChainedWork,
+    ContinuedWork,
     Lane,
     LaneWork,
     Rendezvous,
@@ -98,7 +98,7 @@ class ServerConnections:
 
     def launch(
         self, message: Message, answer: Tensor, before: Callable[[], None] | None = None
-    ) -> ChainedWork:
+    ) -> ContinuedWork:
         """Start to push a bucket and to pull its answer. Collective; does not block.
 
         The body must not change until `answer`, which may be the body, holds the servers' answers. `before` runs first,
@@ -121,7 +121,7 @@ class ServerConnections:
             if on_host is not answer:
                 to_device(answer, on_host)
 
-        return ChainedWork(self._lane, begin, [body], "parameter_servers", finish)
+        return ContinuedWork(self._lane, begin, [body], "parameter_servers", finish)
 
     def _push(self, message: Message, body: Tensor, answer: Tensor) -> ResponseFuture:
         """Hand a bucket in the host's memory to the link. Runs on the lane."""
