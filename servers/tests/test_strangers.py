@@ -417,7 +417,7 @@ def test_a_connection_that_closes_without_a_word_accuses_nobody(monkeypatch):
     thread = threading.Thread(target=close_all, daemon=True)
     thread.start()
     try:
-        with pytest.raises(ServerLostError, match="closes them without a word") as error:
+        with pytest.raises(ServerLostError, match="has closed every connection") as error:
             ServerLink([f"127.0.0.1:{listener.getsockname()[1]}"], rank())
         assert "PACELINE_TOKEN" not in str(error.value)
     finally:

@@ -59,7 +59,7 @@ def keep(function: Any, stamp: Stamp) -> None:
 
 
 class _CompileLock:
-    """Stands between a function made by numba and its stored code: holds a lock from a miss to the end of compiling."""
+    """A lock on the stored code of a function made by numba. It is held from a cache miss to the end of compiling."""
 
     _waits = True  # until a wait was in vain
 
@@ -76,7 +76,7 @@ class _CompileLock:
         cache.load_overload, cache.save_overload, function.compile = self.load, self.store, self.compile
 
     def compile(self, signature: Any) -> Any:
-        """Load or compile; afterwards the lock is free, whatever happened."""
+        """Load the code or compile it. Then free the lock, also after an error."""
         with self._threads:
             collects = gc.isenabled()
             gc.disable()  # rule 6
@@ -88,14 +88,14 @@ class _CompileLock:
                 self._release()
 
     def load(self, signature: Any, target: Any) -> Any:
-        """Return what is on disk, perhaps after a wait for it; None: compile now, under the lock where there is one."""
+        """Return the code on disk, perhaps after waiting for another process to compile it. None: compile it now."""
         found = self._load(signature, target)
         if found is None and self._acquire(signature):
             found = self._load(signature, target)
         return found
 
     def store(self, signature: Any, data: Any) -> None:
-        """Keep what was compiled on disk; not at all where another process holds the index for too long."""
+        """Store the code on disk, unless another process holds the index for too long."""
         if self._lock is None or self._wait_for(self._lock, _INDEX_BYTE):
             self._store(signature, data)
 
@@ -118,7 +118,7 @@ class _CompileLock:
 
     @staticmethod
     def _wait_for(lock: IO[bytes], byte: int, *, only_once: bool = False) -> bool:
-        """Return whether the lock is held now: after a wait for it, unless it is tried once only."""
+        """Try to take the lock, once or until it is free. Return whether this process holds it."""
         until_s = time.monotonic() + _AT_MOST_S
         while _CompileLock._waits:
             try:
@@ -188,7 +188,7 @@ if (0, 61) <= numba.version_info.short <= (0, 68):
             LoweringPass.__init__(self)
 
         def run_pass(self, state: Any) -> bool:
-            """End as numba's own lowering does; the state's result is changed."""
+            """Set the state's result, as the end of numba's own lowering does."""
             lowered, code = state["cr"], state.library
             name = lowered.fndesc.qualname.split(".")[-1]
             entry = _dynfunc.make_function(lowered.fndesc.lookup_module(), name, "", 0, lowered.env, (code,))
@@ -197,10 +197,10 @@ if (0, 61) <= numba.version_info.short <= (0, 68):
             return False
 
     class _Lean(CompilerBase):  # type: ignore[misc]
-        """numba's passes, but for those that look for what loops over arrays do not have."""
+        """The pipeline of numba without the passes in `_UNUSED`, which loops over arrays do not need."""
 
         def define_pipelines(self) -> list[Any]:
-            """One, with a sixth less work."""
+            """Return the pipeline. It does a sixth less work than numba's."""
             passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
             passes.passes = [found for found in passes.passes if found[0].__name__ not in _UNUSED]
             passes.finalize()
@@ -210,7 +210,7 @@ if (0, 61) <= numba.version_info.short <= (0, 68):
         """A pipeline without optimisation and translation."""
 
         def define_pipelines(self) -> list[Any]:
-            """The same, then known to callers."""
+            """Return the pipeline of `_Lean` that also makes the function known to its callers."""
             state = self.state
             state.library = _AsLowered(state.targetctx.codegen(), state.func_id.func_qualname)
             state.flags.no_compile = True
@@ -223,7 +223,7 @@ if (0, 61) <= numba.version_info.short <= (0, 68):
 
 
 def inner(function: Callable[..., Any], options: dict[str, Any], is_hot: bool = False) -> Any:
-    """A function for compiled code; `options` of `numba.njit`, without `cache`.
+    """Compile a function for compiled code. `options` are those of `numba.njit`, without `cache`.
 
     `is_hot`: optimise it by itself as well, as numba does: a loop over lanes is then a tenth to a fifth faster.
     """
@@ -233,5 +233,5 @@ def inner(function: Callable[..., Any], options: dict[str, Any], is_hot: bool = 
 
 
 def entry(function: Callable[..., Any], options: dict[str, Any]) -> Any:
-    """A function for Python, and for compiled code, which then links it as numba does; kept on disk."""
+    """Compile a function for Python and for compiled code, and keep it on disk. Callers link it as numba does."""
     return numba.njit(**{**options, "no_cfunc_wrapper": True, "cache": True, **_LEAN})(function)

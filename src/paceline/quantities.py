@@ -13,7 +13,7 @@ _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def rate(text: str, option: str) -> float:
-    """Bits per second: `1Gbit`, `100 Mbit/s`. Not `1Gbps`, by which networkers mean bits and `tc` means bytes."""
+    """Parse bits per second: `1Gbit`, `100 Mbit/s`. Not `1Gbps`, by which networkers mean bits and `tc` means bytes."""
     number, unit = split(text, option, "a rate such as 1Gbit or 100Mbit")
     if unit.lower().endswith("bps"):
         scale = unit[:-3]
@@ -35,7 +35,7 @@ def seconds(text: str, option: str, *, is_bare_possible: bool = False) -> float:
 
 
 def percentage(text: str, option: str) -> float:
-    """A ratio: `0.1%` is 0.001."""
+    """Parse a ratio: `0.1%` is 0.001."""
     number, unit = split(text, option, "a percentage such as 0.1%")
     if unit != "%":
         raise ConfigurationError(

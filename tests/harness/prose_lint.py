@@ -76,7 +76,7 @@ WORDS = {
 _REFUSED = [
     (re.compile(rf"(?<![\w-])(?:{words})(?![\w-])", re.IGNORECASE), better) for words, better in WORDS.items()
 ]
-OPENING_RULE = "a docstring begins with a verb or a noun phrase"
+OPENING_RULE = "a docstring begins with a verb or, of a class or module, with a noun phrase"
 # A docstring that begins so has no subject or verb.
 OPENINGS = frozenset(
     re.findall(
@@ -86,6 +86,8 @@ OPENINGS = frozenset(
         "everybody nothing not no is are does do be it its these those here there else",
     )
 )
+# A function does something, and its docstring begins with the verb.
+ARTICLES = frozenset(("the", "a", "an", "all", "each", "whether", "this"))
 PRONOUNS = re.compile(
     r"\b(?:whoever|whomever|nobody|somebody|everybody|someone|anybody)(?:'s)?\b", re.IGNORECASE
 )
@@ -235,6 +237,11 @@ def source(path: Path) -> Iterator[Prose]:
             yield from _of_string(path, string.lineno, string.value)
 
 
+def names_verbs(path: Path) -> bool:
+    """Return whether functions of this file must begin their docstrings with a verb: not in the lab and the tests."""
+    return not any(path.is_relative_to(REPOSITORY / each) for each in ("lab", "tests"))
+
+
 def plain_findings(path: Path) -> Iterator[Finding]:
     """Yield the broken rules of `PLAIN` in every docstring and every comment of a file."""
     text = path.read_text()
@@ -245,13 +252,9 @@ def plain_findings(path: Path) -> Iterator[Finding]:
                 line = node.body[0].lineno
                 first = docstring.split("\n", maxsplit=1)[0]
                 opening = re.split(r"[\s,:;.]+", docstring.lower(), maxsplit=1)[0]
-                is_property = any(
-                    "property" in ast.dump(each) for each in getattr(node, "decorator_list", ())
-                )
-                if opening in OPENINGS and not (is_property and opening == "whether"):
-                    yield Finding(
-                        Prose(path, line, docstring), first, "a docstring begins with a verb or a noun phrase"
-                    )
+                is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                if opening in OPENINGS or (is_function and opening in ARTICLES and names_verbs(path)):
+                    yield Finding(Prose(path, line, docstring), first, OPENING_RULE)
                 for prose in _of_docstring(Prose(path, line, docstring)):
                     for sentence in _SENTENCE_END.split(_plain(prose.text)):
                         if (num_words := _num_words(sentence)) > MOST_WORDS:

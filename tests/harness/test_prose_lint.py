@@ -119,6 +119,7 @@ def _plain_rules(tmp_path, text):
     [
         ('"""Who trains the module."""\n', prose_lint.OPENING_RULE),
         ('class A:\n    """What it counts."""\n', prose_lint.OPENING_RULE),
+        ('def f():\n    """The number of ranks."""\n', prose_lint.OPENING_RULE),
         ('def _f():\n    """Wait until somebody calls."""\n', "'somebody' (name the actor)"),
         ("x = 1  # nobody reads it\n", "'nobody' (name the actor)"),
         ('def _f():\n    """Return ' + "a word " * 13 + '."""\n', "27 words"),

@@ -40,7 +40,7 @@ Tell = Callable[[bool], Sequence[bool]]
 
 
 def cut(flats: Sequence[FlatParameters]) -> list[FlatParameters]:
-    """Return buckets of the same parameters, which are in the reverse order (rule 1)."""
+    """Cut parameters, given in reverse order, into the buckets of rule 1."""
     buckets = []
     for whole in flats:
         cap_bytes = max(LEAST_BYTES, whole.kept.nbytes // MOST_BUCKETS)
@@ -210,7 +210,7 @@ def _refusal(is_changed_here: bool, changed_by: Sequence[int]) -> ConfigurationE
 
 
 def _unowned(during: weakref.ref[DuringBackward]) -> Callable[[Tensor], None]:
-    """A hook that does not keep alive whom it tells: parameters outlive an optimizer that is replaced."""
+    """Return a hook that does not keep its owner alive: parameters outlive an optimizer that is replaced."""
 
     def note(parameter: Tensor) -> None:
         if (owner := during()) is not None:
@@ -250,7 +250,7 @@ class _UndoLog:
         self._copies: dict[tuple[Tensor, str], Tensor] = {}
 
     def take(self, parameters: Iterable[Tensor]) -> None:
-        """Copy the state of these parameters, besides those taken before, of which the first copy counts."""
+        """Copy the state of these parameters. A parameter that was copied before keeps its first copy."""
         state = self._optimizer.state
         sources, targets = [], []
         for parameter in parameters:

@@ -62,7 +62,7 @@ def combine(inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def _fold(flats: list[Tensor], segments: Segments) -> Tensor:
-    """The tree over flat vectors, which are overwritten."""
+    """Combine flat vectors as a tree does. Overwrites them."""
     if len(flats) == 1:
         return flats[0]
     left, right = (len(flats) + 1) // 2, len(flats) // 2
@@ -103,7 +103,7 @@ def _check(inputs: Sequence[Sequence[Tensor]]) -> None:
 
 
 def _alike(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The indices of tensors of one dtype and device, which can share a flat vector."""
+    """Return the indices of tensors of one dtype and device, which can share a flat vector."""
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
         groups.setdefault((tensor.dtype, tensor.device), []).append(index)

@@ -71,7 +71,7 @@ class Chunk:
 
     @cached_property
     def runs(self) -> tuple[_Numbers, _Numbers]:
-        """Indices of the tensors that have elements here, counted from the first, and where each begins."""
+        """Return the indices of the tensors that have elements here, counted from the first, and where each begins."""
         assert self.lengths is not None
         counts = self.lengths.numpy()
         full = np.flatnonzero(counts)
@@ -80,7 +80,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Segments:
-    """The tensors that a flat vector consists of, by their sizes."""
+    """The sizes of the tensors of which a flat vector consists."""
 
     # Elements of each tensor, in the order in which they lie in the vector; 0 is allowed.
     sizes: tuple[int, ...]
@@ -134,7 +134,7 @@ class Norms:
 
 
 def new_dots(num_tensors: int, device: torch.device) -> Tensor:
-    """Zeros for `add_dots`, shape (3, num_tensors), float64."""
+    """Return zeros for `add_dots`, shape (3, num_tensors), float64."""
     return torch.zeros(NUM_DOTS, num_tensors, dtype=torch.float64, device=device)
 
 
@@ -191,7 +191,7 @@ def _add_in_single(dots: _Numbers, a: Tensor, b: Tensor, chunks: Sequence[Chunk]
 
 
 def _dots_of_runs(a: _Numbers, b: _Numbers) -> tuple[float, float, float] | None:
-    """a.b, |a|^2 and |b|^2 of float32 vectors; None where a square may have over- or underflowed."""
+    """Return a.b, |a|^2 and |b|^2 of float32 vectors, or None if a square may have over- or underflowed."""
     dot = of_a = of_b = 0.0
     for first in range(0, len(a), _RUN_ELEMENTS):
         x, y = a[first : first + _RUN_ELEMENTS], b[first : first + _RUN_ELEMENTS]
@@ -215,13 +215,13 @@ def add_peaks(peaks: Tensor, a: Tensor, b: Tensor, chunks: Sequence[Chunk]) -> N
 
 
 def scales_of(peaks: Tensor) -> Tensor:
-    """Powers of two that bring these magnitudes near 1, shape as `peaks`."""
+    """Return powers of two that bring these magnitudes near 1, in the shape of `peaks`."""
     exponents = torch.frexp(peaks).exponent.clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
     return torch.ldexp(torch.ones_like(peaks), -exponents)
 
 
 def coefficients(dots: Tensor, num_left: int, num_right: int) -> Tensor:
-    """The coefficients of a and b for each tensor, shape (2, number of tensors), float64.
+    """Return the coefficients of a and b for each tensor, shape (2, number of tensors), float64.
 
     `dots` are complete, shape (3, tensors); a combines the gradients of `num_left` ranks, b those of `num_right`.
     """
@@ -259,7 +259,7 @@ def combine_into(
 
 
 def squared_norms(dots: Tensor, coefficients: Tensor) -> Tensor:
-    """The squared norm of each combined tensor, shape (number of tensors,), from its dot products and coefficients."""
+    """Return the squared norm of each combined tensor, shape (tensors,), from dot products and coefficients."""
     of_left, of_right = coefficients
     dot, left, right = dots
     norms: Tensor = of_left * of_left * left + of_right * of_right * right + 2.0 * of_left * of_right * dot
@@ -278,13 +278,13 @@ def _sums(values: Tensor, chunk: Chunk) -> Tensor:
 
 
 def _scratch(num_rows: int, chunks: Sequence[Chunk], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return rows as long as the longest chunk. They serve all chunks: fresh memory for each would be slow."""
+    """Return scratch rows as long as the longest chunk. All chunks share them: fresh memory for each would be slow."""
     longest = max((chunk.last - chunk.first for chunk in chunks), default=0)
     return torch.empty(num_rows, longest, dtype=dtype, device=device)
 
 
 def _spread(values: Tensor, chunk: Chunk) -> Tensor:
-    """The value of its tensor for each element of the chunk; one value if there is one tensor."""
+    """Return for each element of the chunk the value of its tensor; one value if there is one tensor."""
     mine = values[chunk.tensors.start : chunk.tensors.stop]
     if chunk.lengths is None:
         return mine

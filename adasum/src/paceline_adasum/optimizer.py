@@ -101,7 +101,7 @@ class AdasumOptimizer(ExchangingOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in here only accumulate: with `overlap`, all of a step but the last. Local."""
+        """Accumulate alone in backwards in this context: with `overlap`, in all of a step but the last. Local."""
         was_armed = self._during is not None and self._during.is_armed
         if self._during is not None:
             self._during.is_armed = False

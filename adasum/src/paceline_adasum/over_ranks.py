@@ -108,7 +108,7 @@ class _Call:
         return max(self._deadline - time.monotonic(), 0.0)
 
     def take(self, level: Level) -> None:
-        """One level of the tree: exchange halves, all-reduce dot products within the team, combine."""
+        """Take one level of the tree: exchange halves, all-reduce dot products within the team, combine."""
         team = level.team_of(self._transport.rank)
         num_tensors = len(self._segments.sizes)
         sums = torch.zeros(NUM_DOTS * num_tensors + 2, dtype=torch.float64)
@@ -139,7 +139,7 @@ class _Call:
         self._note_norms(known_norms, dots, both, team, scales)
 
     def _pieces(self, level: Level) -> list[_Piece]:
-        """The pieces that this rank receives, in the order in which they arrive."""
+        """Return the pieces that this rank receives, in the order in which they arrive."""
         rank = self._transport.rank
         return [
             piece
@@ -209,7 +209,7 @@ class _Piece:
 
 @lru_cache(maxsize=1024)
 def _pieces_of(segments: Segments, peer: int, first: int, last: int, itemsize: int) -> tuple[_Piece, ...]:
-    """Return a transfer cut into pieces. It is cached, because it is the same in every step."""
+    """Return the pieces of a transfer. They are cached, because they are the same in every step."""
     length = PIECE_BYTES // itemsize
     starts = range(first, last, length)
     return tuple(
@@ -233,7 +233,7 @@ class Pair:
 
 @lru_cache(maxsize=64)
 def levels_of(num_ranks: int) -> tuple[tuple[Pair, ...], ...]:
-    """The pairs of every level of the tree, from the leaves up; those of a level are independent."""
+    """Return the pairs of every level of the tree, from the leaves up. Those of a level are independent."""
 
     def visit(first: int, count: int) -> int:
         """Note the pairs below a node; returns its height."""
@@ -252,7 +252,9 @@ def levels_of(num_ranks: int) -> tuple[tuple[Pair, ...], ...]:
 
 
 def combine_shared(vectors: SharedVectors, segments: Segments) -> Norms:
-    """Replace every rank's vector, of at least two floating ones, by the Adasum of all: bitwise equal afterwards.
+    """Replace the vector of each rank by the Adasum of all. Afterwards they are bitwise equal.
+
+    There are two vectors or more, of a floating dtype.
 
     Collective; blocks. Mutates this rank's share of all vectors.
     """
@@ -276,7 +278,7 @@ def combine_shared(vectors: SharedVectors, segments: Segments) -> Norms:
 def _dots(
     vectors: SharedVectors, segments: Segments, pairs: Sequence[Pair], chunks: Sequence[Chunk]
 ) -> tuple[Tensor, Tensor]:
-    """The complete dot products of a level's pairs, shape (pairs, 3, tensors), and the scales, (pairs, tensors)."""
+    """Return the dot products of a level's pairs, shape (pairs, 3, tensors), and the scales, (pairs, tensors)."""
     num_tensors = len(segments.sizes)
     both = [(vectors.views[pair.left], vectors.views[pair.right]) for pair in pairs]
     dots = torch.zeros(len(pairs), NUM_DOTS, num_tensors, dtype=torch.float64)

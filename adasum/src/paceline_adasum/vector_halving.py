@@ -76,7 +76,7 @@ class VectorHalving:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """All rounds that move parts of the message."""
+        """Return all rounds that move parts of the message."""
         rounds = self.within.rounds + tuple(level.halving for level in self.levels) + self.spread.rounds
         return Schedule("vector_halving", self.topology.num_ranks, self.num_blocks, rounds)
 
@@ -97,7 +97,7 @@ def bounds(num_leaves: int, num_nodes: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=32)
 def vector_halving(topology: Topology) -> VectorHalving:
-    """The tree over the hosts of `topology`, in the order of their numbers."""
+    """Build the tree over the hosts of `topology`, in the order of their numbers."""
     hosts = topology.ranks_of_host
     shards = num_shards(topology)
     depth = len(hosts).bit_length() - 1
@@ -145,7 +145,7 @@ class _Tree:
         return Level(halving, tuple(teams), Schedule("completion", num_ranks, 1, rounds))
 
     def fold_in(self) -> Level:
-        """Nodes of two hosts: the second gives all it has to the first."""
+        """Return the level in which the nodes of one host give all they have to those of another."""
         blocks = len(self.nodes) - 1
         transfers, teams = [], []
         for first, last in zip(self.nodes, self.nodes[1:], strict=False):

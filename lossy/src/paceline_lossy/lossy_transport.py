@@ -131,4 +131,4 @@ class LossyTransport(ABC):
 
     @abstractmethod
     def close(self, timeout_s: float) -> bool:
-        """Leave, after peers have what they need from this rank. Return whether nothing is left."""
+        """Leave once the peers have all they need from this rank. Return False if `timeout_s` is too short for that."""

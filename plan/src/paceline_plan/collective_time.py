@@ -65,11 +65,11 @@ class CollectiveCost:
 
     @property
     def s_per_byte(self) -> float:
-        """Seconds for each byte, alone on the links."""
+        """Return the seconds per byte of a message that is alone on the links."""
         return self.flow_s_per_byte + self.fold_s_per_byte + self.overhead_s_per_byte
 
     def of(self, num_bytes: float) -> float:
-        """Seconds for a message, without losses at the ends of messages."""
+        """Return the seconds for a message, without losses at the ends of messages."""
         return self.fixed_s + self.s_per_byte * num_bytes
 
     def stalls(self) -> float:
@@ -86,7 +86,7 @@ class CollectiveCost:
 
 @lru_cache(maxsize=512)
 def collective_cost(cluster: Cluster, algorithm: str) -> CollectiveCost:
-    """The cost of an all-reduce by one algorithm.
+    """Return the cost of an all-reduce by one algorithm.
 
     Raises:
         ConfigurationError: There is no such algorithm, or not for so many ranks.
@@ -98,7 +98,7 @@ def collective_cost(cluster: Cluster, algorithm: str) -> CollectiveCost:
 
 
 def costs_of(cluster: Cluster, algorithm: str) -> list[CollectiveCost]:
-    """The costs of one named algorithm, or of all if "auto". Without a hierarchy, a hierarchical one is flat."""
+    """Return the costs of one named algorithm, or of all if "auto". Without a hierarchy, a hierarchical one is flat."""
     if algorithm == "auto":
         return [collective_cost(cluster, name) for name in candidates(cluster.topology)]
     flat = algorithm.removeprefix("hierarchical_")
@@ -146,7 +146,7 @@ class _Ledger:
         target: NDArray[np.int64],
         crosses: NDArray[np.bool_],
     ) -> tuple[float, str]:
-        """Seconds a byte of the fullest link, and which one it is."""
+        """Return the seconds per byte of the fullest link, and which link it is."""
         size, sent = self.cluster.num_hosts, pattern.ratios
         out = np.bincount(source[crosses], sent[crosses], minlength=size)
         into = np.bincount(target[crosses], sent[crosses], minlength=size)
@@ -192,7 +192,7 @@ class _Ledger:
             self.lossy.append((pattern.repeat, int(chosen.sum()), mean, float(loss)))
 
     def total(self, algorithm: str) -> CollectiveCost:
-        """All rounds together."""
+        """Return the cost of all rounds together."""
         return CollectiveCost(
             algorithm,
             self.rounds,

@@ -93,14 +93,16 @@ class Cluster:
             )
         if len(self.links) != len(self.ranks_of_host):
             raise ConfigurationError(
-                f"{len(self.links)} links for {len(self.ranks_of_host)} hosts; every host has one."
+                f"{len(self.links)} links for {len(self.ranks_of_host)} hosts. Pass one per host."
             )
         if self.speeds and len(self.speeds) != self.num_ranks:
             raise ConfigurationError(
-                f"{len(self.speeds)} speeds for {self.num_ranks} ranks; every rank has one."
+                f"{len(self.speeds)} speeds for {self.num_ranks} ranks. Pass one per rank."
             )
         if not all(0 < speed < math.inf for speed in self.speeds):
-            raise ConfigurationError(f"the slowest rank's speed is {min(self.speeds)}; speeds are above 0.")
+            raise ConfigurationError(
+                f"the slowest rank's speed is {min(self.speeds)}. Speeds must be above 0."
+            )
         if not 1 <= self.racks <= len(self.ranks_of_host):
             raise ConfigurationError(
                 f"{self.racks} racks for {len(self.ranks_of_host)} hosts; pass 1 to as many as hosts."
@@ -116,7 +118,7 @@ class Cluster:
     def of_equal_hosts(
         cls, num_ranks: int, link: HostLink, ranks_per_host: int = 1, within: Link = SHARED_MEMORY
     ) -> Cluster:
-        """Hosts that are alike; the last one has fewer ranks where `num_ranks` is no multiple."""
+        """Make a cluster of equal hosts. The last one has fewer ranks if `num_ranks` is not a multiple."""
         if num_ranks < 1 or ranks_per_host < 1:
             raise ConfigurationError(
                 f"{num_ranks} ranks with {ranks_per_host} per host: both must be at least 1."
@@ -139,7 +141,7 @@ class Cluster:
         return Topology(tuple(chain.from_iterable((host,) * n for host, n in enumerate(self.ranks_of_host))))
 
     def overhead_s(self, messages: int, bytes_ratio: float) -> tuple[float, float]:
-        """Seconds per collective and per byte that are neither latency, link nor adding.
+        """Return the seconds per collective and per byte that are neither latency, link nor adding.
 
         Args:
             messages: Of all ranks.
@@ -148,17 +150,17 @@ class Cluster:
         return self.collective_s, 0.0
 
     def layer_overhead_s(self) -> float:
-        """Seconds that a layer's forward or backward takes in addition to the recorded time."""
+        """Return the seconds that a layer's forward or backward takes in addition to the recorded time."""
         return 0.0
 
     def rack_of(self, host: int) -> int:
-        """The rack of a host: the hosts in order, as evenly as it goes."""
+        """Return the rack of a host. Racks hold consecutive hosts, in numbers as equal as possible."""
         return host * self.racks // self.num_hosts
 
     def with_links(
         self, *, faster: float = 1.0, latency_ratio: float = 1.0, loss_ratio: float | None = None
     ) -> Cluster:
-        """The same with all links (also within hosts, and uplinks) changed by these factors."""
+        """Return this cluster with all links (also within hosts, and uplinks) changed by these factors."""
         links = tuple(
             HostLink(
                 link.bytes_per_s * faster,
@@ -181,7 +183,7 @@ class Cluster:
         )
 
     def describe(self) -> str:
-        """One line for a report."""
+        """Return one line for a report."""
         links = {(link.bytes_per_s, link.latency_s, link.loss_ratio) for link in self.links}
         words = f"{self.topology}, {_link_words(sorted(links))}"
         if len(set(self.speeds)) > 1:

@@ -168,7 +168,7 @@ def _record(
 
 
 def sentence(question: Question, answer: Answer) -> str:
-    """The answer in one."""
+    """Return the answer in one sentence."""
     last = answer.points[-1]
     words = f"{question.workload.name} on {_devices(last.num_ranks)}: {ms(last.step_s)} a step"
     if question.plan.sync_every > 1:
@@ -187,7 +187,7 @@ def sentence(question: Question, answer: Answer) -> str:
 
 
 def predicted_table(question: Question, answer: Answer) -> Table:
-    """A row for every number of devices."""
+    """Return a table with a row for every number of devices."""
     has_rate = answer.points[0].samples_per_s is not None
     has_epoch, has_cost = answer.points[0].epoch_s is not None, answer.points[0].epoch_cost is not None
     columns = ["devices", "hosts", "step", "80 % band", "efficiency", "times one"]
@@ -248,7 +248,7 @@ def notes(question: Question, assumed: str) -> list[str]:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table whose first column names the row and whose other columns are numbers."""
+    """Return a table whose first column names the row and whose other columns are numbers."""
     made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for i, column in enumerate(columns):
         made.add_column(column, justify="right" if i else "left")

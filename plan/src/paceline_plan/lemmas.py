@@ -41,7 +41,7 @@ def efficiency(R: float, G: int) -> float:
 
 
 def largest_overhead(a: float, G: int) -> float:
-    """The largest R with which G devices have an efficiency of a; infinity if any will do (lemma 3.1)."""
+    """Return the largest R with which G devices have an efficiency of a; infinity if any will do (lemma 3.1)."""
     if not 0 < a <= 1 or G < 1:
         raise ConfigurationError(
             f"an efficiency of {a} on {G} devices is not possible. Ask for more than 0 and at most 1."
@@ -155,7 +155,7 @@ class LemmasBeside:
 
     @classmethod
     def of(cls, question: Question) -> LemmasBeside | None:
-        """None where there is nothing to say: on one device, or if nothing is computed."""
+        """Return what the lemmas say about a question. None on one device, or if nothing is computed."""
         last = question.counts[-1]
         plan = replace(question.plan, servers=None)
         workload = replace(question.workload, relative_steps=())
@@ -171,7 +171,7 @@ class LemmasBeside:
         return cls(last, one.lemma, one.simulated, servers)
 
     def words(self) -> list[str]:
-        """A line each."""
+        """Return a line for each lemma."""
         found = self.servers
         simulated = [
             "no number hides it" if number is None else f"{number}"

@@ -27,7 +27,7 @@ class LinkHere:
 
 
 def measure_link() -> tuple[int, LinkHere | None]:
-    """This rank, and the link between hosts, the same on all ranks; None on one host. Collective; PeerLostError."""
+    """Return this rank, and the link between hosts, equal on all ranks. None on one host. Collective; PeerLostError."""
     import torch.distributed as dist  # noqa: PLC0415  takes seconds
 
     from paceline.process_group.connections import address_towards, make_gloo  # noqa: PLC0415
@@ -59,7 +59,10 @@ def measure_link() -> tuple[int, LinkHere | None]:
 
 
 def _machine_and_host() -> tuple[str, str]:
-    """Each equal for ranks of one; hosts that are emulated on one machine have a network namespace each."""
+    """Return a text that is equal for ranks of one machine, and one for ranks of one host.
+
+    Hosts that are emulated on one machine have a network namespace each.
+    """
     try:
         return whereabouts(), whereabouts("net")
     except OSError:

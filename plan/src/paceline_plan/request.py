@@ -106,7 +106,7 @@ class PlanRequest:
             )
 
     def cluster(self, num_ranks: int) -> Cluster:
-        """The cluster of so many devices."""
+        """Return the cluster of so many devices."""
         latency_s, message_s = self._latency_s()
         loss_ratio = 0.0 if self.loss is None else quantities.percentage(self.loss, "--loss")
         link = HostLink(self._link_bytes_per_s(), latency_s, loss_ratio, message_s)
@@ -172,7 +172,7 @@ class PlanRequest:
         return "assumed" if self.link_here is None or name == "within" else "measured"
 
     def links(self) -> dict[str, Any]:
-        """The figures of the link between hosts, with where each comes from; bytes a second, and seconds."""
+        """Return the figures of the link between hosts, and the source of each, in bytes per second and seconds."""
         return {
             "rate": {"bytes_per_s": self._link_bytes_per_s(), "from": self.origin("rate")},
             "latency": {"s": self._latency_s()[0], "from": self.origin("latency")},
@@ -181,7 +181,7 @@ class PlanRequest:
         }
 
     def link_words(self) -> str:
-        """The same in one line."""
+        """Return the figures of the link between hosts in one line."""
         rate = quantities.show_rate(8 * self._link_bytes_per_s())
         words = (
             f"link between hosts: {rate} ({self.origin('rate')}), {quantities.show_seconds(self._latency_s()[0])} a "

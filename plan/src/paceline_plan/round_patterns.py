@@ -41,7 +41,7 @@ class Pattern:
 
 @lru_cache(maxsize=128)
 def patterns(algorithm: str, topology: Topology) -> tuple[Pattern, ...]:
-    """The rounds of one of ALL_REDUCES, in order. Raises ConfigurationError if it is none for this topology."""
+    """Return the rounds of one of ALL_REDUCES, in order. Raises ConfigurationError if this topology has no such one."""
     if not is_possible(algorithm, topology):
         raise ConfigurationError(
             f"no all-reduce {algorithm!r} over {topology}; there are {', '.join(candidates(topology))}."
@@ -68,12 +68,12 @@ def is_possible(algorithm: str, topology: Topology) -> bool:
 
 
 def candidates(topology: Topology) -> tuple[str, ...]:
-    """All that are possible."""
+    """Return all algorithms that are possible here."""
     return tuple(name for name in ALL_REDUCES if is_possible(name, topology))
 
 
 def _flat(name: str, ranks: Ranks, ratio: float) -> Iterator[Pattern]:
-    """A flat algorithm among `ranks`, for `ratio` of the message."""
+    """Yield the rounds of a flat algorithm among `ranks`, for `ratio` of the message."""
     size = len(ranks)
     if size == 1:
         return
@@ -125,7 +125,7 @@ def _recursive_doubling(ranks: Ranks, ratio: float) -> Iterator[Pattern]:
 
 
 def _exchange(ranks: Ranks, distance: int, part: float, *, folds: bool) -> Pattern:
-    """Partners whose numbers differ in one bit send each other `part` of the message."""
+    """Return a round in which partners whose numbers differ in one bit exchange `part` of the message."""
     return Pattern(ranks, ranks[np.arange(len(ranks)) ^ distance], np.full(len(ranks), part), 1, folds)
 
 

@@ -164,7 +164,7 @@ def _point(question: Question, setup: Setup, found: Simulation, alone_s: float) 
 
 
 def _band(setup: Setup, found: Simulation, seed: int) -> tuple[float, float]:
-    """Percentiles of the step under other links, other computing, and the model's error."""
+    """Return percentiles of the step under other links, other computing, and the model's error."""
     random = np.random.default_rng(seed)
     recorded = setup.workload.relative_steps
     usual = float(np.median(recorded)) if recorded else 1.0
@@ -187,7 +187,7 @@ def _band(setup: Setup, found: Simulation, seed: int) -> tuple[float, float]:
 
 
 def quantiles(relative_steps: Sequence[float]) -> tuple[float, float]:
-    """The tenth and the ninetieth percentile of recorded steps, over their median."""
+    """Return the tenth and the ninetieth percentile of recorded steps, over their median."""
     low, high = np.quantile(relative_steps, (0.1, 0.9))
     return float(low), float(high)
 
@@ -274,7 +274,7 @@ class Found:
 
 
 def best_caps(setup: Setup) -> Found:
-    """The bucket caps with the shortest predicted step. Ties go to the larger cap.
+    """Return the bucket caps with the shortest predicted step. Ties go to the larger cap.
 
     The search is a grid that is refined once. A step's time is no smooth function of the cap (buckets are cut between
     gradients), so nothing cleverer is trusted. Some hundred simulated steps, well below a second.
@@ -295,7 +295,7 @@ def best_caps(setup: Setup) -> Found:
 
 
 def cap_grid(gradient_bytes: int) -> list[tuple[float, ...]]:
-    """Caps worth trying for a model of so many bytes: all in one bucket, and from an eighth of a MiB up, doubling."""
+    """Return caps worth trying for a model of so many bytes: one bucket, and an eighth of a MiB and its doubles."""
     caps: list[tuple[float, ...]] = [(math.inf,)]
     size = MEBIBYTE / 8
     while size < gradient_bytes:
@@ -305,13 +305,13 @@ def cap_grid(gradient_bytes: int) -> list[tuple[float, ...]]:
 
 
 def best_algorithm(setup: Setup) -> Found:
-    """The all-reduce with the shortest predicted step, the same one for all buckets."""
+    """Return the all-reduce with the shortest predicted step, the same one for all buckets."""
     plans = [replace(setup.plan, algorithm=name) for name in candidates(setup.cluster.topology)]
     return min((Found(plan, replace(setup, plan=plan).step_s()) for plan in plans), key=lambda x: x.step_s)
 
 
 def _knee(points: Sequence[Point]) -> int:
-    """The last point whose added devices brought enough; a step onto a second host, which costs most, may not."""
+    """Return the last point whose added devices brought enough. A step onto a second host may bring less."""
     knee = points[0].num_ranks
     for before, after in pairwise(points):
         if after.speed_up - before.speed_up >= KNEE * (after.num_ranks - before.num_ranks):

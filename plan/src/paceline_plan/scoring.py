@@ -143,7 +143,7 @@ def _refuse_what_cannot_be(
     num_ranks: int, ranks_of_host: Sequence[int] | None, steps_s: Sequence[float]
 ) -> None:
     if ranks_of_host is not None and (sum(ranks_of_host) != num_ranks or min(ranks_of_host) < 1):
-        raise ValueError(f"{num_ranks} ranks, on hosts with {ranks_of_host}")
+        raise ValueError(f"{num_ranks} ranks do not fit hosts with {ranks_of_host} ranks")
     if num_ranks < 1 or not all(0 < seconds < math.inf for seconds in steps_s):
         raise ValueError(f"{num_ranks} ranks, steps of {min(steps_s)} to {max(steps_s)} s")
 
@@ -165,7 +165,7 @@ def scores(path: Path) -> list[Score]:
 
 
 def scored_pairs(path: Path) -> list[tuple[KeptPrediction, MeasuredRun]]:
-    """Each run's last measurement with its prediction. Raises ConfigurationError without a file."""
+    """Return each run's last measurement with its prediction. Raises ConfigurationError without a file."""
     said: list[KeptPrediction] = []
     pairs: dict[str, tuple[KeptPrediction, MeasuredRun]] = {}
     for record in _records(path):
@@ -203,7 +203,7 @@ def _score(kind: str, pairs: list[tuple[KeptPrediction, MeasuredRun]]) -> Score:
 
 
 def _records(path: Path) -> Iterator[KeptPrediction | MeasuredRun]:
-    """All lines that can be read; one that was cut off while it was written is skipped."""
+    """Yield all lines that can be read. A line that was cut off while it was written is skipped."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

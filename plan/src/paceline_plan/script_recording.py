@@ -129,7 +129,7 @@ def _seen(trace: Path) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _one_rank() -> Iterator[dict[str, str]]:
-    """An environment in which a script written for torchrun forms a group of one; its port is kept for it meanwhile."""
+    """Yield an environment in which a script written for torchrun forms a group of one. Its port stays reserved."""
     # A launcher's, if this runs as a rank: with torchrun's the script would look for the agent's store.
     outside = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

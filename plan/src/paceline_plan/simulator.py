@@ -124,14 +124,14 @@ class _Simulator:
         self.costs = self._costs()
 
     def _slowness(self) -> NDArray[np.float64]:
-        """One a rank: how much longer than recorded it computes."""
+        """Return for each rank how much longer than recorded it computes."""
         slowness = np.ones(self.size)
         if self.cluster.speeds:
             slowness /= np.array(self.cluster.speeds)
         if self.plan.shares:
             if len(self.plan.shares) != self.size:
                 raise ConfigurationError(
-                    f"{len(self.plan.shares)} shares for {self.size} ranks; every rank has one."
+                    f"{len(self.plan.shares)} shares for {self.size} ranks. Pass one per rank."
                 )
             slowness = slowness * np.array(self.plan.shares) * self.size
         return slowness
@@ -237,7 +237,7 @@ class _Simulator:
         return Wire(2 * latency_s, 2 * each_s, 2 * each_s)
 
     def _overlapping_next_forward(self, slowness: float, wires: Sequence[Wire]) -> tuple[float, float]:
-        """A step and its computing when the next forward hides pieces of buckets, too (priorities)."""
+        """Return a step and its computing if the next forward hides pieces of buckets as well (priorities)."""
         sizes = [bucket.size_bytes for bucket in self.buckets]
         flowing_s = sum(wire.alone_s for wire in wires)
         measured = MeasuredStep(

@@ -104,22 +104,22 @@ class RecordedWorkload:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Indices of the layers as their gradients become ready."""
+        """Return the indices of the layers in the order in which their gradients become ready."""
         return self.ready_order or tuple(reversed(range(len(self.layers))))
 
     @property
     def forward_s(self) -> float:
-        """Seconds of forward in one micro-step."""
+        """Return the seconds of forward in one micro-step."""
         return sum(layer.forward_s for layer in self.layers)
 
     @property
     def backward_s(self) -> float:
-        """Seconds of backward in one micro-step."""
+        """Return the seconds of backward in one micro-step."""
         return sum(layer.backward_s for layer in self.layers)
 
     @property
     def compute_s(self) -> float:
-        """A step of one device alone."""
+        """Return the seconds of a step on one device alone."""
         return self.num_micro_steps * (self.forward_s + self.backward_s + self.other_s) + self.optimizer_s
 
     @property
@@ -127,7 +127,7 @@ class RecordedWorkload:
         return sum(layer.size_bytes for layer in self.layers)
 
     def ready_gradients(self) -> list[tuple[float, int]]:
-        """Seconds since backward began, and bytes, of every gradient in the order in which they are ready."""
+        """Return pairs for every gradient, in the order of readiness: seconds since backward began, and bytes."""
         found, now_s = [], 0.0
         for index in self.order:
             now_s += self.layers[index].backward_s
@@ -135,7 +135,7 @@ class RecordedWorkload:
         return found
 
     def taking(self, compute_ratio: float) -> RecordedWorkload:
-        """The same on a device whose computing takes `compute_ratio` times as long."""
+        """Return this workload on a device whose computing takes `compute_ratio` times as long."""
         layers = tuple(
             LayerTimes(x.name, x.forward_s * compute_ratio, x.backward_s * compute_ratio, x.gradient_bytes)
             for x in self.layers
@@ -210,7 +210,7 @@ class RecordedWorkload:
 
 
 def shipped_names() -> list[str]:
-    """The workloads that come with Paceline."""
+    """Return the workloads that come with Paceline."""
     return sorted(path.stem for path in _SHIPPED.glob("*.json"))
 
 
@@ -239,7 +239,7 @@ def _from_record(record: Mapping[str, Any]) -> RecordedWorkload:
 
 
 def _from_trace(header: Mapping[str, Any], lines: Sequence[str], path: Path) -> RecordedWorkload:
-    """Medians of all complete steps."""
+    """Return the workload of the medians of all complete steps."""
     steps = [parsed(line) for line in lines if line.strip()]
     complete = [step for step in steps if isinstance(step, dict)]
     cut_off = len(steps) - len(complete)
@@ -291,7 +291,7 @@ def _samples(steps: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def _order(ready_s: Sequence[Sequence[float]]) -> list[int]:
-    """Layers by the median time at which they are ready."""
+    """Return layers by the median time at which they are ready."""
     medians = [median(column) for column in zip(*ready_s, strict=True)]
     return sorted(range(len(medians)), key=lambda i: medians[i])
 

@@ -237,7 +237,7 @@ class _Model:
         }
 
     def line(self, idle_since: Any, end: Any) -> dict[str, Any]:
-        """Seconds and samples of the step that ended; `idle_since`: the end of the one before, if there was one."""
+        """Return the seconds and samples of the step that ended. `idle_since` is the end of the step before, if any."""
         seconds = self.clock.between_s
 
         def since(start: Any, marks: dict[str, Any]) -> list[float]:
@@ -274,7 +274,7 @@ def _ranks_of_host(num_ranks: int) -> list[int] | None:
 
 
 def _layers(model: nn.Module) -> dict[str, tuple[nn.Module, list[nn.Parameter]]]:
-    """Modules that own trainable parameters themselves, by name; a shared parameter belongs to the first."""
+    """Return the modules that own trainable parameters themselves, by name. The first owner has a shared parameter."""
     found: dict[str, tuple[nn.Module, list[nn.Parameter]]] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():

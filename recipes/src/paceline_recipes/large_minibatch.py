@@ -202,7 +202,7 @@ class LargeMinibatch(LRScheduler):
 
     @property
     def factor(self) -> float:
-        """The peak rate over the reference rate, for the present batch."""
+        """Return the peak rate over the reference rate, for the present batch."""
         return rate_factor(self.scaling, self.batch.size, self.reference_batch)
 
     @property
@@ -212,7 +212,7 @@ class LargeMinibatch(LRScheduler):
 
     @property
     def reference_rates(self) -> list[float]:
-        """The reference rate of each parameter group."""
+        """Return the reference rate of each parameter group."""
         return [float(base) for base in self.base_lrs]
 
     def get_lr(self) -> list[float | Tensor]:

@@ -46,7 +46,7 @@ class Tensors:
     num_small: int  # how many have up to LARGE_ELEMENTS
 
     def kept(self, name: str) -> list[Tensor]:
-        """The state of that name, one tensor a parameter; zeros at first."""
+        """Return the state of that name, one tensor per parameter. It begins as zeros."""
         for parameter, state in zip(self.parameters, self.states, strict=True):
             if name not in state:
                 state[name] = torch.zeros_like(parameter)
@@ -71,7 +71,7 @@ def scale(targets: list[Tensor], factor: float) -> None:
 
 
 def _is_one_large(tensors: list[Tensor]) -> bool:
-    """Return whether a call for the tensor itself is faster: by its size alone, so that a step's bits are, too."""
+    """Return whether the plain operator is the faster one. Only the size decides, so a step's bits do not vary."""
     return len(tensors) == 1 and tensors[0].numel() > LARGE_ELEMENTS
 
 
@@ -120,8 +120,8 @@ def _add_on_device(targets: list[Tensor], tensors: list[Tensor], factors: list[T
 def norms(*lists: list[Tensor]) -> list[list[float]]:
     """Return the Euclidean norms of lists of K tensors each, on the host: K numbers for every list.
 
-    They are alike in lengths and shapes, and of one dtype and device. Small tensors are summed in double precision,
-    others in theirs, half precision in single: 4e-4 off for millions of elements. If squares may have overflowed or
+    All lists have the same shapes, dtype and device. Small tensors are summed in double precision, others in their own,
+    half precision in single: 4e-4 off for millions of elements. If squares may have overflowed or
     vanished, a tensor is summed again, scaled, in double precision.
     """
     sizes = [tensor.numel() for tensor in lists[0]]
@@ -161,7 +161,7 @@ def _is_in_range(norm: float, size: int, numbers: torch.finfo) -> bool:
 
 
 def _scaled_norm(tensor: Tensor) -> float:
-    """The norm, from elements divided by the largest; a pass more than needed, of zeros as well."""
+    """Return the norm, computed from elements divided by the largest. It takes another pass, but cannot overflow."""
     if not tensor.numel():
         return 0.0
     least, most = torch.aminmax(tensor)

@@ -154,7 +154,7 @@ class Curve:
         return f"Curve({self.total:g}, warmup={self.warmup:g}, {self.warmup_kind}, decay={self.decay_name})"
 
     def rate(self, time: float, reference: float, peak: float) -> float:
-        """The rate at `time` since the start of training; after the end, the last one.
+        """Return the rate at `time` since the start of training. After the end it is the last one.
 
         Args:
             time: In the curve's unit.

@@ -146,7 +146,7 @@ class LocalSGD(ExchangingOptimizer):
             flat.take()
 
     def _move(self, index: int, flat: FlatParameters) -> None:
-        """Turn the mean change, `flat.update`, into the change to be applied, in place; here they are the same."""
+        """Turn the mean change, `flat.update`, in place into the change to be applied: here the mean itself."""
 
     # ---- steps
 
@@ -247,7 +247,7 @@ class LocalSGD(ExchangingOptimizer):
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes that this rank sent for synchronizations, and that reducing gradients in every step would have sent.
+        """Return the bytes that this rank sent, and those that reducing gradients in every step would have sent.
 
         Up to the last synchronization; without the few bytes by which ranks compare their steps.
         """

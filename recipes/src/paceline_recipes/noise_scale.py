@@ -110,7 +110,7 @@ class GradientNoiseScale(Reduction):
 
     @property
     def inner(self) -> Reduction:
-        """The reduction that is measured."""
+        """Return the reduction that is measured."""
         return self._inner
 
     def why_not_over(self, process_group: ProcessGroup | None) -> str:
@@ -246,7 +246,7 @@ class GradientNoiseScale(Reduction):
         return noise / signal if signal > 0 else float("inf")
 
     def in_words(self, batch: int) -> str:
-        """A sentence on the estimate, for steps of `batch` samples."""
+        """Return a sentence on the estimate, for steps of `batch` samples."""
         ratio = self.noise_over_signal
         if self.num_steps < _FEW_STEPS:
             return f"after {self.num_steps} steps there is no estimate yet; it takes {_FEW_STEPS}"
@@ -263,7 +263,7 @@ class GradientNoiseScale(Reduction):
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages and the inner reduction's state. Local."""
+        """Return the averages and the inner reduction's state. Local."""
         return {
             "num_steps": self.num_steps,
             "signal": float(self._signal),
@@ -285,7 +285,7 @@ class GradientNoiseScale(Reduction):
 
 
 def _squared_norm(flat: Tensor) -> Tensor:
-    """The squared norm of a vector as a float64 scalar, on its device.
+    """Return the squared norm of a vector as a float64 scalar, on its device.
 
     Row by row: one float32 sum over a million elements is wrong in the fourth digit, and the estimate is a difference
     of such sums.

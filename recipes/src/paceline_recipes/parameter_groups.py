@@ -1,4 +1,4 @@
-"""Parameter groups by weight decay: weights are decayed, biases and what scales a normalisation are not."""
+"""Parameter groups by weight decay: weights are decayed, but biases and scales of normalisation layers are not."""
 
 from __future__ import annotations
 

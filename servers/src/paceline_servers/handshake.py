@@ -50,7 +50,7 @@ class ServerSide:
 
     @property
     def num_missing(self) -> int:
-        """The number of bytes that the client has to send next."""
+        """Return the number of bytes that the client has to send next."""
         return (CODE_BYTES if self.has_knocked else KNOCK_BYTES) - len(self._received)
 
     def take(self, part: bytes) -> bytes:

@@ -138,12 +138,12 @@ class ServerLink:
 
     @property
     def bytes_sent(self) -> tuple[int, ...]:
-        """Bytes sent to each server so far."""
+        """Return the bytes sent to each server so far."""
         return tuple(server.connection.bytes_sent for server in self._servers)
 
     @property
     def bytes_received(self) -> tuple[int, ...]:
-        """Bytes received from each server so far."""
+        """Return the bytes received from each server so far."""
         return tuple(server.connection.bytes_received for server in self._servers)
 
     def ask(
@@ -193,7 +193,7 @@ class ServerLink:
             self._thread.join(timeout_s)
 
     def give_up(self, error: ServerLostError) -> None:
-        """End the link, because a server is lost that this connection may still reach. Does not wait."""
+        """End the link to a server that counts as lost, though this connection may still reach it. Does not wait."""
         with self._lock:
             self._given_up = self._given_up or error
         self._wake_up()
@@ -365,11 +365,11 @@ def _connect(number: int, address: str, who: Identity) -> socket.socket:
             connected.close()
             if time.monotonic() + pause_s > until_s:
                 raise ServerLostError(
-                    f"{where} accepts connections and closes them without a word, for {PATIENCE_S:g} s ({error})"
+                    f"{where} has closed every connection for {PATIENCE_S:g} s before it answered ({error})"
                 ) from error
         except OSError as error:
             connected.close()
-            raise ServerLostError(f"{where} did not say who it is ({error})") from error
+            raise ServerLostError(f"{where} did not identify itself ({error})") from error
         except BaseException:
             connected.close()
             raise

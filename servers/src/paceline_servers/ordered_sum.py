@@ -1,4 +1,4 @@
-"""Sums what ranks push in the order of the ranks, in any order of arrival, so every run has the same bits."""
+"""Sums what ranks push, always in the order of the ranks. So every run has the same bits, whatever arrives first."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OrderedSum:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that the pushes take."""
+        """Return the bytes of memory that the pushes take."""
         return sum(early.nbytes for early in self._early.values()) + (
             0 if self._sum is None else self._sum.nbytes
         )

@@ -233,7 +233,7 @@ class Session:
 
     @property
     def is_full(self) -> bool:
-        """Whether the limit of held bytes is reached."""
+        """Return whether the limit of held bytes is reached."""
         return self._held_bytes >= self._most_held_bytes
 
     def accepts_from(self, rank: int) -> bool:

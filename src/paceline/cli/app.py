@@ -99,7 +99,7 @@ def _shadow(
         str | None, typer.Option(help="Where the hosts of the job are, as PACELINE_PEERS. Default: here.")
     ] = None,
     spare: Annotated[
-        bool, typer.Option(help="Take the place of a lost rank. `paceline run` says so.", hidden=True)
+        bool, typer.Option(help="Take the place of a lost rank. Set by `paceline run`.", hidden=True)
     ] = False,
 ) -> None:
     """Follow every step of a job, and write checkpoints without stopping it.
@@ -205,9 +205,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def command_of(made: typer.Typer, path: str = "paceline") -> Any:
-    """Return the command that typer makes of this: `-h` is help, and flags, which take no value, show no type.
+    """Return the command of a typer app. `-h` shows its help, and options without a value show no type.
 
-    Help shows it as `path`.
+    Help shows the command as `path`.
     """
     root = typer.main.get_command(made)
     left: list[tuple[str, Any]] = [(path, root)]
@@ -227,7 +227,7 @@ def command_of(made: typer.Typer, path: str = "paceline") -> Any:
 
 
 def _begin_with_example(path: str, command: Any) -> None:
-    """Put an example at the top of a command's help: the first that the help quotes, or the command with what it needs.
+    """Put an example at the top of a command's help: the first one in the help, or the command with its arguments.
 
     Lists of commands show the help without it.
     """
@@ -245,7 +245,7 @@ def _begin_with_example(path: str, command: Any) -> None:
 
 
 def _usage(error: Any) -> str:
-    """Return the message for an error of the parser, and the command whose help says more."""
+    """Return the message for an error of the parser. It names the command whose help says more."""
     words: str = getattr(error, "format_message", error.__str__)()
     for theirs, ours in _WORDS.items():
         words = words.replace(theirs, ours)

@@ -177,7 +177,7 @@ def _show(diagnosis: Diagnosis, *, as_json: bool) -> None:
 
 
 def _page(diagnosis: Diagnosis) -> str:
-    """Lay out the diagnosis: its sentence, the ranks' health, and the missing parts of the run."""
+    """Return the page of a diagnosis: its sentence, the ranks' health, and what the run lacks."""
     lines = [diagnosis.words]
     if diagnosis.finding is not None:
         seen = f"Seen in {diagnosis.finding.sureness:.0%} of {diagnosis.num_steps} steps"

@@ -33,7 +33,7 @@ class Passage:
 
     @property
     def words(self) -> str:
-        """The heading as it is compared: lower case, without punctuation and placeholders."""
+        """Return the heading in the form in which it is compared: lower case, without punctuation and placeholders."""
         return _words(_PLACEHOLDER.sub(" ", self.heading))
 
 
@@ -108,7 +108,7 @@ def _fixed_words_are_in(query: str, passage: Passage) -> bool:
 
 
 def _likeness(query: str, passage: Passage) -> float:
-    """The part of the query's telling words that the heading has; less if the text alone has them."""
+    """Return the part of the query's telling words that the heading has; less if only the text has them."""
     telling = [word for word in query.split() if not _COMMON.fullmatch(word)] or query.split() or [""]
     here, text = passage.words.split(), _words(passage.text).split()
     in_heading = sum(any(each[:5] == word[:5] for each in here) for word in telling)  # skip, skipped, skips

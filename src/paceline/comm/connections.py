@@ -21,7 +21,7 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 def connected() -> frozenset[int]:
-    """Inodes of this process's sockets that have a peer on a network (not AF_UNIX)."""
+    """Return the inodes of this process's sockets that have a peer on a network (not AF_UNIX)."""
     return frozenset(inode for inode, _ in _ends())
 
 
@@ -37,7 +37,7 @@ def shut(chosen: frozenset[int] | None, spared: frozenset[int]) -> int:
 
 
 def to_port(port: int) -> frozenset[int]:
-    """Inodes of the connected sockets whose peer has this port."""
+    """Return the inodes of the connected sockets whose peer has this port."""
     found = set()
     for inode, end in _ends():
         with contextlib.suppress(OSError):
@@ -47,7 +47,7 @@ def to_port(port: int) -> frozenset[int]:
 
 
 def _ends() -> Iterator[tuple[int, socket.socket]]:
-    """Each connected socket with its inode, by a descriptor of our own: the number may be another file's meanwhile.
+    """Yield each connected socket with its inode, by a descriptor of its own: the number may get another file.
 
     In a recovery this is done again and again. With paths and links instead of numbers it took three times as long.
     """

@@ -25,7 +25,7 @@ Devices = Sequence[torch.device]
 
 
 def devices_of(tensors: Iterable[Tensor]) -> list[torch.device]:
-    """The accelerators on which some of these tensors lie; none for tensors of the host. Each once."""
+    """Return the accelerators on which some of these tensors lie, each once. Tensors of the host add none."""
     return list(dict.fromkeys(tensor.device for tensor in tensors if is_accelerator(tensor.device)))
 
 
@@ -35,7 +35,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def accelerator_type() -> str | None:
-    """The type of accelerator that this process can use, such as "cuda"; None: there is none in this build."""
+    """Return the type of accelerator that this process can use, such as "cuda"; None if this build has none."""
     found = torch.accelerator.current_accelerator()
     return None if found is None else found.type
 
@@ -66,7 +66,7 @@ class StreamEvent:
             torch.accelerator.current_stream(event.device).wait_event(event)
 
     def is_past(self) -> bool:
-        """Return whether the devices have passed this place. Does not wait."""
+        """Return whether the devices have passed this event. Does not wait."""
         return all(event.query() for event in self._events)
 
     def block(self) -> None:
@@ -127,7 +127,7 @@ class ProducerStreams:
 
 
 def keep_for_current_streams(tensors: Iterable[Tensor]) -> None:
-    """The current streams use these tensors of other streams: their memory is not used again before that.
+    """Tell the allocator that the current streams use these tensors of other streams, so that it keeps their memory.
 
     Needed where a tensor may be dropped before the stream that it was made on has been ordered behind the use.
     """
@@ -190,9 +190,9 @@ def to_host(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def to_device(target: Tensor, host: Tensor) -> None:
-    """Copy values of the host to where `target` lies, on its current stream. The host does not wait.
+    """Copy values of the host into `target`, on the current stream of its device. The host does not wait.
 
-    `host` may be dropped, but not written before the device has come past this.
+    `host` may be dropped at once. It may not be written before the device has made the copy.
     """
     target.copy_(host.view(target.shape), non_blocking=True)
 
@@ -209,6 +209,6 @@ class AsyncValue:
         return self._mark.is_past()
 
     def read(self) -> Tensor:
-        """The value, on the host. Waits for the device, if it has not arrived."""
+        """Return the value, on the host. Waits for the device, if it has not arrived."""
         self._mark.block()
         return self._host

@@ -130,7 +130,7 @@ class DeviceSteps:
 
     @property
     def num_known(self) -> int:
-        """The number of completed steps, as far as this host knows."""
+        """Return the number of completed steps, as far as this host knows."""
         return self._began_at + self._num_heard
 
     # ---- around an optimizer's step

@@ -116,7 +116,7 @@ def _number(words: str, num_ranks: int) -> int:
 
 
 def why_not_left(group: ProcessGroup, device: torch.device) -> Iterator[str]:
-    """Yield why a device's collectives over this group cannot be left when a peer is lost, in words. Local."""
+    """Yield the reasons, as text, why collectives over this group cannot be aborted when a peer is lost. Local."""
     kind, backends = device.type, str(dist.get_backend_config(group))
     own = dict(each.split(":") for each in backends.split(",") if ":" in each).get(kind, backends)
     if is_accelerator(device_for_metadata(group, device)) or own in _OF_HOSTS:

@@ -49,7 +49,7 @@ class _Progress:
 
     @property
     def next_step(self) -> int:
-        """The step under way; -1: unknown."""
+        """Return the number of the step under way, or -1 if it is unknown."""
         return -1 if self.num_steps is None else self.num_steps + 1
 
 
@@ -206,7 +206,7 @@ class FailureDetection:
 
 
 def _forget_oldest(leaves: weakref.finalize[[SealedStore, int, _Progress], ProcessGroup]) -> None:
-    """Keep the answer of a dropped object, for which others may still wait; forget the oldest of these answers."""
+    """Keep the answer of a dropped object, because other ranks may still wait for it. Forget the oldest answers."""
     _dropped.append(leaves)
     if len(_dropped) > _MOST_DROPPED:
         _dropped.popleft().detach()

@@ -14,7 +14,7 @@ CHUNK_ELEMENTS = 1 << 16  # converted and added at a time: they fit in the cache
 
 
 class Cast(Compressor):
-    """A compressor that converts every element to a 16-bit dtype, which final classes name.
+    """A compressor that converts every element to a 16-bit dtype. Subclasses name the dtype.
 
     Cost:
         Half the bytes of float32. Reads and writes every element once, near the speed of memory.

@@ -44,7 +44,7 @@ class Layout:
 
     @classmethod
     def of(cls, *tensors: Tensor) -> Layout:
-        """The layout of a bucket with these real gradients, as if they were the whole model."""
+        """Return the layout of a bucket with these real gradients, as if they were the whole model."""
         sizes = tuple(tensor.numel() for tensor in tensors)
         positions = tuple(sum(sizes[:place]) for place in range(len(sizes)))
         return cls(sizes, positions, tensors[0].dtype, tensors[0].device)
@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the bucket without compression."""
+        """Return the size of the bucket without compression."""
         return self.num_elements * self.dtype.itemsize
 
 
@@ -73,7 +73,7 @@ class Seeds:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums and residuals of gradients of `dtype`: float64 for itself, otherwise float32."""
+    """Return the dtype of sums and residuals of gradients of `dtype`: float64 for itself, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -141,7 +141,7 @@ class Compressor(ABC):
         """
 
     def decompress(self, payload: Tensor, layout: Layout, common: int) -> Tensor:
-        """The decompressed payload: new, shape (N,), of dtype `accumulation_dtype(layout.dtype)`. Local."""
+        """Return the decompressed payload: new, shape (N,), of dtype `accumulation_dtype(layout.dtype)`. Local."""
         dtype = accumulation_dtype(layout.dtype)
         decoded = torch.zeros(layout.num_elements, dtype=dtype, device=payload.device)
         self.add_decoded(decoded, payload, layout, common)
@@ -179,7 +179,7 @@ class Blocks:
         self._is_unpadded = all(size % length == 0 for size in layout.sizes)
 
     def rows(self, flat: Tensor) -> Tensor:
-        """The rows of `flat`, shape (rows, length): a view if nothing is padded, else a copy."""
+        """Return the rows of `flat`, shape (rows, length): a view if nothing is padded, else a copy."""
         if self._is_unpadded:
             return flat.view(self.num_rows, self.length)
         padded = flat.new_zeros(self.num_rows * self.length)
@@ -188,7 +188,7 @@ class Blocks:
         return padded.view(self.num_rows, self.length)
 
     def room(self, flat: Tensor) -> Tensor:
-        """Uninitialized rows for the elements of `flat`, to be filled and passed to `write`; a view if possible."""
+        """Return rows for the elements of `flat`, uninitialized and a view if possible. Fill them and call `write`."""
         if self._is_unpadded:
             return flat.view(self.num_rows, self.length)
         return flat.new_empty(self.num_rows, self.length)
@@ -208,5 +208,5 @@ class Blocks:
 
 @lru_cache(maxsize=1024)
 def blocks_of(layout: Layout, length: int) -> Blocks:
-    """The blocks of a layout, cached: buckets are the same in every step."""
+    """Return the blocks of a layout, cached: buckets are the same in every step."""
     return Blocks(layout, length)

@@ -103,7 +103,7 @@ def _thresholds(length: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=8)
 def dither_of(seed: int, length: int, device: torch.device) -> Dither:
-    """The thresholds of one rank in one step, cached: all buckets of the step use them."""
+    """Return the thresholds of one rank in one step, cached: all buckets of the step use them."""
     return Dither(seed, length, device)
 
 
@@ -124,5 +124,5 @@ class Dither:
         self._table = _thresholds(length, device) + min(jitter, (1 - 2**-12) / DITHER_ROWS)
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """Return thresholds in [0, 1), shape (n, length), for the model's rows of these numbers, shape (n,)."""
+        """Return thresholds in [0, 1), shape (n, length), for rows of the model, given by their numbers, shape (n,)."""
         return self._table.index_select(0, (numbers + self._shift) % DITHER_ROWS)

@@ -132,7 +132,7 @@ class RandomK(Sparse):
         target.index_add_(0, self._indices(layout, common), payload.to(target.dtype), alpha=sign)
 
     def _indices(self, layout: Layout, common: int) -> Tensor:
-        """The indices that are sent, in the bucket, shape (k,)."""
+        """Return the indices, in the bucket, of the elements that are sent, shape (k,)."""
         generator, start, indices = torch.Generator(), 0, []
         for size, position, count in zip(layout.sizes, layout.positions, self.num_sent(layout), strict=True):
             generator.manual_seed((common ^ (position * _SEED_SPREAD)) & (2**63 - 1))

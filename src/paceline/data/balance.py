@@ -1,7 +1,7 @@
 """`Balance`: moves samples from slow ranks to fast ones, by how long each worked; decides the same on all ranks.
 
 Rules
-1. What counts is how long a rank worked for its samples of a step, not how long the step took: fast ranks wait.
+1. Shares follow how long a rank worked for its samples of a step, not how long the step took: fast ranks wait.
 2. Every rank is given every rank's numbers of the same step. So all decide alike, and nothing is exchanged afterwards.
 3. The first steps, and the first one of another size, are not measured: they allocate memory and tune kernels.
 4. Shares move only if that saves more of a step than the estimate may be wrong by. Steps with the present shares are
@@ -129,7 +129,7 @@ class Balance:
         self._num_steps = self._num_measured = 0
 
     def limit_of(self, rank: int) -> int | None:
-        """The samples of a micro-batch that a rank can hold, as far as that is known or was given."""
+        """Return how many samples a micro-batch of this rank can have, as far as that is known or was given."""
         return self._limits[rank] if rank < len(self._limits) else None
 
     def begin_again(self, batch: GlobalBatch, limits: Sequence[int | None], tells: bool) -> GlobalBatch:

@@ -81,7 +81,7 @@ class EpochPlan:
         self._starts, self._batches = [start], [batch]
 
     def change(self, position: int, batch: GlobalBatch) -> None:
-        """Train `batch` from sample `position` on, which is where a step ends that no rank has gone beyond."""
+        """Train `batch` from sample `position` on. A step ends there, and no rank has gone beyond it."""
         while self._starts and self._starts[-1] >= position:
             self._starts.pop()
             self._batches.pop()
@@ -119,7 +119,7 @@ class EpochPlan:
         return StepCut(position, tuple(cuts))
 
     def steps(self, start: int, joins: bool = False) -> Iterator[StepCut]:
-        """The steps from sample `start` on; each is looked up when it is asked for, so that changes count."""
+        """Return the steps from sample `start` on. Each is looked up when it is asked for, so that changes count."""
         while (step := self.step_at(start, joins)) is not None:
             yield step
             start = step.end

@@ -72,8 +72,8 @@ class GlobalBatch:
     ) -> GlobalBatch:
         """Divide a step of `size` samples among ranks, as equally as whole samples allow; lower ranks have one more.
 
-        `num_ranks` are the ranks that there are. In its place, `ranks` are those for which memory is laid out, however
-        many there are now. Under `paceline.Elastic` these are the logical ranks of `deterministic=True`. Raises
+        `num_ranks` is the number of ranks. Instead, `ranks` may give the ranks for which memory is laid out, whatever
+        their number is now. Under `paceline.Elastic` these are the logical ranks of `deterministic=True`. Raises
         ConfigurationError for numbers that are not positive, and if `size` is no multiple of the micro-steps.
         """
         if (num_ranks is None) == (ranks is None):
@@ -111,7 +111,7 @@ class GlobalBatch:
 
     @property
     def micro_steps(self) -> tuple[int, ...]:
-        """Micro-steps of each rank."""
+        """Return the number of micro-steps of each rank."""
         if isinstance(self.accumulation, tuple):
             return self.accumulation
         return (self.accumulation,) * len(self.local)
@@ -128,7 +128,7 @@ class GlobalBatch:
 
     @property
     def micro_size(self) -> int:
-        """Samples of one micro-step over all ranks: of the first one, in which every rank takes part."""
+        """Return the samples of the first micro-step over all ranks. Every rank takes part in that one."""
         return sum(self.local)
 
     @property
@@ -138,7 +138,7 @@ class GlobalBatch:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Each rank's fraction of the batch."""
+        """Return each rank's fraction of the batch."""
         return tuple(count / self.size for count in self.samples)
 
     def micro_step(self, place: int) -> tuple[int, ...]:

@@ -76,7 +76,7 @@ class GlobalBatches(ABC):
 
     @property
     def next_loop(self) -> tuple[int, int]:
-        """The epoch and position at which the next loop begins."""
+        """Return the epoch and position at which the next loop begins."""
         return (self._epoch + 1, 0) if self._has_begun else (self._epoch, self._start)
 
     @property

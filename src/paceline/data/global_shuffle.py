@@ -228,7 +228,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
                 )
 
     def steps(self, loader: Iterable[Batch]) -> Generator[list[Batch], None, None]:
-        """The steps of the next epoch, or of the rest of one that was loaded: a list of this rank's batches for each.
+        """Yield the steps of the next epoch, or of the rest of a loaded one. Each is a list of this rank's batches.
 
         A list is empty where this rank has no share. Not to be iterated over in two places at a time.
 

@@ -74,7 +74,7 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
 
     @property
     def fetched(self) -> int:
-        """Up to the end of the step that was handed out last: what was read beyond it can still be cut."""
+        """Return the end of the step that was handed out last. Samples that were read beyond it can still be cut."""
         return self._start if self.step is None else self.step.end
 
     # ---- where training stands
@@ -147,7 +147,7 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
     # ---- batches
 
     def steps(self) -> Generator[list[Any], None, None]:
-        """The steps of the next epoch, or of the rest of one that was loaded: a list of this rank's batches for each.
+        """Yield the steps of the next epoch, or of the rest of a loaded one. Each is a list of this rank's batches.
 
         A list is empty where this rank has no share. A loop that is left ends the epoch; `state_dict` is taken within.
 

@@ -212,7 +212,7 @@ class Window(Generic[Batch]):
             self._steps.close_window()
 
     def _leave(self, error: BaseException | None) -> bool:
-        """Returns whether the error of the `with` has been dealt with."""
+        """Return whether the error of the `with` has been dealt with."""
         if error is None:
             try:
                 if not self.repeats:
@@ -358,7 +358,7 @@ class Window(Generic[Batch]):
         """Return the plan of a backward that has reached the module, once weights are known.
 
         Raises:
-            ProtocolError: It is one too many, or its forward was elsewhere.
+            ProtocolError: The window has had all its backwards, or this one's forward was outside of the window.
             PeerAbortedError: Another rank could not begin its window.
         """
         where = f"micro-batch {self._place + 1} of {len(self._counted)}"

@@ -178,7 +178,7 @@ class Buffers:
         return Broadcast(parts, members.process_group, source) if parts else None
 
     def _sent(self) -> dict[str, Tensor]:
-        """The buffers on which the ranks agreed last; zeros where this rank has another one, or none (rule 3)."""
+        """Return the buffers on which the ranks agreed last; zeros for those that this rank lacks (rule 3)."""
         named, agreed = self.named(), self._agreed or {}
         layout = _layout(named)
         if layout == agreed:
@@ -254,7 +254,7 @@ class BufferSync:
             self._buffers.synchronize(self._source)
 
     def launch_at_end(self, reduction: Reduction) -> None:
-        """All buckets have been launched: send the buffers behind them, if they come now. Collective; does not wait.
+        """Send the buffers if they come now. Called after the last bucket's launch. Collective; does not wait.
 
         A reduction that brings no status words may be a hook that is starting collectives: then `finish` sends them.
         """
@@ -262,7 +262,7 @@ class BufferSync:
             self._under_way = self._buffers.launch(self._source)
 
     def finish(self) -> None:
-        """All buckets have arrived: bring the buffers, launched already or not. Collective; blocks."""
+        """Receive the buffers, launched already or not. Called when all buckets have arrived. Collective; blocks."""
         if self._at_end:
             self._buffers.finish(self._under_way or self._buffers.launch(self._source))
         if self._futures:

@@ -88,14 +88,14 @@ class StepCoordinator:
 
     @property
     def wrapped(self) -> Any:
-        """The wrapper, which is alive wherever a step begins."""
+        """Return the wrapper, which is alive wherever a step begins."""
         wrapped = self._wrapped()
         assert wrapped is not None, "a step of a wrapper that is gone"
         return wrapped
 
     @property
     def managed(self) -> ManagedParameters:
-        """The parameters whose gradients are reduced now."""
+        """Return the parameters whose gradients are reduced now."""
         return self.reducer.managed
 
     # ---- the model, on all ranks

@@ -76,7 +76,7 @@ class _Sample:
         self._zeros = flat.new_zeros(len(places))
 
     def take(self) -> Tensor:
-        """The elements as they are now, shape (gradients,). Does not wait for the device."""
+        """Return the elements as they are now, shape (gradients,). Does not wait for the device."""
         return self._flat.index_select(0, self._places)
 
     def times_zero(self, elements: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class Parts:
         self._parameters: dict[str, tuple[Parameter, ...]] = {}
 
     def part(self, given: Any) -> tuple[str, tuple[Parameter, ...]]:
-        """The name and the parameters of a part; raises ConfigurationError if the module has none such."""
+        """Return the name and the parameters of a part. Raises ConfigurationError if the module has no such part."""
         name = given if isinstance(given, str) else self._names.get(id(given))
         if name is None or name not in self._by_name:
             raise ConfigurationError(

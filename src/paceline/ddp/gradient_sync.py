@@ -1,7 +1,7 @@
-"""The plain way of the buckets of one backward, and what makes the `GradientSync` of each: `SyncFactory`.
+"""The plain `GradientSync`, which sends each bucket of a backward as a whole, and `SyncFactory`, which makes it.
 
-The reducer calls a sync and never asks which one it is. Subclasses of these change what differs. The order of calls
-is the order of collectives, the same on every rank.
+The reducer calls a sync without knowing its class. Skipping and forward overlap derive from these classes. The order of
+calls is the order of collectives, the same on every rank.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class SyncFactory:
         self._devices = devices_of(managed.parameters)[:1]
 
     def begin(self, backward: BackwardPass, buckets: Sequence[Bucket]) -> GradientSync:
-        """A backward begins. Collective where ranks have to agree on something first, local otherwise."""
+        """Begin a backward, and return its sync. Collective if the ranks have to agree first, local otherwise."""
         return BucketSync(backward.reduction, self._groups, self._peers, buckets, self._times())
 
     def _times(self) -> DeviceTimes | None:

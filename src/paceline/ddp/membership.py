@@ -51,11 +51,11 @@ class Model(Protocol):
 
     @property
     def reduction(self) -> Reduction:
-        """The reduction of the ranks' gradients."""
+        """Return the reduction of the ranks' gradients."""
 
     @property
     def shares(self) -> StepShares | None:
-        """The shares that a `batch_sampler` deals out, if the model has one."""
+        """Return the shares that a `batch_sampler` deals out, if the model has one."""
 
     @property
     def has_droppable(self) -> bool:
@@ -66,7 +66,7 @@ class Model(Protocol):
 
     @property
     def logical(self) -> LogicalMean | None:
-        """The reduction that keeps the gradients of logical ranks apart, if there are logical ranks."""
+        """Return the reduction that keeps the gradients of logical ranks apart, if there are logical ranks."""
 
     def facts(self) -> Sequence[tuple[str, str]]:
         """Return all that has to be equal on all ranks, a title and a fact each. Local."""
@@ -285,12 +285,12 @@ class Membership:
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The first of the script's groups."""
+        """Return the first of the script's groups."""
         return self.groups.asked_for[0]
 
     @property
     def gradient_groups(self) -> list[ProcessGroup]:
-        """The groups that carry gradients."""
+        """Return the groups that carry gradients."""
         return self.groups.for_gradients
 
     @property
@@ -299,7 +299,7 @@ class Membership:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return self.process_group.size()
 
     def set_number(self, number: int) -> None:

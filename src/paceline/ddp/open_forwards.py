@@ -107,7 +107,7 @@ class OpenForwards:
 
     @property
     def begin_of_last(self) -> int:
-        """The sequence number with which the last forward began."""
+        """Return the sequence number with which the last forward began."""
         return self._forwards[-1].begin
 
     # ---- backwards

@@ -204,7 +204,7 @@ class _Listener:
         return on_gradient
 
     def _on_last_small(self, parameter: Tensor) -> None:
-        """The hook of the small gradient that is expected last."""
+        """Handle the small gradient that is expected last. Autograd calls this hook."""
         self._touch(parameter)
         if len(self.bucket.finished) == self.bucket.num_expected:
             self._on_full(self.bucket)

@@ -115,7 +115,7 @@ class Setting:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter."""
+        """Return the device of the first parameter."""
         return self.parameters[0].device
 
     def managed(self, module: Module, kept: Iterable[Parameter] = ()) -> ManagedParameters:

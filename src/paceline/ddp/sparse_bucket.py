@@ -117,7 +117,7 @@ class SparseBucket:
 
 
 def _as_sparse(parameter: Parameter) -> Tensor:
-    """The parameter's gradient as a coalesced COO tensor sparse in its first dimension; empty if there is none."""
+    """Return the gradient as a coalesced COO tensor, sparse in its first dimension; empty if there is none."""
     gradient = parameter.grad
     if gradient is None:
         indices = torch.empty((1, 0), dtype=torch.long, device=parameter.device)

@@ -132,7 +132,7 @@ class StepShares:
         return self.sampler.step.weights(*self.sampler.logical)
 
     def owners(self) -> list[int]:
-        """The logical rank of each of this rank's micro-batches in the step under way."""
+        """Return the logical rank of each of this rank's micro-batches in the step under way."""
         assert self.sampler.step is not None
         return self.sampler.step.owners(*self.sampler.logical)
 
@@ -150,7 +150,7 @@ class StepShares:
     # ---- reports
 
     def report(self, last: StepTiming | None) -> tuple[float, ...]:
-        """This rank's words on the step that begins after the good step `last`; starts its clock. Local."""
+        """Return this rank's report on the step that begins after the good step `last`, and start its clock. Local."""
         step = self.sampler.step
         if step is None:
             return NO_REPORT
@@ -286,7 +286,7 @@ class _HostClock:
         self._last_step = -1
 
     def begin(self, num_samples: int, factor: float) -> None:
-        """A step begins whose time times `factor` will be reported for `num_samples`."""
+        """Begin a step. Its time, times `factor`, will be reported for `num_samples`."""
         self._num_samples, self._factor, self.waited_s = num_samples, factor, 0.0
 
     def expect_end(self) -> None:
@@ -305,7 +305,7 @@ class _HostClock:
         return StepWork(self._num_samples, max(ended_s - began_s - self.waited_s, 1e-9) * self._factor)
 
     def forget(self) -> None:
-        """The step under way was given up."""
+        """Forget the step under way, which was given up."""
         self._began_s = None
 
 

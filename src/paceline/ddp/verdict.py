@@ -134,12 +134,12 @@ class RankStatuses:
 
     @property
     def ranks_not_finite(self) -> list[int]:
-        """Ranks that have seen gradients of their own that are not finite."""
+        """Return the ranks whose own gradients are not all finite."""
         return [rank for rank, word in enumerate(self.words) if word % _MODULE >= _NOT_FINITE]
 
     @property
     def modules(self) -> list[int]:
-        """The number of the module that each rank has synchronized."""
+        """Return the number of the module that each rank has synchronized."""
         return [word // _MODULE + 1 for word in self.words]
 
     def is_used(self, index: int) -> bool:
@@ -148,7 +148,7 @@ class RankStatuses:
 
     @property
     def only_out_of_memory(self) -> tuple[int, ...]:
-        """Ranks that ran out of memory, if no backward raised anything else."""
+        """Return the ranks that ran out of memory, if no backward raised anything else."""
         return () if self.ranks_with(Status.ABORTED) else tuple(self.ranks_with(Status.OUT_OF_MEMORY))
 
 

@@ -198,12 +198,12 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     @property
     def membership(self) -> Membership:
-        """The ranks that train the module together, their groups, and `rebuild`, by which others take their places."""
+        """Return the ranks that train the module together, with their groups. Its `rebuild` replaces them by others."""
         return self._paceline_coordinator.membership
 
     @property
     def forward_overlap(self) -> ForwardOverlap | None:
-        """The state of forward overlap: `is_on`, `gain`. None without `overlap_forward`.
+        """Return the state of forward overlap: `is_on`, `gain`. None without `overlap_forward`.
 
         `timings.decisions["overlap_forward"]` says in words whether it is on, and why.
         """
@@ -221,7 +221,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     @property
     def reducer(self) -> Reducer:  # type: ignore[override]
-        """The reducer in use; another one once parameters were unfrozen."""
+        """Return the reducer in use. It is another one after parameters were unfrozen."""
         return self._paceline_coordinator.reducer
 
     # ---- forward
@@ -279,7 +279,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards that begin in this context accumulate local gradients; the next one outside reduces their sum."""
+        """Accumulate local gradients in backwards that begin in this context. The next one outside reduces the sum."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -321,7 +321,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self._paceline_coordinator.synchronize_gradients()
 
     def skip(self, *what: Module | torch.nn.Parameter | str | Iterable[Any]) -> AbstractContextManager[None]:
-        """Backwards that begin in this context make no gradients of these parts: their buckets are not reduced.
+        """Make no gradients of these parts in backwards that begin in this context. Their buckets are not reduced.
 
         Their `.grad` stays what it was, as that of any parameter that no rank has used. Contexts add up. Within
         `no_sync` or a window nothing is lost: what an earlier micro-batch of the step has used is reduced.
@@ -347,7 +347,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     @property
     def reduction(self) -> Reduction:
-        """The reduction of the ranks' gradients. Its `state_dict()` is this rank's own, to be saved by every rank.
+        """Return the reduction of the ranks' gradients. Its `state_dict()` is this rank's own; every rank saves it.
 
         A step that `overlap_forward` has deferred is completed first: as `flush`.
         """

@@ -60,5 +60,5 @@ def _record(command: list[str], folder: Path, note: Callable[[str], None]) -> Di
     """Run the job with its ranks recorded. `note` gets what the doctor says meanwhile."""
     diagnosis, code = run_recorded(command, folder, None, note)
     if code:
-        raise LaunchError(f"the job of the demo ended with exit code {code}; its own words are above.")
+        raise LaunchError(f"the job of the demo ended with exit code {code}; its output is above.")
     return diagnosis

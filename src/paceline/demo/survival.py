@@ -67,7 +67,7 @@ class Training:
         return lost, sum(count - 1 for count in counts.values())
 
     def dots(self) -> str:
-        """Draw the processes: a dot each, a cross for the one that was killed."""
+        """Draw a dot for each process, and a cross for the one that was killed."""
         pids = sorted(self.places, key=self.places.__getitem__)
         return " ".join("[bold red]✗[/]" if pid == self.killed else "[green]●[/]" for pid in pids)
 
@@ -112,7 +112,7 @@ def _launch(job: SurvivalJob, console: Console) -> None:
 
 @contextmanager
 def _killing(training: Training, job: SurvivalJob, console: Console) -> Iterator[None]:
-    """Hear the ranks of a training, show a line now and then, and kill one of them on the way."""
+    """Read the reports of the ranks, show a line now and then, and kill one rank on the way."""
     began_s, said_s = time.monotonic(), 0.0
 
     def line() -> None:
@@ -145,7 +145,7 @@ def _killing(training: Training, job: SurvivalJob, console: Console) -> Iterator
 
 
 def verdict(calm: Training, hit: Training, job: SurvivalJob, console: Console) -> dict[str, Any]:
-    """Print what the loss has cost. Raises PromiseBrokenError if it is more than promised."""
+    """Print what the loss of a rank has cost. Raises PromiseBrokenError if it has cost more than promised."""
     digests = [{end["digest"] for end in training.ends.values()} for training in (calm, hit)]
     same_bits = digests[0] == digests[1] and len(digests[0]) == 1
     lost, doubled = hit.wrong_samples(job)

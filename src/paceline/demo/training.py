@@ -43,7 +43,7 @@ class Job:
 
 
 def network(side: int, num_classes: int) -> nn.Module:
-    """A small convolutional network; without batch normalisation, whose statistics would be each rank's own."""
+    """Return a small convolutional network without batch normalisation, whose statistics would differ between ranks."""
     return nn.Sequential(
         *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),

@@ -195,7 +195,7 @@ def _spread_s(row: Sequence[RankStep]) -> float:
 
 
 def phases_of(excess_s: dict[Part, float]) -> dict[str, float]:
-    """Return the seconds of each phase, all its layers together."""
+    """Return the seconds of each phase, summed over its layers."""
     found: dict[str, float] = {}
     for (phase, _), seconds in excess_s.items():
         found[phase] = found.get(phase, 0.0) + seconds

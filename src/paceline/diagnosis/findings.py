@@ -29,7 +29,7 @@ def health_of(run: Run) -> tuple[str, ...]:
 
 
 def _apart(run: Run, what: str, of: Callable[[Health], str]) -> Sequence[str]:
-    """The first step after which ranks' fingerprints differ, and the ranks that differ from most."""
+    """Return words on the first step after which fingerprints differ, and on the ranks that differ from most."""
     by_step: dict[int, dict[int, str]] = {}
     for rank in run.ranks:
         for found in rank.health:
@@ -147,7 +147,7 @@ class Diagnosis:
 
     @property
     def words(self) -> str:
-        """The sentence, or why there is none, and the ranks' health."""
+        """Return the sentence, or why there is none, and the ranks' health."""
         return "\n".join([self.finding.sentence if self.finding else self.silence, *self.health])
 
 
@@ -198,7 +198,7 @@ def diagnose(run: Run) -> Diagnosis:
 
 
 def _crowd(table: StepTable) -> str:
-    """Return a sentence on how long all ranks wait for cores; "" if it is short."""
+    """Return a sentence on how long all ranks wait for cores, or "" if they hardly do."""
     waited_s = median(rank.host.queued_s - rank.host.throttled_s for row in table.rows for rank in row)
     if waited_s < LEAST_RATIO * table.step_s:
         return ""

@@ -64,7 +64,7 @@ class SlowLink:
 
 
 def edges_of(run: Run) -> tuple[Edge, ...]:
-    """Connections between ranks that carried a good part of the gradients, by their two ends' own addresses."""
+    """Return the connections that carried a good part of the gradients, by the addresses of their two ends."""
     owner, arrivals = {}, {}
     for rank in run.ranks:
         for link in _links(rank.samples[-1:]):

@@ -49,7 +49,7 @@ class _Link:
 
     @property
     def cost(self) -> AlphaBetaCost | None:
-        """Seconds for bytes, through the smaller and the larger half of the buckets; None: alike, and small."""
+        """Return the cost of a message, by the smaller and the larger half of the buckets. None if all are alike."""
         order = sorted(range(len(self.sizes)), key=self.sizes.__getitem__)
         halves = [order[: (len(order) + 1) // 2], order[len(order) // 2 :]]
         small, large = (
@@ -60,7 +60,7 @@ class _Link:
         return AlphaBetaCost.through(small, large)
 
     def end_s(self, ready_s: Sequence[float], lasts_s: Sequence[float]) -> float:
-        """Return when the last of these buckets is there."""
+        """Return the time at which the last of these buckets arrives."""
         return replay(ready_s, [Wire(0.0, x, x) for x in lasts_s], self.backward_s).end_s
 
 
@@ -198,7 +198,7 @@ def remedies_of(run: Run, table: StepTable, culprit: Culprit, cause: Cause) -> t
 
 
 def _balanced(table: StepTable, first: int) -> Prediction | None:
-    """Predict a step with shares by speed, from the time per sample and the fixed time of each rank, in the median."""
+    """Predict a step with shares by speed, from each rank's median time per sample and fixed time."""
     rows = table.rows[first:]
     speeds, works = [], []
     for place in range(len(table.ranks)):

@@ -89,7 +89,7 @@ def with_wire(run: Run, table: StepTable, wire_s: float) -> Prediction | None:
 
 
 def _buckets(record: StepRecord, rank: RankRun) -> tuple[list[float], list[int]]:
-    """Return when each bucket was ready, and its bytes; torch's DDP fills them layer after layer."""
+    """Return when each bucket was ready, and its bytes. torch's DDP is assumed to fill them layer after layer."""
     if record.buckets:
         return [x.ready_s for x in record.buckets], [x.size_bytes for x in record.buckets]
     ready_s, sizes, filled = [], [], 0

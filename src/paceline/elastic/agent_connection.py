@@ -1,7 +1,7 @@
 """The messages between a rank and the agent of its host, and the socket between them.
 
 Rules
-1. A message is sent as JSON; what is no message of this list ends the line.
+1. A message is sent as JSON. Any other message ends the connection.
 2. Every message about a membership carries its epoch. A message of another epoch is ignored.
 3. The agent never waits for a rank: a rank that has stopped reading counts as lost.
 """
@@ -175,7 +175,7 @@ class Refused(Message):
 
 @dataclass(frozen=True)
 class Leave(Message):
-    """The others go on without this rank, or the job has ended: end with this exit code."""
+    """The request to end with this exit code. The other ranks go on, or the job has ended."""
 
     why: str
     code: int
@@ -213,13 +213,13 @@ class AgentConnection:
 
     @classmethod
     def pair(cls) -> tuple[AgentConnection, socket.socket]:
-        """The agent's end, and the rank's, to be inherited."""
+        """Return the agent's end, and the rank's, which the rank inherits."""
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(mine), theirs
 
     @classmethod
     def of_this_process(cls) -> AgentConnection | None:
-        """The rank's end; None without an agent that waits for it. Not for this process's own children.
+        """Return the rank's end; None if no agent waits for it. This process's own children get none.
 
         If an engine has started this rank, it connects to the agent of its host. Raises as `guest.connect` does.
         """
@@ -281,7 +281,7 @@ class AgentConnection:
         return False
 
     def hear(self) -> Message | None:
-        """The next message; waits for it. None: the other end is closed. Raises ProtocolError if it is none."""
+        """Wait for the next message; None if the other end is closed. Raises ProtocolError if it is not a message."""
         try:
             words, descriptors, _, _ = socket.recv_fds(self._end, _MOST_BYTES, 1)
         except OSError:
@@ -296,7 +296,7 @@ class AgentConnection:
 
 
 def decode(words: bytes) -> Message:
-    """The message that `AgentConnection.tell` sent. Raises ProtocolError if it is none."""
+    """Return the message that `AgentConnection.tell` sent. Raises ProtocolError if it is not one."""
     try:
         fields = json.loads(words)
         kind = _KINDS[fields.pop("kind")]

@@ -207,7 +207,7 @@ class RankCheckpoints:
 
     @classmethod
     def of(cls, checkpoint: object, carried: Carried, card: str) -> RankCheckpoints | None:
-        """Return those of the folder that the script or the environment names, or None."""
+        """Return the checkpoints of the folder that the script or the environment names, or None."""
         path = checkpoint if isinstance(checkpoint, (str, os.PathLike)) else os.environ.get(RESUME)
         if path and is_accelerator(carried.device):
             raise ConfigurationError("checkpoint= of a model on an accelerator is a function, not a folder.")
@@ -269,7 +269,7 @@ class RankCheckpoints:
 
 
 def _lasting(card: str) -> str:
-    """Return a card without the version of torch: another one may resume."""
+    """Return a card without the version of torch, because a job with another version may resume."""
     return "\n".join(line for line in card.split("\n") if not line.startswith("torch "))
 
 

@@ -133,7 +133,7 @@ class ElasticClient:
         return told
 
     def give(self, position: TrainingPosition) -> None:
-        """A step begins at this position: let those that follow have some of this rank's state. Local."""
+        """Begin a step at this position: send some of this rank's state to ranks and shadows that follow. Local."""
         while (given := self.watcher.to_give()) is not None:
             order, end = given
             share = Share(order.share, order.num_shares) if order.num_shares else None
@@ -247,16 +247,19 @@ class ChangeRecorder:
         self._since_s: float | None = None
 
     def begin(self, since_s: float) -> None:
-        """This rank trains no more, since then; what is said later of the same standstill changes nothing."""
+        """Note that this rank has stopped training. A second call for the same standstill changes nothing."""
         self._since_s = self._since_s or since_s
 
     def pass_through(self, assignment: RankAssignment) -> None:
-        """This rank is to go on there; it may be over before that."""
+        """Note that this rank was assigned to a membership, which may be over before the rank trains in it."""
         self._whys.append(assignment.why)
         self._left.update(assignment.left)
 
     def end(self, assignment: RankAssignment, samples: Sequence[int], step: int) -> Change | None:
-        """This rank trains there from now on, `samples` of each rank; None: training begins there, for all."""
+        """Return what has changed, as this rank trains with this assignment. None: all ranks are new.
+
+        `samples` are those of each rank, from now on.
+        """
         before, had = self._members, self._samples
         gone, num_new = assignment.lost, assignment.num_new
         if before:

@@ -196,7 +196,7 @@ def card(
     states: Sequence[Any],
     sampler: GlobalShuffle,
 ) -> str:
-    """Return what all ranks must have in common, a fact per line. Local."""
+    """Return the facts that must be equal on all ranks, one per line. Local."""
     lines = [f"torch {torch.__version__.partition('+')[0]}"]
     # What ranks compare when they meet, and raise if it differs: one that comes shall not end the others by that.
     # How many hosts there are, which decides on default caps, it knows only then.

@@ -198,7 +198,7 @@ class Elastic:
     # ---- the loop
 
     def steps(self, loader: Iterable[Batch], lead: int = 2) -> Generator[list[Batch], None, None]:
-        """The steps of the sampler's next epoch, or of what is left of one: a list of this rank's micro-batches each.
+        """Yield the steps of the next epoch, or of the rest of one. Each is a list of this rank's micro-batches.
 
         On a rank that comes in later there are none in epochs that are over.
 
@@ -470,7 +470,7 @@ def _check_logical(sampler: GlobalShuffle, *, is_guest: bool, is_plain: bool) ->
 
 
 def _listed(given: Any) -> list[Any]:
-    """One object or several, as a list; None is nothing."""
+    """Return one object or several as a list. None gives an empty list."""
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]

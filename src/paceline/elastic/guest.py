@@ -126,7 +126,7 @@ class GuestSetting:
 
     @property
     def socket_name(self) -> str:
-        """The name at which the agent of this host listens to ranks. It is abstract, so no file is left."""
+        """Return the name at which the agent of this host listens to ranks. It is abstract, so no file is left."""
         words = f"{self.job or f'{Path.cwd()} {self.script}'} {self.local_addr}"
         return f"\0paceline-{os.getuid()}-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
 
@@ -358,7 +358,7 @@ class PeerProcess:
             self._drop_pidfd()
 
     def vitals(self) -> Vitals:
-        """Return its state. A process of which the kernel says nothing lives as long as the connection."""
+        """Return the process's state. If the kernel does not show the process, it counts as alive while connected."""
         if self._signs is not None:
             return self._signs.look()
         is_gone = self.has_ended()
@@ -372,7 +372,7 @@ class PeerProcess:
         return bool(select.select([self.pidfd], [], [], 0)[0])
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the process alone: its group may be its engine's."""
+        """Send a signal to the process alone: its process group may contain the engine."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if self.pidfd is not None:
                 signal.pidfd_send_signal(self.pidfd, number)

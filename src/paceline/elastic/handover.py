@@ -61,7 +61,7 @@ class RankStates:
 
     @property
     def holder(self) -> int:
-        """The first rank that is furthest, of those that hold everything."""
+        """Return the first rank of those that hold everything and are furthest."""
         steps = [step if is_whole else -1 for step, is_whole, _ in self.rows]
         return steps.index(max(steps))
 
@@ -91,12 +91,12 @@ class Carried:
 
     @property
     def parameters(self) -> list[Parameter]:
-        """The module's, and what else the optimizers step; in an order that is the same on all ranks."""
+        """Return the module's parameters and others that the optimizers step, in the same order on all ranks."""
         groups = (group["params"] for each in self.optimizers for group in each.param_groups)
         return list(dict.fromkeys((*self._module.parameters(), *itertools.chain.from_iterable(groups))))
 
     def of(self, parameter: Parameter) -> list[Any]:
-        """One parameter, and its state in each optimizer; nothing is copied."""
+        """Return one parameter and its state in each optimizer. Nothing is copied."""
         return [parameter.detach(), *(each.state.get(parameter) for each in self.optimizers)]
 
     def put(self, parameter: Parameter, given: Sequence[Any]) -> None:
@@ -109,7 +109,7 @@ class Carried:
                 optimizer.state[parameter] = state
 
     def digest(self) -> int:
-        """A number by which other bits of parameters and optimizers' states show; not 0. Local: reads all of them."""
+        """Return a number, not 0, that other bits of parameters or optimizers' states change. Local; reads all."""
         return _digest(self.whole())
 
     def digest_of(self, parameter: Parameter) -> int:
@@ -117,7 +117,7 @@ class Carried:
         return _digest(pack(self.of(parameter)))
 
     def whole(self) -> PackedState:
-        """Parameters and optimizers' states, for a rank that does not hold them, between two steps. Local."""
+        """Return parameters and optimizers' states, for a rank that lacks them. Called between two steps. Local."""
         return pack(self.whole_tree())
 
     def whole_tree(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Carried:
         return pack(self.rest_tree(position, batch))
 
     def rest_tree(self, position: TrainingPosition, batch: GlobalBatch) -> dict[str, Any]:
-        """Return what `rest` packs; buffers, and what others return, are not copied."""
+        """Return the tree that `rest` packs. Neither buffers nor the states of other objects are copied."""
         return {
             "position": [position.step, position.epoch, position.num_samples],
             "batch": batch.as_dict(),
@@ -215,7 +215,7 @@ def _saves_as_torch_does(optimizer: Optimizer) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """A tensor's elements; its own memory, if it is contiguous and on the host. Waits for a device."""
+    """Return a tensor's elements: its own memory, if it is contiguous and on the host. Waits for a device."""
     return _as_bytes(tensor).cpu().numpy()
 
 
@@ -277,7 +277,7 @@ def _pass_on(packed: PackedState | None, order: Sequence[int], group: ProcessGro
 
 
 def _messages(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors' bytes, several small ones together."""
+    """Return the tensors of each message. Several small ones share a message."""
     found: list[list[Tensor]] = []
     room = 0
     for each in tensors:

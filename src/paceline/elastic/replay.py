@@ -113,7 +113,7 @@ class Giver:
         self._total = sum(map(self._size_of, self._indices))
 
     def go_on(self, position: TrainingPosition, batch: GlobalBatch) -> None:
-        """A step begins at this position: copy some more. Local. `batch` is that of the job's beginning."""
+        """Begin a step at this position, and send some more of the state. Local. `batch` is the job's first one."""
         if self._share is not None:
             self._turn(position, batch)
         begun, stop = self._posted, max(_LEAST_BYTES, self._total // _NUM_STEPS)

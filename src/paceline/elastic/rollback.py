@@ -85,7 +85,7 @@ class Randomness:
 
 
 def _words_of_numpy() -> bytes | None:
-    """The state of numpy's global generator as it lies in memory; None if it is another than the usual one."""
+    """Return the state of numpy's global generator as it lies in memory, or None if it is not the usual generator."""
     generator: Any = np.random.mtrand._rand._bit_generator
     if type(generator) is not np.random.MT19937:
         return None
@@ -162,7 +162,7 @@ class Rollback:
         self._last_randomness: Randomness | None = None
 
     def note(self, position: TrainingPosition, num_known: int | None = None) -> None:
-        """A step begins at `position`. Forget steps before `num_known`; None: all of them. Local."""
+        """Begin a step at `position`. Forget steps before `num_known`, or all of them if that is None. Local."""
         while self._notes and (num_known is None or self._notes[0].position.step < num_known):
             self._free = [self._notes.popleft().buffers]
         self._last_randomness = Randomness(self._last_randomness, self._device)

@@ -3,10 +3,10 @@
 Rules
 1. The shadow runs the script up to `Elastic(...)`, as a replacement does. It is no member: no rank waits for it, and no
    vote counts it. The agent of its host hands it one connection to each rank there (`launch/elastic/shadows.py`).
-2. A step is applied when all givers have sent their gradients and the turn behind them (`replay.py`, rule 5). So what
-   the shadow holds is always the state after a completed step, except while it takes a snapshot.
-3. If the shadow stands behind the step at which a new membership begins, it follows on. Otherwise it writes what it
-   holds, and takes a snapshot.
+2. A step is applied when all givers have sent their gradients and the turn behind them (`replay.py`, rule 5). So
+   the shadow always holds the state after a completed step, except while it takes a snapshot.
+3. If the shadow is at the step with which a new membership begins, it goes on. Otherwise it writes its state, and takes
+   a snapshot.
 4. It copies its state for a checkpoint, and a thread writes the copy. Givers wait for neither.
 5. When all ranks are gone, it writes what it holds.
 6. A spare is a shadow that the launch has started. The agent lets it take the place of a lost rank, if it holds the
@@ -70,7 +70,7 @@ class ShadowOrders:
 
 @dataclass(frozen=True)
 class Promotion:
-    """The place of a lost rank, which a shadow takes, and what it holds; None: not all of it."""
+    """The place of a lost rank, which a shadow takes. `held` is the shadow's state, None if it is not complete."""
 
     connection: AgentConnection
     assignment: RankAssignment

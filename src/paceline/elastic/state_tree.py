@@ -77,7 +77,7 @@ def _is_plain_tensor(value: Any) -> bool:
 
 
 def empty_tensors(words: bytes) -> list[Tensor]:
-    """Tensors like those of the tree that these words describe, on the CPU, to be filled."""
+    """Return empty CPU tensors like those of the tree that these words describe, for receiving."""
     found: dict[int, Tensor] = {}
     for node in _tensors_of(json.loads(words)):
         dtype = getattr(torch, node["dtype"], None)

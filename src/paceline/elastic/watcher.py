@@ -126,7 +126,7 @@ class Watcher:
         return pause is not None and pause.epoch == self.epoch
 
     def begin(self, epoch: int) -> None:
-        """The membership of this epoch begins: what is connected from now on is its own. Raises OverError if late."""
+        """Begin the membership of this epoch, to which new connections belong. Raises OverError if it is over."""
         with self._changed:
             self.epoch = epoch
             for order, end in self._to_give:
@@ -146,7 +146,7 @@ class Watcher:
                 self._device_is_free.clear()
 
     def settle(self, store_port: int) -> None:
-        """All of its connections are open. Raises OverError if it is over already."""
+        """Note that all connections of the membership are open. Raises OverError if it is over already."""
         with self._changed:
             opened = connections.connected() - self._spared
             self._to_store = opened & connections.to_port(store_port)
@@ -155,7 +155,7 @@ class Watcher:
                 raise OverError(f"the membership of epoch {self.epoch} was over as it began: {self.why}")
 
     def acknowledge(self) -> None:
-        """The main thread waits for nothing any more. What it has launched, and not waited for, ends."""
+        """Note that the main thread waits for nothing. If the membership is over, end what that thread launched."""
         while not self._has_left():
             self._device_is_free.wait()
 

@@ -39,7 +39,7 @@ def start_time_of(pid: int) -> str:
 
 
 def whereabouts(*namespaces: str) -> str:
-    """Return a text that processes under one boot, in these namespaces, have in common. Raises OSError if unknown."""
+    """Return a text that is equal for processes of the same boot and namespaces. Raises OSError if unknown."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return "/".join([boot, *(str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in namespaces)])
 
@@ -124,12 +124,12 @@ def _card_of(own_pid: int) -> ProcessIdentity:
 
 
 def stat_of(process: int | str) -> list[str]:
-    """The fields of /proc/PID/stat behind the name; of `thread-self` those of this thread. Raises OSError."""
+    """Return the fields of /proc/PID/stat behind the name; of `thread-self` those of this thread. Raises OSError."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
 def children_of(pid: int | str) -> list[int]:
-    """Return the children of a process; "self" is this one."""
+    """Return the children of a process, by its id. "self" is this process."""
     found: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended

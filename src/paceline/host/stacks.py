@@ -66,7 +66,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stack:
-    """A process's main thread."""
+    """The stack of a process's main thread."""
 
     frames: tuple[Frame, ...]  # innermost first; none if they could not be read
     by: str  # what read them, or why nothing could
@@ -84,7 +84,7 @@ def answer_signals(folder: Path) -> None:
 
 
 def stack_of(pid: int, folder: Path | None = None) -> Stack:
-    """Read where a process is; it answers signals in `folder`, or is sent none. Blocks: six seconds at most."""
+    """Read the stack of a process. It answers a signal in `folder`; without one no signal is sent. Blocks up to 6 s."""
     kernel = kernel_words(pid)
     frames, by = _by_py_spy(pid)
     if not frames and folder is not None and not is_stopped(state_of(pid)):

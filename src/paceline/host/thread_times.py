@@ -82,7 +82,7 @@ def _throttled_s(words: bytes) -> float:
 
 
 def cpu_groups(root: Path = _ROOT) -> list[Path]:
-    """Folders of this process's cgroup, where it may be limited in cores, likeliest first. Raises OSError."""
+    """Return the folders of this process's cgroup that may limit its cores, likeliest first. Raises OSError."""
     found = []
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

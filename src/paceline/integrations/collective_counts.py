@@ -1,4 +1,4 @@
-"""Counts the collectives of scripts that use torch alone, where the launcher can read it (`observe/progress.py`).
+"""Counts the collectives of scripts that use torch alone, in a file that the launcher reads (`observe/progress.py`).
 
 Two things are replaced as soon as torch's modules are imported, before other code holds references. One is
 torch.distributed's collectives, each with a count around it. The other is the forward of torch's

@@ -48,7 +48,7 @@ def strategy_of(package: str) -> type:
     callback: Any = importlib.import_module(f"{package}.callbacks").Callback
 
     class LeaveOnNotice(callback):  # type: ignore[misc]
-        """Saves a checkpoint where Lightning looks for one, and ends all ranks, once one of them is told to end."""
+        """A callback that, after a notice, saves a checkpoint where Lightning looks for one and ends all ranks."""
 
         def __init__(self, notice: Notice | None) -> None:
             self._notice = notice
@@ -126,7 +126,7 @@ def strategy_of(package: str) -> type:
 
 
 def __getattr__(name: str) -> Any:
-    """Return `PacelineStrategy` for the Lightning that is imported, or else installed."""
+    """Return `PacelineStrategy` for the Lightning package that is imported, otherwise for the installed one."""
     if name != _NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     imported = [package for package in _PACKAGES if package in sys.modules]

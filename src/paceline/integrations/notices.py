@@ -70,7 +70,7 @@ class NoticeVote:
         raise SystemExit(LEFT)
 
     def close(self) -> None:
-        """Give the signals back to those that had them before."""
+        """Restore the signals' former handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._asked is not None:

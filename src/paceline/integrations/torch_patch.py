@@ -109,7 +109,7 @@ def _holders(held: type) -> Iterator[tuple[Any, str]]:
 
 
 class _Recognising(ABCMeta):  # torch's class has that metaclass, because it is a Joinable
-    """The metaclass of the stand-in: `isinstance` and class attributes work as with torch's class."""
+    """The metaclass of the stand-in, with which `isinstance` and class attributes work as for torch's class."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         # Subclass checks stay as they are: an abstract class also asks its subclasses, and ours would get the answer.

@@ -1,4 +1,4 @@
-"""`LeaveOnNotice`: a callback of Hugging Face's Trainer that saves a checkpoint and leaves when a machine goes soon."""
+"""`LeaveOnNotice`: a callback of Hugging Face's Trainer. When a machine will stop, it saves a checkpoint and ends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LeaveOnNotice(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """End all ranks after the checkpoint that a notice asked for. Collective then."""
+        """End all ranks if a notice asked for this checkpoint. Collective in that case."""
         if self._vote is not None and self._leaves:
             self._vote.leave()
 

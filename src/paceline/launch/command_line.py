@@ -79,7 +79,7 @@ class LaunchArguments:
 
 
 def num_cores() -> int:
-    """Cores that this process may use, which in a container are fewer than the machine has."""
+    """Return the number of cores that this process may use. In a container it has fewer than the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -323,7 +323,7 @@ def _check_devices(num_ranks: int, num_devices: int, *, share: bool) -> None:
 
 
 def _local_port(args: argparse.Namespace, num_nodes: int) -> int | None:
-    """The port that the rendezvous will have to open on this machine; None if the kernel picks or a peer does.
+    """Return the port that the rendezvous opens on this machine; None if the kernel picks it or a peer opens it.
 
     Elastic's agents listen on one address: another host of this machine may have the same port at its own.
     """

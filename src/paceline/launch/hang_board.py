@@ -40,12 +40,12 @@ class Standstill:
 
     @property
     def who(self) -> tuple[object, ...]:
-        """The ranks and counts of the standstill, without times: equal for two looks at the same one."""
+        """Return the ranks and counts of the standstill, without times: equal for two looks at the same one."""
         return self.missing, tuple((each.rank, each.group, each.count) for each in self.waiting)
 
     @property
     def known_s(self) -> float:
-        """The time until which they are known to wait; infinite if all are on this machine."""
+        """Return the time until which the ranks are known to wait; infinite if all are on this machine."""
         return min(each.known_s for each in self.waiting)
 
     @property

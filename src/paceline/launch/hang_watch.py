@@ -212,7 +212,7 @@ class HangWatch:
 
     @property
     def _num_known(self) -> int:
-        """Ranks of the job; 0: not known."""
+        """Return the number of ranks of the job, or 0 if it is not known."""
         return self.num_ranks if self._board is None else self._board.num_ranks
 
     def _has_moved(self, now: Standstill, before: Standstill) -> bool:

@@ -45,7 +45,7 @@ def notebook_launcher(
 
     Raises:
         ConfigurationError: cloudpickle is missing, or the function cannot be copied. Nothing was started.
-        LaunchError: A rank failed. The message says which; its own words are above.
+        LaunchError: A rank failed. The message says which; its output is above.
     """
     from paceline.launch.launch_errors import LaunchError  # noqa: PLC0415  the ranks' side does not need it
 

@@ -130,7 +130,7 @@ class _Relay:
             )
 
     def _call_all(self) -> tuple[list[socket.socket], str] | None:
-        """Return a connection to each rank of one host, and their card; None: no agent has answered. Blocks."""
+        """Return a connection to each rank of one host, and their card. None if no agent has answered. Blocks."""
         heard_s = time.monotonic()
         while time.monotonic() - heard_s < self._setting.lost_after_s:
             found: Sequence[tuple[str, int]] = ()

@@ -54,7 +54,7 @@ class Watchdog:
 
     @property
     def folder(self) -> Path:
-        """The folder for temporary files of the launch, made at the first use; gone afterwards."""
+        """Return the folder for temporary files of the launch. It is made at the first use, and removed at the end."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         return self._folder
 
@@ -106,7 +106,7 @@ class LaunchProcesses:
 
     @property
     def words(self) -> list[str]:
-        """The constructor's arguments as words of a command line; see `from_words`."""
+        """Return the constructor's arguments as words of a command line, which `from_words` reads."""
         return [
             self._launch_id,
             *(f"{pid}.{start}" for pid, start in (self._launcher, *self._others.items())),
@@ -147,7 +147,7 @@ class LaunchProcesses:
         return [pid for pid in found if not processes[pid].is_over and not _is_watchdog(pid)]
 
     def end(self, grace_s: float = GRACE_S) -> None:
-        """End them all: SIGTERM first, SIGKILL for those still there after `grace_s`."""
+        """End all processes: SIGTERM first, SIGKILL for those that still live after `grace_s`."""
         deadline_s = time.monotonic() + grace_s
         told: set[int] = set()
         while pids := self.living():

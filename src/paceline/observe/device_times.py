@@ -83,7 +83,7 @@ class DeviceTimes:
         self.buckets[index].done = self.clock.mark()
 
     def arrive(self, index: int, since: Any = None) -> None:
-        """The current stream has been told to wait for this bucket; since a mark, or else the last arrival."""
+        """Mark that the current stream has to wait for this bucket, since `since` or else the last arrival."""
         marks = self.buckets[index]
         marks.awaited = since or self.finished
         marks.arrived = self.finished = self.clock.mark()
@@ -98,7 +98,7 @@ class DeviceTimes:
         return all(self.clock.is_past(mark) for mark in ends if mark is not None)
 
     def settle(self, timing: StepTiming) -> StepTiming:
-        """The step's record with the device's times. Waits for the device, if it has not come past."""
+        """Return the step's record with the device's times. Waits for the device if it is not past the step."""
         if self.ended is None:
             return timing
 

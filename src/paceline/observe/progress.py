@@ -138,7 +138,7 @@ os.register_at_fork(after_in_child=_forget_parents)
 
 
 def counter(name: str, ranks: Sequence[int]) -> Counter | None:
-    """This rank's count in the group of this name and ranks, anew or going on; None if it has no reader. Local."""
+    """Return this rank's count in the group with this name and these ranks. None if no process reads it. Local."""
     return _file.counter(name, ranks)
 
 

@@ -89,7 +89,7 @@ class RankWriter:
         self._open()
 
     def write(self, record: Record) -> None:
-        """Append a line. A file that has become too long makes way for a new one."""
+        """Append a line. Begin a new file if the present one has become too long."""
         if self._file < 0:
             return
         line = to_line(record)

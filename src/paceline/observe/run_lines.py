@@ -85,7 +85,7 @@ def from_line(line: bytes) -> Record | None:
 
 
 def made(kind: type[_Made], named: dict[str, Any]) -> _Made:
-    """Return a record of what JSON says of its fields. Raises ValueError if one is missing or of another type."""
+    """Return a record with these fields, read from JSON. Raises ValueError if one is missing or of another type."""
     known: dict[str, Any] = {}
     try:
         for x in fields(kind):  # type: ignore[arg-type]

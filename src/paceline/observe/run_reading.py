@@ -49,7 +49,7 @@ class RankRun:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as much of it as can be read."""
+    """The readable part of a run."""
 
     header: RunHeader  # who ran what
     ranks: tuple[RankRun, ...]  # those that left something, in order of rank
@@ -61,7 +61,7 @@ class Run:
         return max((rank.header.num_ranks for rank in self.ranks), default=0)
 
     def rows(self) -> list[tuple[StepRecord, ...]]:
-        """Steps that every rank here has recorded, in order; of each a record a rank, in the order of `ranks`."""
+        """Return the steps that every rank here has recorded. Each is one record per rank, in the order of `ranks`."""
         by_step = [{record.step: record for record in rank.steps} for rank in self.ranks]
         common = set(by_step[0]).intersection(*by_step[1:]) if by_step else set()
         return [tuple(steps[step] for steps in by_step) for step in sorted(common)]

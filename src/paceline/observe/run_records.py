@@ -49,7 +49,7 @@ class BucketTiming:
 
 @dataclass(frozen=True)
 class Interval:
-    """A phase of a step, from start to end; phases may lie within others, as garbage collection does."""
+    """A phase of a step, from start to end. A phase may lie within another one, as garbage collection does."""
 
     phase: str
     start_s: float
@@ -108,12 +108,12 @@ class StepRecord:
 
     @property
     def gradient_marks(self) -> tuple[tuple[int, float], ...]:
-        """Pairs of an index into `RankRun.labels` and when that part of the gradients was there, in order of time."""
+        """Return pairs in order of time: an index into `RankRun.labels`, and when those gradients were there."""
         marks = self.gradients or tuple((bucket.index, bucket.ready_s) for bucket in self.buckets)
         return tuple(sorted(marks, key=lambda mark: mark[1]))
 
     def spans(self) -> list[tuple[str, float, float]]:
-        """Phases, their starts and ends, outer before inner ones; backward ends with the own last gradient: waiting."""
+        """Return phases, their starts and ends, outer ones first. Waiting begins at the last own gradient."""
         until_s = {"backward": self.work_ended_s}
         found = [(x.phase, x.start_s, min(x.end_s, until_s.get(x.phase, x.end_s))) for x in self.intervals]
         return sorted(
@@ -198,7 +198,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Health:
-    """A rank's findings about its own numbers."""
+    """The fingerprints of a rank's numbers, and what is wrong with them."""
 
     step: int  # after which
     # of some parameters, the same ones on every rank; equal bits give equal ones. "": none taken

@@ -22,7 +22,7 @@ def note(phase: str, start_s: float, end_s: float) -> None:
 
 
 def between(start_s: float, end_s: float) -> tuple[Interval, ...]:
-    """Phases that ended after `start_s` and began before `end_s`, in the order in which they ended; the last 64."""
+    """Return the last 64 phases that ended after `start_s` and began before `end_s`, in the order of their ends."""
     found: list[Interval] = []
     for phase, began_s, ended_s in reversed(_noted.copy()):  # garbage collection in between notes a phase
         if ended_s <= start_s or len(found) == _MOST_OF_A_STEP:

@@ -280,7 +280,7 @@ class StepTimings:
             self._steps[place] = marks.settle(self._steps[place])
 
     def recent(self, num_steps: int = HISTORY_STEPS) -> tuple[StepTiming, ...]:
-        """The last `num_steps` records that are kept, oldest first."""
+        """Return the last `num_steps` records that are kept, oldest first."""
         return tuple(self._steps)[-num_steps:] if num_steps > 0 else ()
 
     @property
@@ -308,5 +308,5 @@ _UNSEEN = nullcontext()
 
 
 def profiler_range(name: str) -> AbstractContextManager[object]:
-    """A range `paceline:<name>` around what is done within; costs a tenth of a microsecond where no profiler runs."""
+    """Record a range `paceline:<name>` in the profiler. It costs a tenth of a microsecond if no profiler runs."""
     return record_function(PREFIX + name) if _profiler_enabled() else _UNSEEN

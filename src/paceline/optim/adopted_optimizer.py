@@ -113,7 +113,7 @@ class AdoptedOptimizer(Optimizer):
         return super().__getstate__()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is an ordinary optimizer."""
+        """Let a copy be an ordinary optimizer."""
         return ordinary, (self._kind, self.__getstate__())
 
 

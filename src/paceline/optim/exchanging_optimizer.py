@@ -189,7 +189,7 @@ class ExchangingOptimizer(Optimizer, ABC):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned on the same rank of as many ranks. Local.
+        """Restore what `state_dict` returned on the same rank, with the same number of ranks. Local.
 
         Raises ConfigurationError for the state of another rank, number of ranks or optimizer; nothing was changed.
         """

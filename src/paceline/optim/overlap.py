@@ -41,7 +41,7 @@ class Defers(Overlap, Protocol):
     """The forward overlap of a wrapped model, as this module uses it."""
 
     def take_optimizer(self) -> None:
-        """An optimizer takes part from now on."""
+        """Defer the steps of an optimizer from now on."""
 
     def under_way(self, parameters: Iterable[Tensor]) -> Sequence[Defers]:
         """Return the models, this one or others, that have a gradient of one of these parameters under way."""
@@ -53,7 +53,7 @@ class Defers(Overlap, Protocol):
         """Drop these gradients. Those under way are dropped when the optimizer has used them."""
 
     def flush(self) -> None:
-        """Complete everything."""
+        """Complete all steps under way."""
 
 
 def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False) -> AnyOptimizer:

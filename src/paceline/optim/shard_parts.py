@@ -92,7 +92,7 @@ def _held(parts: Sequence[OwnPart], name: str) -> Any:
 
 
 def _memory_for(saved: Metadata, key: str, by_name: dict[str, list[OwnPart]]) -> dict[str, Any]:
-    """Return what `dcp.load` fills for these parts, of what a checkpoint has under a key (rule 3)."""
+    """Return the tensors of these parts that `dcp.load` fills from what a checkpoint has under a key (rule 3)."""
     root, found = tuple(key.split(".")), {}
     for flat, path in (saved.planner_data or {}).items():
         if isinstance(path, tuple) and path[: len(root)] == root:

@@ -76,7 +76,7 @@ def full_state(
 
 
 def _whole(shares: ShardedStep, index: int, parts: Sequence[tuple[Part, dict[str, Any]]]) -> dict[str, Any]:
-    """Return a parameter's state in torch's format, of all of its parts."""
+    """Return a parameter's state in torch's format, put together from all of its parts."""
     parameter = shares.parameters[index]
     joined = _join(parts, Part(index, 0, real_numel(parameter)), shares.is_whole(index))
     if shares.is_whole(index):

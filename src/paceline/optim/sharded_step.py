@@ -55,14 +55,14 @@ class Members(Protocol):
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The script's group."""
+        """Return the script's group."""
 
     def keep_together(self, why: str) -> None:
         """Note that every rank takes part in every step from now on."""
 
     @property
     def gradient_groups(self) -> list[ProcessGroup]:
-        """The groups that carry gradients."""
+        """Return the groups that carry gradients."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class ShardedStep:
         return Job([self.parameters[index] for index in indices], begin, lambda: self._unpack(launched.pop()))
 
     def _turns(self) -> list[tuple[Exchange, tuple[Part, ...]]]:
-        """Return each exchange, with what this rank steps before."""
+        """Return each exchange, with the parts that this rank steps before it."""
         return [
             (exchange, by_rank[self.rank])
             for division in self._divisions
@@ -358,7 +358,7 @@ class ShardedStep:
         return list(row[: sum(lengths)].split(lengths))
 
     def _buffer(self, exchange: Exchange, slot: int | None) -> Tensor:
-        """Return memory for an exchange: new, or kept for the next step, of which each slot has one under way."""
+        """Return memory for an exchange. A slot has one exchange under way, and keeps its memory for the next step."""
         like = self.parameters[next(part for parts in exchange.parts for part in parts).index]
         dtype, wanted = real_dtype(like), exchange.length * self.num_ranks
         kept = self._buffers.get((dtype, like.device, slot))

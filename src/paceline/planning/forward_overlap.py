@@ -86,7 +86,7 @@ def plan(pieces: Sequence[Piece], step: MeasuredStep, rate_ratio: float = ASSUME
 def _sent(
     pieces: Sequence[Piece], step: MeasuredStep, rate_bytes_per_s: float
 ) -> Iterator[tuple[int, float]]:
-    """Simulate the link: each piece in the order of rule 1, and when it has arrived."""
+    """Simulate the link. Return each piece, in the order of rule 1, and when it arrives."""
     left = list(range(len(pieces)))
     now_s = 0.0
     while left:
@@ -119,7 +119,7 @@ def arrivals(
 
 @dataclass(frozen=True)
 class Gain:
-    """Predicted seconds of a step: with gradients hidden by backward alone, and by the next forward, too."""
+    """The predicted seconds of a step, with gradients hidden by backward alone and by the next forward as well."""
 
     without_s: float
     with_s: float

@@ -91,7 +91,7 @@ class SpeedEstimate:
 
     @property
     def speed(self) -> Speed:
-        """The best estimate so far, after at least one step."""
+        """Return the best estimate so far, after at least one step."""
         if self._speed is None:
             now = self._seen[-1][0]
             shape = self._fit() or self._shape or Speed(0.0, 1.0)
@@ -142,7 +142,7 @@ def makespan_s(speeds: Sequence[Speed], samples: Sequence[int]) -> float:
 
 
 def lower_bound_s(speeds: Sequence[Speed], total: int) -> float:
-    """Seconds that `total` samples would take if samples could be divided: what no shares can beat.
+    """Return the seconds that `total` samples would take if samples could be divided. No shares are faster.
 
     A rank whose fixed time alone is longer is left out.
     """
@@ -196,7 +196,7 @@ def best_shares(
 def _all_but_a_few(
     speeds: Sequence[Speed], units: int, floors: Sequence[int], limits: Sequence[int], unit: int
 ) -> list[int]:
-    """Units that each rank finishes within a time, found by bisection so that at most one a rank is left over."""
+    """Return the units that each rank finishes within a time. Bisection finds it: at most one per rank is left."""
 
     def within(time_s: float) -> list[int]:
         return [

@@ -111,7 +111,7 @@ class Trial:
 
     @property
     def plan(self) -> StepPlan:
-        """The plan of the next step. If the trial is due, that step runs with what is in use."""
+        """Return the plan of the next step. If the trial is due, that step runs with what is in use."""
         return StepPlan(self.in_use, is_timed=False) if self.is_due else self._plans[self._place]
 
     @property
@@ -170,7 +170,7 @@ class Trial:
         return best if step_s[best] < enough * step_s[kept] else kept
 
     def _check(self, step_s: float) -> None:
-        """Begin a new trial if settled steps have become longer or shorter, or if the last trial is long ago."""
+        """Begin a new trial if steps have become longer or shorter since the last one, or if it was long ago."""
         self._settled_s = self._settled_s or step_s
         has_drifted = abs(math.log(step_s / self._settled_s)) > math.log1p(self._config.drift_ratio)
         if has_drifted or self.num_steps - self._settled_at >= self._config.try_every:

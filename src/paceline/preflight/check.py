@@ -48,7 +48,7 @@ _SIGNS = {"good": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[red]bad[/]
 
 
 class PairsError(PacelineError, RuntimeError):
-    """The machines could not be compared."""
+    """The error that machines could not be compared."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Checkup:
 
 
 def look_around() -> tuple[CheckResult, ...]:
-    """Look at this machine. Local; imports torch if it is there."""
+    """Check this machine. Local; imports torch if it is installed."""
     return tuple(looked_at(topic, check) for topic, check in _CHECKS.items())
 
 

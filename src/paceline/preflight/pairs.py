@@ -94,7 +94,7 @@ def rounds(num_ranks: int) -> Iterator[dict[int, int]]:
 
 
 def _meet(listener: socket.socket, rank: int, partner: int, cards: Sequence[RankAddress]) -> Link:
-    """The lower rank connects. Both measure, one after the other."""
+    """Connect two ranks, the lower one to the other. Both measure, one after the other."""
     try:
         if rank < partner:
             line = _connect(cards[partner])

@@ -47,7 +47,7 @@ def extras() -> CheckResult:
 
 
 def stacks() -> CheckResult:
-    """Return whether the stack of a rank that hangs can be read."""
+    """Check whether the stack of a rank that hangs can be read."""
     path = py_spy()
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     allowed = scope.read_text().strip() if scope.exists() else "0"

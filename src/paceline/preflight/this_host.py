@@ -34,7 +34,7 @@ class CheckResult:
 
 
 def looked_at(topic: str, check: Callable[[], CheckResult]) -> CheckResult:
-    """Return what a check finds. One that cannot look says so; it does not end the others."""
+    """Return the result of a check. A check that fails with an error says so, and the other checks go on."""
     try:
         return replace(check(), topic=topic)
     except (OSError, ValueError, IndexError, KeyError, ImportError) as error:
@@ -118,7 +118,7 @@ def locked_memory() -> CheckResult:
 
 
 def clocks(root: Path = _ROOT) -> CheckResult:
-    """Return how long reading the clock takes, and whether it is synchronized with other hosts."""
+    """Check how long reading the clock takes, and whether it is synchronized with other hosts."""
     source = (root / "sys/devices/system/clocksource/clocksource0/current_clocksource").read_text().strip()
     buffer = ctypes.create_string_buffer(512)  # struct timex; mode 0 only reads
     state = ctypes.CDLL(None).adjtimex(buffer)
@@ -136,7 +136,7 @@ def clocks(root: Path = _ROOT) -> CheckResult:
 
 
 def frequency(root: Path = _ROOT) -> CheckResult:
-    """Return whether cores may run as fast as they can."""
+    """Check whether the governor lets cores run at their full frequency."""
     files = sorted((root / "sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor"))
     governors = {file.read_text().strip() for file in files}
     if not governors:

@@ -111,7 +111,7 @@ class Rows:
     def at_root(
         self, kind: str, lists: Sequence[Sequence[Tensor]], num_elements: int, options: Any
     ) -> list[Tensor]:
-        """Return the rows that only the root passes; none elsewhere."""
+        """Return the rows of a collective in which only the root passes any; none on other ranks."""
         rows = [row for each in lists for row in each]
         if self._rank == options.rootRank:
             self.check_lengths(kind, rows, num_elements)
@@ -154,7 +154,7 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def only(tensors: list[Tensor]) -> Tensor:
-    """The tensor of a collective that takes one a rank, passed as lists. ConfigurationError if it has not one."""
+    """Return the only tensor of a list, for collectives that take one per rank. Otherwise ConfigurationError."""
     if len(tensors) != 1:
         raise ConfigurationError(f"this collective takes one tensor a rank, not {len(tensors)}.")
     return tensors[0]
@@ -292,7 +292,7 @@ class BlockingCollectives:
         write_back(flat, output)
 
     def _columns_for(self, fold: Fold) -> list[tuple[int, ...]]:
-        """Return the columns that may fold in two parts, first within hosts; none if that rounds twice."""
+        """Return the columns whose sums are folded first within hosts, then between them; none if that rounds twice."""
         return [] if fold.averages or fold.widens else self._across.columns
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -316,7 +316,7 @@ class BlockingCollectives:
             bytes_of(output).copy_(part)
 
     def on_all_vectors(self, kind: str, tensor: Tensor, perform: Callable[[SharedVectors], None]) -> None:
-        """Let every rank work on its share of all ranks' vectors; where all are on one host."""
+        """Let every rank work on its share of all ranks' vectors. All ranks are on one host."""
         flat = flat_of(tensor)
         self._here.on_all_vectors(kind, flat, perform)
         write_back(flat, tensor)

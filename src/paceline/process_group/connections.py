@@ -30,7 +30,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"  # Gloo's variable: the network interface to us
 
 
 def address_towards(num_hosts: int) -> str:
-    """Return this host's address on the route to the master; "" if GLOO_SOCKET_IFNAME decides, or it is unknown."""
+    """Return this host's address on the route to the master. It is "" if unknown, or if GLOO_SOCKET_IFNAME decides."""
     if os.environ.get(INTERFACE):
         return ""
     if num_hosts == 1:
@@ -126,7 +126,7 @@ class AcrossHosts:
         self.use(os.environ.get(CHOICE), CHOICE)
 
     def use(self, name: str | None, set_by: str = "use_schedule") -> None:
-        """Take this schedule, None for the cheapest. ConfigurationError, changing nothing, for an unknown."""
+        """Use this schedule, or the cheapest one for None. Raises ConfigurationError if there is no such schedule."""
         usable = [known for known, algorithm in SCHEDULES.items() if algorithm.fits(self._columns)]
         if name is not None and name not in usable:
             raise ConfigurationError(

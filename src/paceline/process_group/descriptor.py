@@ -1,7 +1,7 @@
 """The description of one collective, which ranks compare to notice that they are not all in the same one.
 
-It has two encodings. Ranks of one host write it as integers into shared memory, before a barrier by which they count
-alike. Ranks that are joined by a transport send a header of `HEADER_BYTES` bytes with their first messages.
+It has two encodings. Ranks of one host write it as integers into shared memory, before a barrier that all pass
+equally often. Ranks that are joined by a transport send a header of `HEADER_BYTES` bytes with their first messages.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """One collective; equal on all ranks, or they do not belong together."""
+    """The description of one collective. If two ranks' differ, they are in different collectives."""
 
     number: int  # how many collectives came before it in this group
     kind: str  # what was called; one of KINDS where ranks compare integers
@@ -118,7 +118,7 @@ class Descriptor:
 def described(
     kind: str, dtype: torch.dtype | None = None, num_elements: int = 0, reduction: str = "", root: int = -1
 ) -> Descriptor:
-    """A collective of one host, without its number; of one rank's input, or of its output if that is smaller."""
+    """Describe a collective of one host, by one rank's input or by its output if that is smaller. It has no number."""
     return Descriptor(0, kind, "" if dtype is None else _DTYPE_NAMES[dtype], num_elements, reduction, root)
 
 

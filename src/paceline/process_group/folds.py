@@ -79,7 +79,7 @@ class Fold:
 
 @lru_cache(maxsize=256)
 def fold_of(op_name: str, dtype: torch.dtype) -> Fold:
-    """The fold for one of torch's reduce operations, by name; raises ConfigurationError if the dtype has none such."""
+    """Return the fold of a reduce operation of torch, by name. Raises ConfigurationError if the dtype has none."""
     premultiplies = op_name == PREMULTIPLIED
     name = "SUM" if premultiplies else op_name
     function, ordered = _FUNCTIONS.get(name), name in {"MIN", "MAX"}

@@ -57,7 +57,10 @@ class Handle:
 
 
 def in_order(given: Collection[str], own: Handle) -> list[Handle]:
-    """The members by new rank: as in a list; in a set, as old ranks. ConfigurationError if they cannot be."""
+    """Return the members by new rank. A list gives the order, a set keeps the old ranks' order.
+
+    Raises ConfigurationError if that is not possible.
+    """
     handles = [Handle.parse(words) for words in (given if isinstance(given, list) else sorted(given))]
     if len({handle.who for handle in handles}) < len(handles):
         raise ConfigurationError(f"of {len(handles)} handles some are of the same rank. Pass one of each.")
@@ -74,7 +77,7 @@ def store_of(
 ) -> dist.Store:
     """Return the store in which the members (`handles`, in order) meet: the first one's, with a prefix for `uuid`.
 
-    Raises ConfigurationError if that is no TCPStore, by which members of another group reach it.
+    Raises ConfigurationError if other members cannot reach it because it is not a TCPStore.
     """
     where = handles[0].where
     base = innermost(store)
@@ -82,7 +85,7 @@ def store_of(
         host, _, port = where.rpartition(":")
         if not host:
             raise ConfigurationError(
-                "the members' stores differ, and the first member's is no TCPStore, by which others would reach it."
+                "the members' stores differ, and the first member's is not a TCPStore, so the others cannot reach it."
             )
         base = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
     members = hashlib.sha256(" ".join(map(str, handles)).encode()).hexdigest()[:16]

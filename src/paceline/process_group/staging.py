@@ -65,7 +65,7 @@ class Staging:
         self.copied_bytes = 0  # into and out of staging so far; a bucket that lives in the arena adds nothing
 
     def gather(self, what: Descriptor, flat: Tensor, enters: bool = True) -> list[Tensor]:
-        """Views of every rank's `flat`, that fits a slot, until the next collective; its own only if it `enters`."""
+        """Return views of every rank's `flat`, for one collective. The own one is stale unless it `enters`."""
         slots = self.slots(self._turn, flat.dtype, flat.numel())
         self._turn ^= 1
         if enters:

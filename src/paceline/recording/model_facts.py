@@ -24,7 +24,7 @@ def fingerprint(module: Module) -> tuple[str, str]:
 
 @torch.no_grad()
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether all elements are. Waits for a device."""
+    """Return whether all elements are finite. Waits for a device."""
     return bool((tensor._values() if tensor.is_sparse else tensor).isfinite().all())
 
 
@@ -40,7 +40,7 @@ def _of(tensors: Iterable[Tensor]) -> str:
 
 
 def samples_and_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Return both; None if unknown. Local; reads shapes only."""
+    """Return the numbers of samples and of tokens in a batch, None if unknown. Local; reads shapes only."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.dim():
             has_tokens = value.dim() > 1 and not value.is_floating_point() and not value.is_complex()
@@ -69,7 +69,7 @@ _MOST = 64
 
 
 def layer_of_each(module: Module) -> tuple[list[str], list[tuple[Parameter, int]]]:
-    """Return the layers' names, in the order of registration, and for each trainable parameter which one it is of."""
+    """Return the layers' names, in the order of registration, and for each trainable parameter its layer's index."""
     owners = [
         (name.rpartition(".")[0], parameter)
         for name, parameter in module.named_parameters()

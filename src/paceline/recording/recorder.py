@@ -172,7 +172,7 @@ class Recorder:
         return clock.read()
 
     def _host_facts(self, now_s: float) -> HostFacts:
-        """Return a step's facts: the average since the last reading."""
+        """Return the host's facts for a step: averages since the last reading."""
         before, now, steps = self._times, self._read_clock(), self._num_unread
         assert before is not None
         self._times, self._times_at_s, self._num_unread = now, now_s, 0
@@ -230,7 +230,10 @@ def _every(step_s: float) -> int:
 
 
 def folder_of_this_rank() -> Path | None:
-    """The run folder in the environment, unless another model of ours writes there; failures go to stderr."""
+    """Return the run folder that the environment names, unless another model of Paceline's writes there.
+
+    Failures go to stderr.
+    """
     global _written_by  # noqa: PLW0603  one a process
     words = os.environ.get(VARIABLE)
     if not words or _written_by == os.getpid():

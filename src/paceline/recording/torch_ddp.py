@@ -147,7 +147,7 @@ def _is_not_finite(loss: object) -> bool:
 
 
 def _patch() -> None:
-    """Patch classes and functions, not the wrapper, so that its copies and pickles carry nothing of ours."""
+    """Patch classes and functions, not the wrapper, so that its copies and pickles contain nothing of Paceline's."""
     if not _undo:
         watch_phases()
         _replace(TorchDDP, "forward", _around_forward)

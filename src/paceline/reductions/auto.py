@@ -96,7 +96,7 @@ class Auto(Reduction):
         return f"Auto({', '.join(self._candidates)}; {self._config})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The settings only: measurements belong to a process group, which cannot be copied."""
+        """Keep the settings alone: measurements belong to a process group, which cannot be copied."""
         return type(self), self._settings
 
     # ---- a reduction

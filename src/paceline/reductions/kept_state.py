@@ -33,7 +33,7 @@ class Keeper:
     num_ranks: int = 1  # how many there are
 
     def words(self) -> dict[str, Any]:
-        """Return what a checkpoint says of its owner."""
+        """Return the owner's description, as a checkpoint has it."""
         return {"kind": self.kind, "rank": self.rank, "num_ranks": self.num_ranks, "sizes": dict(self.sizes)}
 
     def has_saved(self, state: Mapping[str, Any], strict: bool) -> bool:

@@ -311,7 +311,7 @@ class Lossy(Reduction):
         self._num_steps = state["num_steps"]
 
     def _load_shared(self, state: Mapping[str, Any]) -> None:
-        """Restore what is the same on all ranks."""
+        """Restore the part of the state that is the same on all ranks."""
 
 
 def _check_finite(reduced: Tensor, checks: list[Tensor]) -> None:

@@ -128,7 +128,7 @@ class Owned(Reduction):
         self._layouts: dict[int, tuple[Sequence[Parameter], _Layout | None]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the model has parameters of its own, without owners."""
+        """Leave out the owners: a copy of the model has parameters of its own."""
         # Python 3.10 has no default
         state: dict[str, Any] = getattr(super(), "__getstate__", lambda: vars(self))()
         return {**state, "_owners": {}, "_scattered": {}, "_layouts": {}, "_group": None}

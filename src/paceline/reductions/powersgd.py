@@ -32,7 +32,7 @@ class _Matrix:
     rank: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """The matrix in a flat bucket: a view, shape (num_rows, num_columns)."""
+        """Return the matrix in a flat bucket: a view, shape (num_rows, num_columns)."""
         stop = self.start + self.num_rows * self.num_columns
         return flat[self.start : stop].view(self.num_rows, self.num_columns)
 
@@ -170,7 +170,7 @@ class PowerSGD(Lossy):
         return all_reduced((factors + others) * accumulation_dtype(layout.dtype).itemsize, self._place[1])
 
     def _matrices(self, names: tuple[str, ...], layout: Layout) -> list[_Matrix]:
-        """The gradients of a bucket that this step compresses."""
+        """Return the gradients of a bucket that this step compresses."""
         if self._num_steps < self.start_step:
             return []
         matrices, start = [], 0
@@ -190,7 +190,7 @@ class PowerSGD(Lossy):
         return slot.proposed.copy_(body).add_(slot.kept)
 
     def _factor(self, matrix: _Matrix, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The Q to begin with, shape (num_columns, rank): the last step's, or random numbers, the same on all ranks."""
+        """Return the first Q, shape (num_columns, rank): the last step's, or random numbers, the same on all ranks."""
         known = self._factors.get(matrix.name)
         if known is not None and self.warm_start:
             return known.to(device=device, dtype=dtype)
@@ -260,7 +260,7 @@ class PowerSGD(Lossy):
 
 
 def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
-    """The rows and columns of a gradient in memory order: its outermost dimension, and all others.
+    """Return the rows and columns of a gradient in memory order: its outermost dimension, and all others.
 
     A vector is one row; so is a complex gradient, whose real and imaginary parts alternate.
     """
@@ -273,7 +273,7 @@ def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
 
 
 def _gaps(matrices: list[_Matrix], num_elements: int) -> list[tuple[int, int]]:
-    """The elements that belong to no matrix: [first, last) of each gap."""
+    """Return the elements that belong to no matrix, as [first, last) of each gap."""
     gaps, start = [], 0
     for matrix in matrices:
         gaps.append((start, matrix.start))

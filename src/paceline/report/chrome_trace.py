@@ -34,7 +34,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Timeline:
-    """A run's events, and what it leaves out."""
+    """The events of a run in the trace's format, and what they leave out."""
 
     events: list[Event]  # in the order of ranks and steps
     facts: dict[str, Any]  # about the whole: the run, its clocks, what could not be read

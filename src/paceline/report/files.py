@@ -35,7 +35,8 @@ def trace_command(
 ) -> int:
     """Run a command, write its timeline every few seconds while it runs, and at its end; returns its exit code.
 
-    `out` is whole at any time; what was recorded is kept in a new `folder`, or not; `note` is told what was written.
+    `out` is a complete file at any time. Records are kept in a new `folder`, if one is given. `note` gets a message
+    for each file.
     Raises ConfigurationError, before anything starts, if there is no such command or a file cannot be written.
     """
     from paceline.launch.recorded_command import record_command  # noqa: PLC0415  imports torch

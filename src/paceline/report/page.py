@@ -329,7 +329,7 @@ def _about(run: Run, diagnosis: Diagnosis) -> str:
 
 
 def words_of(phase: str) -> str:
-    """Return what a phase is called on the page."""
+    """Return a phase's name on the page."""
     return WORDS.get(phase, phase)
 
 
@@ -352,7 +352,7 @@ def legend(names: Iterable[str]) -> str:
 
 
 def table_of_cells(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: bool = False) -> str:
-    """A table that scrolls by itself where it is wider than a phone."""
+    """Return a table that scrolls by itself if it is wider than a phone."""
     kind = ' class="words"' if words else ""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(
@@ -374,7 +374,7 @@ class Span:
 
 
 def strip(spans: Sequence[Span], scale: float, kind: str = "strip", label: str = "") -> str:
-    """Spans beside each other, from 0 to `scale`."""
+    """Draw spans next to each other, from 0 to `scale`."""
     shapes = []
     for span in spans:
         x, width = _WIDTH * span.start / scale, _WIDTH * (span.end - span.start) / scale
@@ -390,7 +390,7 @@ def strip(spans: Sequence[Span], scale: float, kind: str = "strip", label: str =
 
 
 def curve(values: Sequence[float], top: float, marked: Sequence[int], label: str) -> str:
-    """Values from left to right, below `top`, with dashed lines at marked places."""
+    """Draw values from left to right, below `top`, with dashed lines at marked places."""
     last = max(1, len(values) - 1)
     points = " ".join(
         f"{_WIDTH * place / last:.1f},{100 - 100 * min(value / top, 1):.1f}"

@@ -34,7 +34,7 @@ def _groups(num_ranks: int) -> list[range]:
 
 
 def kept(member: int, num_halvings: int, num_blocks: int) -> tuple[int, int]:
-    """The range that a group's member holds after so many halvings: bit t of its number chose half t."""
+    """Return the range that a group's member holds after so many halvings: bit t of its number chose half t."""
     first, size = 0, num_blocks
     for t in range(num_halvings):
         size //= 2

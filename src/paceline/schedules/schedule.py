@@ -157,7 +157,7 @@ def place(rounds: Iterable[Round], ranks: Sequence[int], first_block: int) -> Ro
 
 
 def side_by_side(parts: Iterable[Rounds]) -> Rounds:
-    """The first rounds of all `parts` as one round, then the second ones, ..."""
+    """Return the first rounds of all `parts` as one round, then the second ones, and so on."""
     return tuple(
         tuple(transfer for transfers in together for transfer in transfers)
         for together in zip_longest(*parts, fillvalue=())

@@ -44,7 +44,7 @@ class Topology:
 
     @cached_property
     def ranks_of_host(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each host in ascending order; a rank's place in it is its local index."""
+        """Return the ranks of each host in ascending order; a rank's place in it is its local index."""
         ranks: list[list[int]] = [[] for _ in set(self.host_of_rank)]
         for rank, host in enumerate(self.host_of_rank):
             ranks[host].append(rank)
@@ -71,7 +71,7 @@ class Link:
 
     def __post_init__(self) -> None:
         if self.bytes_per_s <= 0 or min(self.latency_s, self.message_s) < 0 or math.isnan(self.latency_s):
-            raise ConfigurationError(f"{self}: the rate is above 0, the times are at least 0")
+            raise ConfigurationError(f"{self}: the rate must be above 0, and the times at least 0.")
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ OnReceived = Callable[[int], None]
 class Transport(ABC):
     """The interface that moves messages between `num_ranks` ranks. This one has the number `rank`.
 
-    Messages are bytes: a receive takes the oldest message from its peer that has its number of bytes. A message of
-    any other size is never delivered into it, so ranks that disagree on sizes run into the timeout instead of
+    Messages are bytes. A receive takes the oldest message from its peer that has the expected number of bytes. One
+    of any other size is never delivered into it, so ranks that disagree on sizes run into the timeout instead of
     overwriting memory.
 
     After an error the transport can't be used any more: messages may be under way that no call awaits.

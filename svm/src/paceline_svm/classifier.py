@@ -153,7 +153,7 @@ class SVC(PairwiseVotes, KernelMachine):
         return None if self.rows == "all" else (labels.tolist(), counts.tolist())
 
     def _encoded(self, part: Part, facts: list[Facts]) -> NDArray[np.float64]:
-        """Labels as numbers that mean the same on every rank."""
+        """Return labels as numbers that mean the same on every rank."""
         if self.rows == "all":
             everyone = [np.unique(part.passed_y, return_counts=True)]
         else:

@@ -258,7 +258,7 @@ def _check_figure(path: Path) -> None:
 
 
 def _draw(path: Path, progress: list[dict[str, Any]]) -> None:
-    """The largest violation after each working set."""
+    """Draw the largest violation after each working set."""
     from matplotlib.figure import Figure
 
     gaps = [point["gap"] for point in progress]

@@ -166,7 +166,7 @@ class GroupCommunicator:
 
 @functools.cache
 def _what_rounds() -> str:
-    """A digest of what decides how this process rounds floating-point sums: processor, libraries and their threads."""
+    """Return a digest of what decides how this process rounds sums: processor, libraries and their threads."""
     cpu = (
         Path("/proc/cpuinfo").read_text(errors="replace")
         if Path("/proc/cpuinfo").exists()

@@ -93,7 +93,7 @@ class Compilation(event.Listener):  # type: ignore[misc]
         self.num_functions, self.seconds = 0, 0.0
 
     def on_start(self, event: Any) -> None:
-        """A function is compiled, perhaps for another that is; or another process is waited for."""
+        """Note that numba begins to compile a function, or to wait for another process. Both may be nested."""
         is_wait = event.kind == numba_cache.WAITING
         if self._depth == 0:
             self._begun_s = time.monotonic()

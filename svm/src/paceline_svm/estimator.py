@@ -107,7 +107,7 @@ class KernelMachine(Validation):
     def _told(
         self, communicator: Communicator, X: Any, y: Any, sample_weight: Any, dealt: slice | None = None
     ) -> tuple[Part, Facts]:
-        """This rank's part of the rows it was passed, checked, and the facts that others have to know.
+        """Return this rank's part of the rows it was passed, checked, and the facts that others have to know.
 
         Args:
             communicator: The ranks.
@@ -132,7 +132,7 @@ class KernelMachine(Validation):
 
     @staticmethod
     def _dealt(communicator: Communicator) -> slice:
-        """Rows that this rank gets of those that all ranks have."""
+        """Return the rows that this rank gets of those that all ranks have."""
         return slice(communicator.rank, None, communicator.num_ranks)
 
     def _is_for_one(self, part: Part, communicator: Communicator) -> bool:
@@ -162,7 +162,7 @@ class KernelMachine(Validation):
         return None
 
     def _encoded(self, part: Part, facts: list[Facts]) -> NDArray[np.float64]:
-        """Targets as numbers."""
+        """Return targets as numbers."""
         return np.asarray(part.y, np.float64)
 
     def _kernel_name(self) -> str:
@@ -190,7 +190,7 @@ class KernelMachine(Validation):
     def _what_the_kernel_sees(
         self, communicator: Communicator, samples: Samples, facts: list[Facts], num_rows: int
     ) -> Samples:
-        """This rank's samples in the form that suits the kernel. Collective for a callable one."""
+        """Return this rank's samples in the form that suits the kernel. Collective for a callable one."""
         if callable(self.kernel):
             everyone = gather_samples(communicator, samples, "exchanging samples")
             values, _ = agreed(
@@ -207,7 +207,7 @@ class KernelMachine(Validation):
         return samples
 
     def _start(self, data: TrainingSet, shape: tuple[int, int]) -> NDArray[np.float64] | None:
-        """The last fit's table over the rows of all ranks, if it is to be started from and suits; else None."""
+        """Return the last fit's table over the rows of all ranks, if the fit starts from it. Otherwise None."""
         if (
             not getattr(self, "warm_start", False)
             or getattr(self, "_table", np.empty((0, 0))).shape[0] != shape[0]
@@ -309,7 +309,7 @@ class KernelMachine(Validation):
         return self._shown([objective for objective, _ in self._objectives])
 
     def _shown(self, objectives: list[float]) -> Any:
-        """Objectives of all problems in the form of the attribute."""
+        """Return objectives of all problems in the form of the attribute."""
         return objectives[0]
 
     def _coefficients_of(self, problem: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -317,7 +317,7 @@ class KernelMachine(Validation):
         return np.arange(len(self.support_)), self._table[0]
 
     def _squared_length(self, problem: int) -> float:
-        """The quadratic part, b'Kb, of a problem, in double precision."""
+        """Return the quadratic part, b'Kb, of a problem, in double precision."""
         members, beta = self._coefficients_of(problem)
         support = self._sampled(self.support_vectors_[members]).astype(np.float64)
         with thread_pool():
@@ -327,7 +327,7 @@ class KernelMachine(Validation):
     # -- predict
 
     def _expansion(self, X: Any, support: slice) -> NDArray[np.float64]:
-        """Sums of kernel values of some support vectors by each row of their table, shape (N, R).
+        """Return sums of kernel values of some support vectors by each row of their table, shape (N, R).
 
         Args:
             X: Rows that `_seen_rows` returned.
@@ -369,12 +369,12 @@ class KernelMachine(Validation):
         return np.float32 if error <= 0.1 * self.tol else np.float64
 
     def _decisions(self, X: Any) -> NDArray[np.float64]:
-        """Values of the only problem, shape (N,)."""
+        """Return values of the only problem, shape (N,)."""
         return np.asarray(self._expansion(self._seen_rows(X), slice(None))[:, 0] - self._offsets[0])
 
     @property
     def coef_(self) -> Any:
-        """Weights of the features; with a linear kernel only."""
+        """Return the weights of the features. Only a linear kernel has them."""
         if self.kernel != "linear":
             raise AttributeError("coef_ is only available when using a linear kernel")
         check_is_fitted(self)

@@ -71,7 +71,7 @@ class Gradients:
 
     @property
     def num_evictions(self) -> int:
-        """Rows that gave way to others."""
+        """Return the number of rows that gave way to others."""
         return self._evictions + self._rows.num_evictions
 
     def add(self, active: Active, panel: Samples, change: NDArray[np.float64]) -> None:
@@ -97,7 +97,7 @@ class Gradients:
         self._rows.compact(keep)
 
     def clear(self, num_active: int) -> None:
-        """The active samples are others now."""
+        """Forget the rows, because the active samples have changed."""
         self._rows.clear(num_active)
 
     def use(self, dtype: Any) -> None:
@@ -163,16 +163,16 @@ class RowCache:
 
     @property
     def rows(self) -> NDArray[Any]:
-        """All rows, shape (slots, num_columns); valid until the next `compact` or `clear`."""
+        """Return all rows, shape (slots, num_columns); valid until the next `compact` or `clear`."""
         return self._flat[: len(self._owner) * self._width].reshape(len(self._owner), self._width)
 
     @property
     def most_rows(self) -> int:
-        """The number of rows that there may be in the end."""
+        """Return the largest number of rows that the cache may hold in the end."""
         return min(len(self._flat) // self._width, self._num_samples)
 
     def slots_for(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Places for the rows of some distinct samples.
+        """Return places for the rows of some distinct samples.
 
         Args:
             ids: Global sample numbers, shape (M,).
@@ -208,7 +208,7 @@ class RowCache:
         return min(self._num_allowed // self._width, self.most_rows)
 
     def _places(self, num: int) -> NDArray[np.int64]:
-        """Up to `num` slots, free ones first, then those that were not used longest, but none of this moment."""
+        """Return up to `num` slots: free ones first, then those unused for longest, but none in use now."""
         num_free = min(num, len(self._owner) - self._num_used)
         places = np.arange(self._num_used, self._num_used + num_free)
         self._num_used += num_free

@@ -43,7 +43,7 @@ class Source(NamedTuple):
 
 
 def source_of(kernel: Kernel, samples: Samples | None, dtype: Any = np.float64) -> Source:
-    """The samples in the form that `kernel_row` reads. Gram samples must be numbered from 0 in order.
+    """Return the samples in the form that `kernel_row` reads. Gram samples must be numbered from 0 in order.
 
     Args:
         kernel: Between the samples.
@@ -240,7 +240,7 @@ class RowStore(NamedTuple):
 
 
 def row_store(source: Source, num: int, rows: NDArray[Any]) -> RowStore:
-    """An empty store for one range.
+    """Return an empty store for one range.
 
     Args:
         source: Whose kernel rows.

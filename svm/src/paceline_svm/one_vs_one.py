@@ -59,7 +59,7 @@ class Pairs:
         cost: NDArray[np.float64],
         start: NDArray[np.float64] | None,
     ) -> Pairs:
-        """The pairs, given C of each class, shape (K,)."""
+        """Return the pairs, given C of each class, shape (K,)."""
         all_classes = data.all_targets.astype(np.int64)
         costs = cost[all_classes] * data.all_weights
         return cls(data, matrix, np.bincount(all_classes, minlength=num_classes), costs, start)
@@ -151,7 +151,7 @@ class Pairs:
         return solution
 
     def _feasible(self, pair: tuple[int, int], members: NDArray[np.int64]) -> NDArray[np.float64]:
-        """A start within the bounds, of sum zero, as near as that is to the coefficients to start from.
+        """Return a start within the bounds and of sum zero, as near as possible to the given coefficients.
 
         Args:
             pair: Of classes.
@@ -172,14 +172,14 @@ def _decided(value: int) -> Solution:
 
 
 def _members(bounds: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Samples of pairs of ranges (a, b, c, d), one pair after another."""
+    """Return samples of pairs of ranges (a, b, c, d), one pair after another."""
     begins, sizes = bounds[:, ::2].ravel(), (bounds[:, 1::2] - bounds[:, ::2]).ravel()
     ends = np.cumsum(sizes)
     return np.asarray(np.arange(ends[-1]) + np.repeat(begins - (ends - sizes), sizes))
 
 
 def _problems(bounds: NDArray[np.int64], costs: NDArray[np.float64]) -> SmallProblems:
-    """A problem for each pair of ranges of samples, the first range with positive coefficients; all are zero."""
+    """Return a problem for each pair of ranges of samples. The first range's signs are positive; all begin at 0."""
     sizes = bounds[:, 1::2] - bounds[:, ::2]
     sign = np.repeat(np.tile([1.0, -1.0], len(bounds)), sizes.ravel())[None]
     cost = costs[_members(bounds)]
@@ -239,7 +239,7 @@ class PairwiseVotes(ClassifierMixin):  # type: ignore[misc]
 
     @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
     def predict_proba(self, X: Any) -> NDArray[np.float64]:
-        """Probabilities of the classes, shape (N, K); needs `probability=True` before `fit`."""
+        """Return probabilities of the classes, shape (N, K); needs `probability=True` before `fit`."""
         check_is_fitted(self)
         values = self._values_of_pairs(self._seen_rows(X))
         one, other = self._pairs()
@@ -251,7 +251,7 @@ class PairwiseVotes(ClassifierMixin):  # type: ignore[misc]
 
     @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
     def predict_log_proba(self, X: Any) -> NDArray[np.float64]:
-        """Logarithms of `predict_proba`."""
+        """Return logarithms of `predict_proba`."""
         with np.errstate(divide="ignore"):  # of a class that is never predicted
             return np.asarray(np.log(self.predict_proba(X)))
 
@@ -262,7 +262,7 @@ class PairwiseVotes(ClassifierMixin):  # type: ignore[misc]
         return self._values(X)
 
     def _decisions_of_pairs(self, X: Any) -> NDArray[np.float64]:
-        """Values of all pairs of classes, shape (N, pairs); each class's kernel values serve all of its pairs."""
+        """Return the values of all pairs of classes, shape (N, pairs). All pairs of a class share its kernel values."""
         return self._values(self._seen_rows(X))
 
     def _values(self, X: Any) -> NDArray[np.float64]:
@@ -292,7 +292,7 @@ class PairwiseVotes(ClassifierMixin):  # type: ignore[misc]
         return one, other
 
     def _tally(self, values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Votes and summed confidences of each class, shape (N, K)."""
+        """Return votes and summed confidences of each class, shape (N, K)."""
         one, other = self._pairs()
         wins, loses = np.zeros((2, len(one), len(self.classes_)))
         wins[np.arange(len(one)), one] = loses[np.arange(len(one)), other] = 1.0
@@ -304,7 +304,7 @@ class PairwiseVotes(ClassifierMixin):  # type: ignore[misc]
         return votes, confidences
 
     def predict(self, X: Any) -> NDArray[Any]:
-        """Labels of the rows of X, shape (N,); two classes by sign, more by votes."""
+        """Return the labels of the rows of X, shape (N,). Two classes go by sign, more by votes."""
         check_is_fitted(self)
         if self.break_ties and self.decision_function_shape == "ovo":
             raise ConfigurationError("break_ties must be False when decision_function_shape is 'ovo'")
@@ -347,7 +347,7 @@ def sigmoid(decisions: NDArray[np.float64], is_first: NDArray[np.bool_]) -> tupl
 
 
 def coupled(pairwise: NDArray[np.float64], num_classes: int) -> NDArray[np.float64]:
-    """One distribution from the probabilities of pairs.
+    """Return one distribution from the probabilities of pairs.
 
     Args:
         pairwise: P(first | first or second) of each pair, in the order of `itertools.combinations`, shape (N, pairs).

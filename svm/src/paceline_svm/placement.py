@@ -103,21 +103,21 @@ def _solve_on_one(
 
 
 def whole_problem(problem: Problem, communicator: Communicator) -> Problem:
-    """The problem of all ranks, samples in the order of their numbers. Collective."""
+    """Return the problem of all ranks, samples in the order of their numbers. Collective."""
     everyone = gather_samples(communicator, problem.samples, _ON_ONE, problem.extent.most_numbers)
     ids = np.arange(problem.num_samples)
     return dataclasses.replace(problem, samples=renumbered(in_order(everyone, ids), ids))
 
 
 def _packed(solution: Solution) -> NDArray[np.float64]:
-    """A solution as one array to send."""
+    """Pack a solution into one array to send."""
     linear_part = np.nan if solution.linear_part is None else solution.linear_part
     head = [solution.offset, solution.objective, solution.gap, solution.converged, linear_part]
     return np.concatenate([np.array([*head, *solution.counters], np.float64), solution.beta])
 
 
 def _unpacked(numbers: NDArray[np.float64]) -> Solution:
-    """The solution that `_packed` made an array of."""
+    """Unpack the solution of which `_packed` made an array."""
     head, counters, beta = np.split(numbers, [5, 5 + len(Counters._fields)])
     offset, objective, gap, converged, linear_part = head.tolist()
     return Solution(
@@ -182,7 +182,7 @@ def _assignment(problems: SmallProblems, num_ranks: int) -> list[NDArray[np.int6
 
 
 def _columns(problems: SmallProblems, which: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Positions of the coefficients of some problems in `beta`."""
+    """Return positions of the coefficients of some problems in `beta`."""
     is_there = np.zeros(len(problems.bounds), np.bool_)
     is_there[which] = True
     return np.flatnonzero(np.repeat(is_there, problems.sizes))

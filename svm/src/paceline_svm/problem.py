@@ -93,7 +93,7 @@ class Active:
 
     @classmethod
     def of(cls, problem: Problem, rows: Samples) -> Active:
-        """All of a rank's own samples, at the start of its problem; `rows` are they in the precision to use."""
+        """Return all of a rank's own samples, at the start of its problem. `rows` has them in the precision to use."""
         position_of = np.full(problem.num_samples, -1, np.int64)
         position_of[rows.ids] = np.arange(len(rows))
         beta, linear, lower, upper = (
@@ -114,7 +114,7 @@ class Active:
         return self._with(self.samples.joined(samples), np.concatenate([self.columns(), columns]))
 
     def columns(self) -> NDArray[np.float64]:
-        """All but the samples as one table with a row a sample: g, beta, linear, lower, upper; shape (N, 1 + 4 S)."""
+        """Return all but the samples as a table, shape (N, 1 + 4 S). A row has g, beta, linear, lower and upper."""
         return np.column_stack([self.g, self.beta.T, self.linear.T, self.lower.T, self.upper.T])
 
     def _with(self, samples: Samples, columns: NDArray[np.float64]) -> Active:
@@ -225,7 +225,7 @@ class Solution(NamedTuple):
 def feasible(
     last: NDArray[np.float64], lower: NDArray[np.float64], upper: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Coefficients within the bounds and of sum zero, near `last`: clipped, then the heavier sign scaled down.
+    """Return coefficients within the bounds and of sum zero, near `last`: clipped, then the heavier sign scaled down.
 
     Args:
         last: Coefficients of an earlier fit, of all ranks' variables.
@@ -241,7 +241,7 @@ def feasible(
 
 
 def filled(last: NDArray[np.float64], upper: NDArray[np.float64], total: float) -> NDArray[np.float64]:
-    """Coefficients between 0 and `upper` whose sum is `total`, near `last`: scaled down, or filled up evenly.
+    """Return coefficients between 0 and `upper` whose sum is `total`, near `last`: scaled down, or filled up evenly.
 
     Args:
         last: Coefficients of an earlier fit, of all ranks' variables.

@@ -46,10 +46,10 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def take(self, positions: Array | slice) -> Self:
-        """The samples at `positions`, in that order."""
+        """Return the samples at `positions`, in that order."""
 
     def astype(self, dtype: Any) -> Self:
-        """The same samples in another precision; themselves if they are."""
+        """Return the samples in another precision, or this object if it has that precision."""
 
     def dots(self, others: Any, out: Array) -> None:
         """Write the products of these samples with `others` to `out`, shape (len(self), len(others))."""
@@ -58,7 +58,7 @@ class Samples(Protocol):
         """Return what another rank needs to make the same samples, the ids aside."""
 
     def from_arrays(self, ids: NDArray[np.int64], arrays: Sequence[Array]) -> Self:
-        """Samples like these from what `to_arrays` gave on another rank."""
+        """Make samples like these from what `to_arrays` returned on another rank."""
 
     def joined(self, others: Self) -> Self:
         """Return these samples and then `others`."""
@@ -80,7 +80,7 @@ class DenseSamples:
 
     @classmethod
     def of(cls, rows: Array, ids: NDArray[np.int64]) -> DenseSamples:
-        """Samples from their rows."""
+        """Make samples from their rows."""
         rows = np.ascontiguousarray(rows)
         return cls(ids, rows, np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
 
@@ -135,7 +135,7 @@ class SparseSamples:
 
     @classmethod
     def of(cls, rows: Any, ids: NDArray[np.int64]) -> SparseSamples:
-        """Samples from their rows."""
+        """Make samples from their rows."""
         doubled = rows.astype(np.float64)
         return cls(ids, rows, np.asarray(doubled.multiply(doubled).sum(axis=1), np.float64).ravel())
 
@@ -268,7 +268,7 @@ class GramSamples:
 
 
 def renumbered(samples: Samples, ids: NDArray[np.int64]) -> Samples:
-    """The same samples under other numbers."""
+    """Return the same samples under other numbers."""
     if isinstance(samples, SparseSamples):
         return SparseSamples(ids, samples.rows, samples.squares)
     if isinstance(samples, GramSamples):  # its columns are numbers too
@@ -303,7 +303,7 @@ def gather_samples(communicator: Communicator, mine: _S, doing: str, most_number
 
 
 def _unpacked(message: NDArray[np.uint8], like: Sequence[Array]) -> list[Array]:
-    """The arrays that were packed after their lengths; of the types of these."""
+    """Return the arrays that were packed after their lengths, with the types of these."""
     at = 8 * len(like)
     found = []
     for length, array in zip(message[:at].view(np.int64).tolist(), like, strict=True):

@@ -110,17 +110,17 @@ class ChosenSamples:
         self.weights[self._at[ids]] += change
 
     def panel(self, ids: NDArray[np.int64]) -> Samples:
-        """Samples that were fetched, in the precision of the kernel rows."""
+        """Return the fetched samples, in the precision of the kernel rows."""
         if self._is_alone:
             return self._rows.take(self._at[ids])
         return self._samples.take(self._at[ids]).astype(self._rows.dtype)
 
     def at(self, positions: NDArray[np.int64]) -> Samples:
-        """Samples by their place in `weights`, in the precision in which they were passed."""
+        """Return samples by their place in `weights`, in the precision in which they were passed."""
         return self._samples.take(positions)
 
     def own_position_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Positions among this rank's own samples, or -1."""
+        """Return positions among this rank's own samples, or -1."""
         return self._own_position[ids]
 
 
@@ -165,7 +165,7 @@ class ShrunkSamples:
             self._groups.append(ShrunkGroup(positions, self._chosen.weights.copy()))
 
     def unshrink(self, active: Active, rows: Samples) -> Active:
-        """All of this rank's own samples, with correct gradients. Collective if samples have moved between ranks.
+        """Return all of this rank's own samples, with correct gradients. Collective if samples moved between ranks.
 
         Args:
             active: Those that are not shrunk.
@@ -284,7 +284,7 @@ class Heuristic:
 
     @classmethod
     def named(cls, name: str) -> Heuristic:
-        """The heuristic of that name.
+        """Return the heuristic of that name.
 
         Args:
             name: `auto`, `none`, `adaptive`, which is `adaptive-5%`, or such as `multi-5%`, `multi-500`, `single-50%`.

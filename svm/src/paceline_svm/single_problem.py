@@ -189,7 +189,7 @@ class OneClassSVM(OutlierMixin, KernelMachine):  # type: ignore[misc]
         self.offset_ = -self.intercept_
 
     def _feasible(self, data: TrainingSet) -> NDArray[np.float64]:
-        """A start whose sum is nu of all weight: the last fit's, or as LIBSVM's the first samples at their bounds."""
+        """Return a start whose sum is nu of all weight: the last fit's, or as in LIBSVM the first samples at bounds."""
         upper = data.all_weights
         total = self.nu * upper.sum()
         last = self._start(data, (1, data.num_rows))

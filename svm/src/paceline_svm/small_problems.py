@@ -65,7 +65,7 @@ class SmallProblems(NamedTuple):
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """Samples of each."""
+        """Return the number of samples of each problem."""
         return np.diff(self.first)
 
 
@@ -116,7 +116,7 @@ class Limits(NamedTuple):
 
 
 def with_all_values(kernel: Kernel, samples: Samples, problems: SmallProblems, cache_bytes: float) -> Samples:
-    """The samples as their Gram matrix, if that is less work than single kernel rows; else as they are."""
+    """Return the samples as their Gram matrix if that is less work than single kernel rows, otherwise as they are."""
     num = len(samples)
     if not isinstance(samples, DenseSamples) or len(problems.bounds) == 1:
         return samples
@@ -294,7 +294,7 @@ def _go_on(
 def _loaded(
     problems: SmallProblems, number: int, diagonal: NDArray[np.float64], memory: Memory
 ) -> tuple[NDArray[np.float64], Variables]:
-    """The linear part and the variables of a problem, padded; in memory. Gradients are not computed yet."""
+    """Return the linear part and the variables of a problem, padded and in memory, without computed gradients."""
     bounds, first = problems.bounds[number], problems.first[number]
     a, b, c = bounds[0], bounds[1], bounds[2]
     S, n = len(problems.linear), problems.first[number + 1] - first

@@ -230,7 +230,7 @@ def _extremes_after(lanes: LaneArrays, Ki: NDArray[Any], Kj: NDArray[Any], delta
 
 @inner
 def _partner(lanes: LaneArrays, gain: NDArray[Any], Ki: NDArray[Any], least: Any, di: Any) -> int:
-    """The variable with which i lowers the objective most; -1 if there is none.
+    """Return the variable with which i lowers the objective most; -1 if there is none.
 
     Args:
         lanes: Of all variables.
@@ -345,7 +345,7 @@ def gains(
 
 @hot
 def least_of(lanes: NDArray[Any]) -> Any:
-    """The smallest; four chains of comparisons, for each waits for the one before."""
+    """Return the smallest lane. It takes four chains of comparisons, because each waits for its own last result."""
     a, b, c, d = lanes[0], lanes[1], lanes[2], lanes[3]
     for k in range(4, LANES, 4):
         a, b, c, d = min(a, lanes[k]), min(b, lanes[k + 1]), min(c, lanes[k + 2]), min(d, lanes[k + 3])
@@ -354,7 +354,7 @@ def least_of(lanes: NDArray[Any]) -> Any:
 
 @hot
 def largest_of(lanes: NDArray[Any]) -> Any:
-    """The largest."""
+    """Return the largest lane."""
     a, b, c, d = lanes[0], lanes[1], lanes[2], lanes[3]
     for k in range(4, LANES, 4):
         a, b, c, d = max(a, lanes[k]), max(b, lanes[k + 1]), max(c, lanes[k + 2]), max(d, lanes[k + 3])

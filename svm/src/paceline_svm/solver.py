@@ -133,7 +133,7 @@ class Solver:
     # -- 1: who is worst
 
     def _nominate(self) -> Nominations:
-        """All ranks' worst violators. Collective."""
+        """Return all ranks' worst violators. Collective."""
         num, kept = self._working_set.room, self._working_set.kept
         num_support = int(np.count_nonzero(self._chosen.weights))
         is_short = self._gradients.is_short_of_memory(num_support)
@@ -141,7 +141,7 @@ class Solver:
         return Nominations.unpack(self._communicator.gather(mine.pack(num), "exchanging candidates"), num)
 
     def _local(self, chosen: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Sides and active positions of variables; position -1 where another rank has the sample."""
+        """Return sides and active positions of variables; position -1 where another rank has the sample."""
         side, sample = np.divmod(chosen[:, 1].astype(np.int64), self._problem.num_samples)
         return side, self._active.position_of[sample]
 

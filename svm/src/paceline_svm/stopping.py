@@ -99,7 +99,7 @@ class OptimalityCheck:
         return deviation
 
     def exact(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The g of some of this rank's own samples, from all coefficients, in double precision."""
+        """Return the g of some of this rank's own samples, from all coefficients, in double precision."""
         support = np.flatnonzero(self._chosen.weights)
         self.num_kernel_values += len(support) * len(positions)
         sums = expand(
@@ -140,16 +140,16 @@ class Tally:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether a limit is reached."""
+        """Return whether a limit is reached."""
         return self.steps_left <= 0 or self.num_working_sets >= self._set_limit
 
     @property
     def is_stalled(self) -> bool:
-        """Whether many working sets in a row have lowered the objective by no more than rounding."""
+        """Return whether many working sets in a row have lowered the objective by no more than rounding."""
         return self._num_stalled >= _PATIENCE
 
     def count_working_set(self, num_steps: int, decrease: float) -> None:
-        """A working set was optimised."""
+        """Count a working set that was optimised."""
         self.num_steps += num_steps
         self.steps_left -= num_steps
         self.num_working_sets += 1
@@ -157,7 +157,7 @@ class Tally:
         self._num_stalled = 0 if decrease > _LEAST_DECREASE * self._decrease else self._num_stalled + 1
 
     def count_check(self) -> None:
-        """All samples are about to be checked."""
+        """Count a check of all samples, which is about to begin."""
         self.num_checks += 1
         self._num_stalled = 0
 

@@ -69,12 +69,12 @@ def for_each(work: Callable[[_T], Any], pieces: Sequence[_T]) -> None:
 
 
 def num_threads() -> int:
-    """The number of threads that `for_each` uses here."""
+    """Return the number of threads that `for_each` uses here."""
     found = _pool.get()
     return 1 if found is None else found[1]
 
 
 @functools.cache
 def _libraries() -> ThreadpoolController:
-    """The BLAS and OpenMP libraries that are loaded; to look for them takes milliseconds."""
+    """Return the loaded BLAS and OpenMP libraries. Looking for them takes milliseconds."""
     return ThreadpoolController()

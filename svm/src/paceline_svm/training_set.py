@@ -39,7 +39,7 @@ _MOST_SHOWN = 3  # differences of a rank
 
 
 def communicator_for(rows: str) -> Communicator:
-    """The default process group's ranks, or this process alone where there is none or `rows` says so."""
+    """Return the default process group's ranks, or this process alone if there is no group or `rows` says so."""
     return GroupCommunicator() if rows != "alone" and has_peers() else Alone()
 
 

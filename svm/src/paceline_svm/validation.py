@@ -56,7 +56,7 @@ class Validation(BaseEstimator):  # type: ignore[misc]
             self._refuse("rows", f"a str among {ROWS}")
 
     def _shrinking(self) -> str:
-        """The name of the heuristic."""
+        """Return the name of the heuristic."""
         if isinstance(self.shrinking, str):
             return self.shrinking
         return "auto" if self.shrinking else "none"
@@ -161,7 +161,7 @@ class Validation(BaseEstimator):  # type: ignore[misc]
             )
 
     def _seen_rows(self, X: Any) -> Any:
-        """Rows to predict, validated."""
+        """Return rows to predict, validated."""
         check_is_fitted(self)
         accept = "csr" if self.kernel != "precomputed" and not callable(self.kernel) else False
         X = validate_data(self, X, dtype=_DTYPES, order="C", accept_sparse=accept, reset=False)
@@ -173,7 +173,7 @@ class Validation(BaseEstimator):  # type: ignore[misc]
 
 
 def called(kernel: Any, left: Any, right: Any) -> NDArray[np.float64]:
-    """Values of a callable kernel between two sets of dense samples, checked for shape and finiteness."""
+    """Return values of a callable kernel between two sets of dense samples, checked for shape and finiteness."""
     values = np.asarray(kernel(left.rows, right.rows), np.float64)
     wanted = len(left), len(right)
     if values.shape != wanted:

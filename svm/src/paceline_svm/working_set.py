@@ -56,11 +56,11 @@ class WorkingSet:
 
     @property
     def room(self) -> int:
-        """The number of variables that may be new next time."""
+        """Return the number of variables that may be new next time."""
         return self.size - len(self.kept)
 
     def choose(self, nominations: Nominations) -> NDArray[np.float64]:
-        """The next working set: (gradient, variable, coefficient, least, largest) a row, the newest last."""
+        """Return the next working set, in rows (gradient, variable, coefficient, least, largest), the newest last."""
         new = choose(nominations, self.room)
         kept = self.kept.copy()
         kept[:, 0] = nominations.kept
@@ -80,7 +80,7 @@ class WorkingSet:
 
 
 def working_set_size(num_variables: int, num_free: int = 0) -> int:
-    """The number of variables that are optimised together; even. Small problems are one working set.
+    """Return the number of variables that are optimised together, which is even. Small problems are one working set.
 
     Few working sets are needed where one holds all variables between their bounds; a larger one costs kernel values
     and pair updates for nothing.
@@ -144,7 +144,7 @@ class Nominations:
     counts: NDArray[np.int64]
 
     def pack(self, num: int) -> NDArray[np.float64]:
-        """One array whose shape depends on `num` candidates of a kind and the variables that stay only."""
+        """Pack the nominations into an array, whose shape depends only on `num` per kind and the kept variables."""
         out = np.full((2 + 2 * num, FIELDS), np.nan)
         out[0] = self.least, self.most, self.num_active, self.num_support, self.is_short
         out[1, 0] = self.num_free
@@ -172,14 +172,14 @@ class Nominations:
 
     @property
     def gap(self) -> float:
-        """The largest violation."""
+        """Return the largest violation."""
         return self.most - self.least
 
 
 def nominate(
     active: Active, kept: NDArray[np.float64], num: int, num_support: int, is_short: bool
 ) -> Nominations:
-    """This rank's nominations.
+    """Return this rank's nominations.
 
     Args:
         active: Its active samples.
@@ -231,7 +231,7 @@ def scrambled(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def best(values: NDArray[np.float64], numbers: NDArray[np.int64], num: int) -> NDArray[np.int64]:
-    """Positions of the `num` smallest values below `FAR`, or fewer if there are fewer, in no order.
+    """Return positions of the `num` smallest values below `FAR`, or fewer if there are fewer, in no order.
 
     Args:
         values: Shape (N,).
@@ -260,7 +260,7 @@ def violations(
     up_table: NDArray[np.float64],
     low_table: NDArray[np.float64],
 ) -> tuple[float, float, int]:
-    """Gradients of the variables in I_up and in I_low, and their extremes, in one pass.
+    """Return gradients of the variables in I_up and in I_low, and their extremes, in one pass.
 
     Args:
         g: Of N samples.

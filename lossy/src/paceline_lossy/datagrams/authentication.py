@@ -27,7 +27,7 @@ U32, U64 = np.uint32, np.uint64
 
 
 def num_pairs(payload_bytes: int) -> int:
-    """Return the number of word pairs in a key for messages of up to `payload_bytes` bytes: one more than they have."""
+    """Return the number of word pairs in a key: one more than a message of `payload_bytes` bytes has."""
     return (payload_bytes + 7) // 8 + 1
 
 

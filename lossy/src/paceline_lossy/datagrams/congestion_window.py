@@ -133,7 +133,7 @@ def _receivers_us(way: Any, rate: Any, now_us: int) -> int:
 
 @inner
 def _compete(rate: Any, has_lost: bool, is_used: bool, took_us: float) -> float:
-    """Return the window after a round trip in a crowded queue. All times are of this competition, without pauses."""
+    """Return the window after a round trip in a crowded queue. Its times leave out pauses of this rank."""
     window = max(rate[e.R_WINDOW], rate[e.R_KEPT])
     is_new = rate[e.R_MOST] == 0.0
     most = window if is_new else rate[e.R_MOST]

@@ -70,7 +70,7 @@ class DatagramEnd(ABC):
 
     @property
     def row_bytes(self) -> int:
-        """The size of the longest datagram."""
+        """Return the size of the longest datagram."""
         return int(d.HEADER_BYTES + self.tables.numbers[e.PAYLOAD])
 
     @abstractmethod
@@ -106,12 +106,12 @@ class DatagramEnd(ABC):
 
     @property
     def lost_peer(self) -> int | None:
-        """A peer that is needed and has been silent for too long."""
+        """Return a peer that is needed and has been silent for too long, if there is one."""
         return self._peer_in(e.LOST_PEER)
 
     @property
     def stuck_peer(self) -> int | None:
-        """A peer that is heard but receives no chunk, because larger datagrams are lost on the way."""
+        """Return a peer that is heard but receives no chunk. Larger datagrams are lost on the way to it."""
         return self._peer_in(e.STUCK_PEER)
 
     def silent_peers(self, now_us: int) -> list[int]:
@@ -141,7 +141,7 @@ class DatagramEnd(ABC):
 
     @property
     def misfit_peer(self) -> int | None:
-        """A peer whose transfers have an unexpected size."""
+        """Return a peer whose transfers have an unexpected size, if there is one."""
         return self._peer_in(e.MISFIT_PEER)
 
     def has_heard_chunks(self, peer: int) -> bool:

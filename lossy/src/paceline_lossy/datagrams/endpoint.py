@@ -62,7 +62,7 @@ class Endpoint(DatagramEnd):
 
     @property
     def can_begin(self) -> bool:
-        """Whether there is room for one more collective."""
+        """Return whether there is room for one more collective."""
         return bool(self.tables.slots[int(self.tables.numbers[e.BEGUN_HERE]) % e.SLOTS, e.S_STAGE] == e.FREE)
 
     def begin(self, vector: NDArray[Any], bound: Bound, now_us: int) -> int:

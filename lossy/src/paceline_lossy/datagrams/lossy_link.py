@@ -74,7 +74,7 @@ class LossyLink(LossyTransport):
 
     @property
     def place(self) -> tuple[str, int]:
-        """The address and port on which this rank listens."""
+        """Return the address and port on which this rank listens."""
         return self._driver.place
 
     def close(self, timeout_s: float = LINGER_S) -> bool:

@@ -183,7 +183,7 @@ def _watch(t: Any, peer: int, now_us: int) -> None:
 
 @inner
 def _watch_way(t: Any, peer: int, way: int, now_us: int) -> None:
-    """Give up the datagrams that have been under way for too long."""
+    """Count datagrams that have been under way for too long as lost."""
     w, rate = t.ways[way], t.rates[way]
     timeout_us = _timeout_us(t, way)
     if w[e.W_FLYING] > 0 and now_us - w[e.W_PROGRESS_AT] > timeout_us << min(w[e.W_BACKOFF], _MOST_BACKOFF):

@@ -233,7 +233,7 @@ def socket_addresses(places: Sequence[tuple[str, int]]) -> NDArray[np.int64]:
 
 
 def address_of(interface: str) -> str:
-    """Return the IPv4 address of an interface. Of a list with commas the first counts.
+    """Return the IPv4 address of an interface, or of the first one in a list with commas.
 
     Raises ConfigurationError if there is no such interface, or it has no address.
     """

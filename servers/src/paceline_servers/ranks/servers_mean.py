@@ -66,7 +66,7 @@ class ParameterServers(Reduction):
 
     @property
     def addresses(self) -> Sequence[str] | None:
-        """The servers' addresses. None: the servers of all ranks' launchers."""
+        """Return the servers' addresses; None for the servers of all ranks' launchers."""
         return self._addresses
 
     def __repr__(self) -> str:
@@ -81,7 +81,7 @@ class ParameterServers(Reduction):
 
     @property
     def is_linear(self) -> bool:  # type: ignore[override]
-        """Whether gradients may be added to a step afterwards. They may not once the servers have stepped with them."""
+        """Return whether gradients may be added afterwards. They may not if the servers have stepped with them."""
         return self.stepped is None
 
     def why_not_over(self, process_group: ProcessGroup | None) -> str:

@@ -70,7 +70,7 @@ class SteppedModel:
         ]
 
     def set_up(self, connection: ServerConnections) -> None:
-        """Send the servers the optimizer and its keys. Runs on the lane, after they have answered."""
+        """Send the servers the optimizer and its keys. Runs on the lane, after the servers have answered."""
         self._connection = connection
         groups = self.settings()
         answers = ResponseFuture(connection.link.num_servers)

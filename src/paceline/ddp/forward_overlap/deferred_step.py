@@ -105,7 +105,7 @@ class ForwardOverlap(SyncFactory):
 
     @property
     def gain(self) -> Gain | None:
-        """The predicted gain, from before it was on. Local."""
+        """Return the gain that was predicted before overlap was on. Local."""
         return self._agreement.gain
 
     @property

@@ -51,7 +51,7 @@ _METADATA_ATTRIBUTES = frozenset(
 
 
 class OutstandingParameter(Parameter):
-    """A parameter whose step is outstanding."""
+    """A parameter whose optimizer step is deferred."""
 
     @classmethod
     def __torch_function__(
@@ -149,7 +149,7 @@ def _nothing() -> Any:
 
 
 def _wait_for_nothing(module: Module, inputs: Any) -> None:
-    """The hook of a copied module, which waits for nothing."""
+    """Return at once. This is the hook of a copied module, which has no parameters to wait for."""
 
 
 def install(module: Module, waiting: Any, managed: Iterable[Parameter]) -> tuple[RemovableHandle, ...]:

@@ -77,7 +77,7 @@ class TorchSurface:
 
     @property
     def broadcast_buffers(self) -> bool:
-        """The former name of `forward_sync_buffers`, which torch 2.8 has as an attribute of its own."""
+        """Return `forward_sync_buffers` under its former name, which torch 2.8 has as an attribute of its own."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter
@@ -141,7 +141,7 @@ class TorchSurface:
 
     @property
     def process_group(self) -> Any:
-        """The group over which gradients are reduced; the first of several that take turns."""
+        """Return the group over which gradients are reduced; the first of several that take turns."""
         return self._paceline_setting.process_groups[0]
 
     # ---- communication hooks
@@ -246,7 +246,7 @@ class TorchSurface:
 
     @property
     def _join_config(self) -> _JoinConfig:
-        """The settings of the `Join` around the module. Torch assigns them while it makes a `Join`."""
+        """Return the settings of the `Join` around the module. Torch assigns them while it makes a `Join`."""
         config: _JoinConfig = self.__dict__["_join_config"]
         return config
 

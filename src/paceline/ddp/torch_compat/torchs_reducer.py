@@ -71,7 +71,7 @@ class TorchsReducer(Reducer):
     # What Lightning calls itself where a training step runs its own backwards within forward.
 
     def _rebuild_buckets(self) -> bool:
-        """Return False: buckets are laid out anew when the first synchronized backward ends."""
+        """Return False. Buckets are laid out again when the first synchronized backward ends."""
         return False
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:

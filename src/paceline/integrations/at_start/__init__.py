@@ -27,7 +27,10 @@ _PYTHONPATH = "PYTHONPATH"
 
 
 def environment(options: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that make a process call `patch_torch(**options)` after torch. Raises ConfigurationError."""
+    """Return variables that make a process call `patch_torch(**options)` after it imports torch.
+
+    Raises ConfigurationError for options that are not possible.
+    """
     from paceline.reductions import choose_reduction  # noqa: PLC0415  ranks import this module before torch
 
     choose_reduction(options.get("reduction"), options.get("compression"))

@@ -133,7 +133,7 @@ class Agent:
     # ---- the loop
 
     def look(self) -> None:
-        """See what has happened, and do what follows. Returns after a few milliseconds."""
+        """Handle what has happened since the last call. Returns after a few milliseconds."""
         ranks = self._ranks
         ranks.hear()
         is_awaited = self._is_stopping and not self._is_pausing
@@ -178,7 +178,7 @@ class Agent:
 
     @property
     def _is_recovering(self) -> bool:
-        """Whether a membership was broken, and those that are left, if they are enough, do not train again yet."""
+        """Return whether a broken membership has no successor yet. It is False if too few ranks are left for one."""
         training = self._ranks.training
         is_between = self._is_stopping and not self._is_pausing
         is_between = is_between or not all(rank.follows for rank in training)
@@ -296,7 +296,7 @@ class Agent:
             self._note(f"{rank.name} was told to end, and leaves between two steps")
 
     def _let_wait(self, rank: Rank, card: str) -> None:
-        """A rank has made its model."""
+        """Let a rank that has made its model wait for a membership. Refuse it if its card differs."""
         self._card = card if self._card is None else self._card
         why = difference(self._card, card)
         if why is not None:

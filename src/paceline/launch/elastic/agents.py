@@ -235,8 +235,8 @@ class Agents(Decider):
             if plan is None:
                 if self._council.is_all_over():
                     raise LaunchError(
-                        f"the job has ended well on the other hosts, and no rank of {self.name} has. What happened is "
-                        "said above."
+                        f"the job has ended well on the other hosts, and no rank of {self.name} has. The messages "
+                        "above say why."
                     )
                 if self._setting.guest is None or not self._council.is_full:  # else it is a spare
                     self._check_patience(now_s)
@@ -318,7 +318,7 @@ class Agents(Decider):
         if lost:
             raise LaunchError(
                 f"{', '.join(lost)} was lost before the ranks had met in paceline.Elastic; the ranks of {self.name} "
-                "were stopped. What happened is said there. Start all hosts again."
+                "were stopped. The output there says why. Start all hosts again."
             )
 
     def _check_patience(self, now_s: float) -> None:
@@ -364,7 +364,7 @@ class Agents(Decider):
     # ---- the end
 
     def finish(self, check: Callable[[], None]) -> None:
-        """This host's ranks have ended well: wait for the others', who may need its vote; `check` may end that."""
+        """Wait for other hosts when this host's ranks have ended well: they may need its vote. `check` may raise."""
         with self._lock:
             self._council.leave()
             self._close_given()
@@ -439,7 +439,7 @@ class Agents(Decider):
                 self._links.drop(event.connection)
 
     def _fits(self, packet: Packet) -> bool:
-        """Return whether the sender runs the same script. If not, a job that has not begun yet ends."""
+        """Return whether the sender runs the same script. If not, and the job has not begun, the job ends."""
         mine, theirs = self._setting, packet.sender.name
         if packet.script != mine.script:
             words = (
@@ -469,7 +469,7 @@ class Agents(Decider):
             self._note(words)
 
     def _forget_missing(self) -> None:
-        """A connection to a host that is not heard is half open: what is sent next shall not wait for TCP."""
+        """Close the connections to missing hosts, which are half open. Otherwise the next packet would wait for TCP."""
         missing = {name for name, peer in self._council.peers.items() if peer.is_missing}
         for connection, name in list(self._names.items()):
             if name in missing:

@@ -160,7 +160,7 @@ class Council:
         return plan
 
     def _plan(self, epoch: int) -> Plan | None:
-        """The newest, if it is of this epoch or later, and no later one is asked for."""
+        """Return the newest plan, if it is of this epoch or later and no newer epoch is being decided."""
         decision = self.state.decision
         may_follow = self.state.trains or not self.state.is_voter
         plan = None if decision is None or not may_follow else decision.plan()

@@ -35,7 +35,7 @@ class Candidate:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The epoch and step of its state. Ranks with equal progress hold the same state."""
+        """Return the epoch and step of its state. Ranks with equal progress hold the same state."""
         return self.epoch, self.step
 
 
@@ -60,12 +60,12 @@ class Decision:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The voters' names."""
+        """Return the voters' names."""
         return tuple(voter.name for voter in self.voters)
 
     @property
     def holder(self) -> Candidate:
-        """The member that is furthest; the others take its state if theirs is older."""
+        """Return the member that is furthest. The others take its state if theirs is older."""
         return max(self.members, key=lambda candidate: candidate.progress)
 
     def has_quorum(self, names: Iterable[str]) -> bool:

@@ -270,7 +270,7 @@ class Links:
             self._drop_stranger()
 
     def _drop_stranger(self) -> None:
-        """The oldest of those that have shown nothing."""
+        """Close the oldest connection that has sent no frame with a valid code."""
         strangers = [(link.since_s, fd) for fd, link in self._incoming.items() if not link.number]
         if strangers:
             self.drop(min(strangers)[1])
@@ -323,7 +323,7 @@ class Links:
         return link
 
     def _go_on(self, link: _Outgoing) -> None:
-        """The listener has greeted, takes more, or is gone."""
+        """Receive from a listener and send what is queued for it. End the connection if the listener is gone."""
         try:
             part = link.socket.recv(_PART_BYTES)
         except (BlockingIOError, InterruptedError):

@@ -143,7 +143,7 @@ class LocalRanks:
 
     @property
     def training(self) -> list[Rank]:
-        """The ranks that train, by their numbers in the membership."""
+        """Return the ranks that train, by their numbers in the membership."""
         return sorted(self.in_phase(Phase.TRAINING), key=lambda rank: rank.rank)
 
     # ---- they begin and end
@@ -170,7 +170,7 @@ class LocalRanks:
             self._failed_starts.pop(rank.local_rank, None)
 
     def cannot_come_in(self, rank: Rank) -> None:
-        """A process of this local rank cannot come in, nor can another one."""
+        """Start no process for this local rank any more, because none can join the others."""
         self._closed[rank.local_rank] = "what starts there cannot come in"
 
     def end(self, number: signal.Signals) -> None:
@@ -238,7 +238,7 @@ class LocalRanks:
                 self.kill(rank)
 
     def _see_end(self, rank: Rank) -> None:
-        """The kernel says that a process ends: at once within its loop, else by its exit code, a little later."""
+        """Handle a process that is ending. Within its loop it is lost at once; otherwise its exit code decides."""
         self.hear_all_of(rank)  # its last words
         if rank.phase is Phase.TRAINING and rank.is_inside:
             self._lose(rank, f"{rank.name} ended")
@@ -260,7 +260,7 @@ class LocalRanks:
         self._lose_because(why)
 
     def _see_failure(self, rank: Rank, code: int | None) -> None:
-        """A process has ended otherwise than well, that was not in its loop."""
+        """Handle a process that has failed outside of its loop."""
         why = f"{rank.name} {how_it_ended(code)}"
         if not self.has_begun and self._starter.start_one is not None and code is not None:
             self._early_s = self._early_s or time.monotonic()
@@ -314,7 +314,7 @@ class LocalRanks:
                 self._note(f"local rank {local_rank} is not started again: {self._closed[local_rank]}")
 
     def adopt(self, take_spare: Callable[[], tuple[AgentsRank, Ready] | None]) -> None:
-        """Give vacant places to spares, as long as there are any."""
+        """Let spares take vacant local ranks, as long as there are any."""
         taken = {each.local_rank for each in self} | self._closed.keys()
         for local_rank in range(self._arguments.num_local_ranks):
             if local_rank not in taken and (spare := take_spare()) is not None:

@@ -137,7 +137,7 @@ class OneHost(Decider):
         self.name = socket.gethostname()
 
     def decide(self, proposal: Proposal) -> Plan | None:
-        """The ranks that were there before, in their order, and those that have come."""
+        """Keep the ranks of before in their order, and add those that have come."""
         return Plan(
             epoch=proposal.epoch,
             members=tuple(proposal.steps),

@@ -38,7 +38,7 @@ class AgentsRank(ABC):
 
     @abstractmethod
     def vitals(self) -> Vitals:
-        """Return what the kernel says of it now."""
+        """Return the process's state, by the kernel."""
 
     @abstractmethod
     def ask_to_end(self, number: signal.Signals) -> None:

@@ -44,7 +44,7 @@ class JobRecord:
         return self.holder() == job
 
     def holder(self) -> str:
-        """Return the job that may train; empty if none has begun."""
+        """Return the name of the job that may train, or an empty one if none has begun."""
         return self.words().partition(" ")[0]
 
     def words(self) -> str:

@@ -81,7 +81,7 @@ class Shadows:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The ranks have ended. Waits for shadows that were started here, which write what they hold."""
+        """Wait for the shadows that were started here. They write their state after the ranks have ended."""
         self._listener.close()
         for shadow in self._shadows:
             shadow.process.close()

@@ -38,7 +38,7 @@ class EpochStores:
 
 
 def listening_store(host: str) -> dist.TCPStore:
-    """A store that listens on this address alone, at a port that the kernel chooses."""
+    """Return a store that listens on this address alone, at a port that the kernel chooses."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
     port = listener.getsockname()[1]
@@ -83,7 +83,7 @@ class Starter(Source):
         return self._start(number, local_rank, 1, Start(0, 1, 0, 1, self.new_store()), output)
 
     def close(self) -> None:
-        """Show what is left of what the processes have written. All have ended."""
+        """Show the rest of the processes' output. All processes have ended."""
         self._outputs.close()
 
     def _next(self) -> int:

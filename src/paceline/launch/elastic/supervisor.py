@@ -102,7 +102,7 @@ def _meet_to_watch(hangs: HangWatch, plan: Plan) -> None:
 
 @contextlib.contextmanager
 def _signals(arguments: LaunchArguments) -> Iterator[list[signal.Signals]]:
-    """The signals that arrive meanwhile, of those to be handled."""
+    """Yield a list to which the signals to be handled are added as they arrive."""
     received: list[signal.Signals] = []
 
     def take(number: int, _: FrameType | None) -> None:

@@ -98,7 +98,7 @@ class State:
 
     @property
     def unanswered(self) -> frozenset[str]:
-        """The agents that were asked in its attempt and have not answered."""
+        """Return the agents that were asked in its attempt and have not answered."""
         if self.decision is None or self.own == NO_BALLOT or self.offered is not None:
             return frozenset()
         answered = {promise.report.agent.name for promise in self.promises}
@@ -129,7 +129,7 @@ Result = tuple[State, tuple[Message, ...]]
 
 
 def begin(report: Report, needs: Quorum) -> State:
-    """The state of the first agent of a job: it decides alone until others have joined."""
+    """Return the state of the first agent of a job. It decides alone until others have joined."""
     return State(report, needs, Decision(0, (), (report.agent,), report.agent.name))
 
 

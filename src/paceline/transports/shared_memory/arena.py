@@ -81,7 +81,7 @@ class Budget:
 
 
 def size_within(budgets: Sequence[Budget]) -> int:
-    """Return how large the arenas of processes with these budgets are; 0 where they cannot share."""
+    """Return the size of the arenas of processes with these budgets, or 0 if they cannot share memory."""
     num_arenas = len(budgets)
     size = min(min(each.together_bytes // num_arenas, each.own_bytes) for each in budgets)
     return size // ALIGNMENT * ALIGNMENT if size >= least_bytes(num_arenas) else 0
@@ -174,7 +174,7 @@ class Arena:
         )
 
     def _give_back(self, start: int, size_bytes: int) -> None:
-        """Called by a finalizer: wherever garbage is collected, also within `_take`. So it takes no lock."""
+        """Return a region to the arena. A finalizer calls this, even within `_take`, so it takes no lock."""
         self._returned.append(Region(start, size_bytes))
 
     def _free(self, region: Region) -> None:

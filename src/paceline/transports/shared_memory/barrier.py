@@ -48,7 +48,7 @@ class HostBarrier:
         self.is_broken = False
 
     def wait(self, doing: Callable[[], str]) -> None:
-        """Wait for all others, at most `timeout_s`, or PeerLostError; `doing` returns what this rank does, for it."""
+        """Wait up to `timeout_s` for all other ranks. Raises PeerLostError, which quotes `doing()`."""
         self.number += 1
         self._me.status.arrive(self.number)
         for other in self._others:

@@ -80,7 +80,7 @@ def join_host(
 ) -> Host:
     """Map the arenas of this host's ranks. Collective over the group; blocks until all have come. Nothing is on disk.
 
-    `store` is this group's own; in `known` the ranks may have announced themselves before, under the same numbers.
+    `store` belongs to this group alone. In `known` the ranks may have announced themselves before, by the same numbers.
     Raises PeerLostError if a rank did not come, ConfigurationError, on every rank, for different versions of Paceline.
     """
     doing = f"joining a process group of {num_ranks} ranks"
