@@ -45,7 +45,7 @@ def percentage(text: str, option: str) -> float:
 
 
 def cores(text: str, option: str) -> float:
-    """Cores: `0.5` and `50%` are half of one."""
+    """Parse a number of cores: `0.5` and `50%` are half of one."""
     if not text.strip().endswith("%"):
         text = f"{text}cores"
     number, unit = split(text, option, "a number of cores, such as 0.5 or 50%")

@@ -271,7 +271,7 @@ def _number(names: Sequence[bytes] | Sequence[int]) -> Topology:
 
 
 def _host_id() -> bytes:
-    """Equal for ranks under one boot of a kernel in one network namespace, shared memory (`join_host`) or not."""
+    """Return a value that is equal for ranks under one boot of a kernel in one network namespace."""
     try:
         where = whereabouts("net")
     except OSError:

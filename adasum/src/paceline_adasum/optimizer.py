@@ -178,7 +178,7 @@ class AdasumOptimizer(ExchangingOptimizer):
             self.peers.wait(pending, f"combining the updates of step {self.num_steps + 1}")
 
     def _tell(self, is_changed: bool) -> list[bool]:
-        """Every rank's answer. Collective; blocks."""
+        """Return every rank's answer. Collective; blocks."""
         return [answer != b"\0" for answer in self.gather_bytes(bytes([is_changed]))]
 
     @torch.no_grad()

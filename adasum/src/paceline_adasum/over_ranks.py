@@ -79,7 +79,7 @@ class AdasumOverRanks:
         return Norms(*call.norms.tolist())
 
     def scratch_like(self, flat: Tensor) -> Tensor:
-        """Uninitialized, of the shape and dtype of `flat`; until the next call."""
+        """Return uninitialized memory like `flat`, valid until the next call."""
         return self._scratch.take(flat.numel(), flat.dtype)
 
 

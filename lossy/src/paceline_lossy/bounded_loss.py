@@ -282,7 +282,7 @@ class BoundedLoss(Reduction):
 
     @property
     def _keeper(self) -> Keeper:
-        """Saved residuals, which fit any bound, transport and servers."""
+        """Return the keeper of saved residuals, which fit any bound, transport and servers."""
         kind = f"BoundedLoss(compensation={self._compensation!r})"
         return Keeper(kind, "what was lost of the last gradients", self._sizes, *self._place)
 

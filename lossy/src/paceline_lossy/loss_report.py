@@ -33,7 +33,7 @@ class LossReport:
 
     @property
     def ratio(self) -> float:
-        """Lost contributions divided by sent ones."""
+        """Return the lost contributions divided by the sent ones."""
         return self.lost / self.sent if self.sent else 0.0
 
     @classmethod

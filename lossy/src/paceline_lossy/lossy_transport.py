@@ -127,7 +127,7 @@ class LossyTransport(ABC):
     @property
     @abstractmethod
     def counters(self) -> dict[str, int]:
-        """Datagrams: sent, repeated, of strangers, duplicates, replayed, of finished sums, with congestion marks."""
+        """Return counts of datagrams: sent, repeated, of strangers, duplicates, replayed, of finished sums, marked."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> bool:

@@ -238,7 +238,7 @@ class Servers:
         return self.two_way_ratio if connections > 1 else 1.0
 
     def num_pieces(self, num_bytes: float) -> int:
-        """Into how many a bucket is cut for each server."""
+        """Return the number of pieces of a bucket for each server."""
         return max(1, math.ceil(num_bytes / (self.number * self.piece_bytes)))
 
     def s_per_byte(self, cluster: Cluster) -> tuple[float, float]:

@@ -63,7 +63,7 @@ class Memory:
     sample_bytes: float
 
     def bound(self, X: int) -> float:
-        """M_bound: what a minibatch of X leaves for workspaces; below 0 if it does not fit at all."""
+        """Return M_bound, the bytes that a minibatch of X leaves for workspaces; below 0 if it does not fit."""
         return self.device_bytes - self.fixed_bytes - X * self.sample_bytes
 
 
@@ -118,7 +118,7 @@ class Minibatch:
 
     @property
     def samples_per_s(self) -> float:
-        """0 if it does not fit."""
+        """Return the samples per second, or 0 if it does not fit."""
         if self.choice is None:
             return 0.0
         return self.X / self.choice.time_s if self.choice.time_s else float("inf")

@@ -108,7 +108,7 @@ class Answer:
 
 
 def doubling_counts(most: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and `most` itself."""
+    """Return 1, 2, 4, ... and `most` itself."""
     if most < 1:
         raise ConfigurationError(f"--to {most} must be 1 or more.")
     return tuple(sorted({2**i for i in range(most.bit_length()) if 2**i <= most} | {most}))

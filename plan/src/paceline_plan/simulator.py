@@ -71,7 +71,7 @@ class Simulation:
 
     @property
     def step_s(self) -> float:
-        """Median."""
+        """Return the median step."""
         return median(self.steps_s)
 
     @property
@@ -229,7 +229,7 @@ class _Simulator:
         return wires
 
     def _served(self, bucket: BucketLoad) -> Wire:
-        """Pushing and pulling one bucket."""
+        """Return the times of pushing and pulling one bucket."""
         assert self.plan.servers is not None
         sent = bucket.size_bytes * self.plan.payload_ratio
         latency_s = max(link.latency_s for link in self.cluster.links) + self.cluster.collective_s

@@ -201,7 +201,7 @@ class LocalSGD(ExchangingOptimizer):
         self._steps_since = 0
 
     def _compare_steps(self) -> None:
-        """Rule 3. Collective; blocks."""
+        """Compare the ranks' numbers of steps (rule 3). Collective; blocks."""
         rank, num_ranks = self.process_group.rank(), self.process_group.size()
         if num_ranks == 1:
             return

@@ -195,7 +195,7 @@ class GlobalBatches(ABC):
 
 
 def check_state(state: Mapping[str, Any], *names: str) -> None:
-    """Refuse what no `state_dict()` of ours has returned."""
+    """Refuse a state that no `state_dict()` of Paceline has returned."""
     missing = [name for name in names if name not in state]
     if missing:
         raise ConfigurationError(

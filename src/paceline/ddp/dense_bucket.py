@@ -80,7 +80,7 @@ class _Sample:
         return self._flat.index_select(0, self._places)
 
     def times_zero(self, elements: Tensor) -> Tensor:
-        """Zero if all are finite, else NaN; shape (). Does not wait for the device."""
+        """Return zero if all are finite, otherwise NaN; shape (). Does not wait for the device."""
         return elements.dot(self._zeros)
 
 
@@ -313,7 +313,7 @@ class DenseBucket:
                 self._kept[slot] = _Kept(gradient, view.clone() if gradient is view else None)
 
     def _gather_strays(self) -> None:
-        """Small gradients outside the buffer: autograd found `.grad` empty, or the script put another tensor there."""
+        """Copy small gradients into the buffer that autograd or the script has put elsewhere."""
         is_stray = map(operator.is_not, self._small_gradients(), self._small_views)
         slots = [slot for slot, stray in enumerate(is_stray, start=self.num_large) if stray]
         plain = []

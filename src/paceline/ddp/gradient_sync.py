@@ -54,7 +54,7 @@ class _Launched:
 
 
 class BucketSync(GradientSync):
-    """Every bucket leaves as a whole, bucket i over group i mod k, and backward waits for all."""
+    """The sync that sends every bucket as a whole, bucket i over group i mod k. Backward waits for all of them."""
 
     def __init__(
         self,

@@ -416,7 +416,7 @@ class Membership:
         return [_MemberState.of(words.tolist()) for words in rows]
 
     def open_groups(self, process_group: ProcessGroup, verified: Verified, joining: Peers) -> Groups:
-        """Rule 3. Collective over the new group; blocks."""
+        """Open the groups of rule 3. Collective over the new group; blocks."""
         groups = Groups([process_group], [process_group])
         try:
             groups = groups.beside(verified, joining)

@@ -65,7 +65,7 @@ class SparseBucket:
         return len(self.finished) == 1
 
     def copy_in(self, slot: int, scale: float) -> None:
-        """Sparse gradients wait for `make_message`."""
+        """Leave the gradient where it is until `make_message`."""
 
     def accumulate(self, slot: int) -> None:
         """Ignore the gradient: there is no buffer."""

@@ -1,4 +1,4 @@
-"""The doctor's answer: a sentence about a rank or a link, or silence and why; and what is missing."""
+"""The doctor's answer: a sentence about a rank or a link, or why there is none, and the missing parts of the run."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def _replace(old: type, new: type) -> None:
 
 
 def _holders(held: type) -> Iterator[tuple[Any, str]]:
-    """Every module of Python that has `held` as an attribute, by the attribute's name."""
+    """Yield every module of Python that has `held` as an attribute, and the attribute's name."""
     for module_name, module in list(sys.modules.items()):
         if not hasattr(module, "__dict__"):
             continue  # None, or any object put there

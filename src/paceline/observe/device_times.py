@@ -79,7 +79,7 @@ class DeviceTimes:
         self.buckets[index] = BucketMarks(self.clock.mark())
 
     def done(self, index: int) -> None:
-        """Called on a stream that has waited for the bucket's collective."""
+        """Mark the end of a bucket's collective. Called on a stream that has waited for it."""
         self.buckets[index].done = self.clock.mark()
 
     def arrive(self, index: int, since: Any = None) -> None:

@@ -57,7 +57,7 @@ class Run:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks, as their headers say; 0 if none left anything."""
+        """Return the number of ranks by their headers, or 0 if no rank wrote one."""
         return max((rank.header.num_ranks for rank in self.ranks), default=0)
 
     def rows(self) -> list[tuple[StepRecord, ...]]:

@@ -73,7 +73,7 @@ class StepTiming:
 
     @property
     def communication_s(self) -> float:
-        """Time during which at least one reduction was under way."""
+        """Return the time during which at least one reduction was under way."""
         busy_s, busy_until_s = 0.0, 0.0
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.launched_s):
             start_s = max(bucket.launched_s, busy_until_s)
@@ -83,7 +83,7 @@ class StepTiming:
 
     @property
     def overlapped_s(self) -> float:
-        """Communication that was hidden behind the backward."""
+        """Return the communication that was hidden behind the backward."""
         return max(0.0, self.communication_s - self.exposed_s)
 
 

@@ -160,7 +160,7 @@ class ExchangingOptimizer(Optimizer, ABC):
             )
 
     def gather_bytes(self, given: bytes) -> list[bytes]:
-        """Return what each rank gave: as many bytes on each. Collective; blocks."""
+        """Return the bytes that each rank passes. All pass equally many. Collective; blocks."""
         if self.process_group.size() == 1:
             return [given]
         device = device_for_metadata(self.process_group, self.parameters()[0].device)

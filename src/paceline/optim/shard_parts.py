@@ -150,7 +150,7 @@ class HeldParts(Tensor):
 
     @classmethod
     def of_runs(cls, parts: Sequence[OwnPart], elements: Tensor) -> HeldParts:
-        """Return an alias of elements, those of these parts."""
+        """Return an alias of the elements, which are those of these parts."""
         parameter = parts[0].parameter
         held = elements.detach().as_subclass(cls)
         held.parts = [(each.part.index, each.part.start, each.part.stop) for each in parts]

@@ -265,7 +265,7 @@ def _shaped(value: Any, parameter: Parameter) -> Any:
 
 
 def _gather(shares: ShardedStep, own: list[tuple[Part, dict[str, Any]]]) -> Pieces:
-    """Return all ranks' state on rank 0; nothing elsewhere. Collective; blocks."""
+    """Return all ranks' state on rank 0, and nothing on other ranks. Collective; blocks."""
     group, device = shares.members.process_group, _device(shares)
     received = [*own] if shares.rank == 0 else []
     for source in range(1, shares.num_ranks):

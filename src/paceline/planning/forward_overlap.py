@@ -131,7 +131,7 @@ class Gain:
 
     @property
     def saved_ratio(self) -> float:
-        """Fraction of a step without overlap that is saved; below 0 if the step is longer."""
+        """Return the saved fraction of a step without overlap; below 0 if the step is longer."""
         return 1 - self.with_s / self.without_s if self.without_s else 0.0
 
     def __str__(self) -> str:

@@ -74,7 +74,7 @@ class Replay:
 
     @property
     def exposed_s(self) -> float:
-        """Communication that backward does not hide."""
+        """Return the communication that backward does not hide."""
         return self.end_s - self.computed_s
 
 

@@ -163,7 +163,7 @@ def memory(root: Path = _ROOT) -> CheckResult:
 
 
 def temporary_files() -> CheckResult:
-    """Return where a launch writes its own, and torch its compiled code."""
+    """Check the folders in which a launch writes its files, and torch its compiled code."""
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     said = f"{folder} has {free / _GIB:.1f} GiB free"

@@ -294,7 +294,7 @@ class _Scratch:
         return self._used
 
     def take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialized, shape (num_elements,)."""
+        """Return uninitialized memory, shape (num_elements,)."""
         num_bytes = num_elements * dtype.itemsize
         last = self._used + num_bytes
         if last > self._memory.numel():
@@ -330,7 +330,7 @@ class KeptMemory:
         self._lately: deque[int] = deque(maxlen=LOOKS_AFTER)  # bytes of each call
 
     def take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialized, shape (num_elements,); until the next call."""
+        """Return uninitialized memory, shape (num_elements,), valid until the next call."""
         num_bytes = num_elements * dtype.itemsize
         self._lately.append(num_bytes)
         if not num_bytes <= self._memory.numel() <= 2 * max(self._lately):

@@ -217,7 +217,7 @@ class HostCollectives:
         self._staging.exchange(what, (len(spans),), enter, work)
 
     def all_to_all(self, what: Descriptor, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Fill `outputs`, one a rank, with what each has for this one (`inputs`). Contiguous, 1-D, one dtype.
+        """Send row r of `inputs` to rank r, and fill row r of `outputs` from it. Contiguous, 1-D, one dtype.
 
         Raises CollectiveMismatchError if a rank has a row of another length for this one.
         """

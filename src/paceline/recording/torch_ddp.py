@@ -142,7 +142,7 @@ class RecordedTorchDDP:
 
 
 def _is_not_finite(loss: object) -> bool:
-    """Return whether it is a number that is not finite; an accelerator would have to be waited for."""
+    """Return whether a CPU loss is not finite. On an accelerator this would wait for the device."""
     return type(loss) is Tensor and loss.is_cpu and loss.numel() == 1 and not math.isfinite(loss.item())
 
 

@@ -186,7 +186,7 @@ def _gather_quantized(
 
 
 def _affine_8bit(channels: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and zero point that map each channel's range, widened to contain 0, onto 0..255."""
+    """Return the scale and zero point that map each channel's range, widened to contain 0, onto 0..255."""
     low = channels.amin(dim=1).clamp(max=0.0)
     high = channels.amax(dim=1).clamp(min=0.0)
     scales = ((high - low) / 255.0).clamp(min=torch.finfo(torch.float32).eps)

@@ -30,7 +30,7 @@ class Traffic:
 
     @property
     def saved_bytes(self) -> int:
-        """Negative where compression makes messages longer: gathering on many ranks may."""
+        """Return the bytes that compression saves. Negative if messages are longer, as when many ranks gather."""
         return self.plain_bytes - self.sent_bytes
 
 

@@ -140,7 +140,7 @@ class LinkThread(ABC):
 
     @property
     def counters(self) -> dict[str, int]:
-        """Datagrams: sent, repeated, of strangers, duplicates, replayed, of ended sums, with congestion marks."""
+        """Return counts of datagrams: sent, repeated, of strangers, duplicates, replayed, of ended sums, marked."""
         n = self.end.tables.numbers
         names = {
             "sent": e.SENT,

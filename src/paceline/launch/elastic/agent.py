@@ -107,7 +107,7 @@ class Agent:
         self._ranks.end(number)
 
     def save(self, why: str, check: Callable[[], None]) -> None:
-        """Training does not go on: let a rank that is furthest make a checkpoint, if the script has asked for one.
+        """Let a rank that is furthest make a checkpoint, if the script has asked for one. Training does not go on.
 
         If it fails, the next one is asked. None is asked if the other hosts may train on without this one. Its state
         may be old then, and its checkpoint would take the place of a newer one.
@@ -373,7 +373,7 @@ class Agent:
             rank.process.tell(Pause(self._epoch, why))
 
     def _stop(self, why: str) -> None:
-        """Something is wrong with the membership: end it."""
+        """End the membership, because something is wrong with it."""
         self._because.append(why)
         if self._epoch == NOT_STARTED or (self._is_stopping and not self._is_pausing):
             return

@@ -308,7 +308,7 @@ class Agents(Decider):
             return self._council.may_leave(epoch)
 
     def _check_beginning(self) -> None:
-        """Training does not begin without a host that began with this one."""
+        """Raise LaunchError if a host that began with this one is lost before training has begun."""
         start, decision = self._council.start, self._council.decision
         if start is None or decision is None or decision.trained != NOT_STARTED:
             return
