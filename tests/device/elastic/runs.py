@@ -82,11 +82,12 @@ def perform(run: Run, folder: Path, num_ranks: int = 4) -> Outcome:
 
 
 def _healthy(options: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the options of the run that loses no rank."""
-    kept = [each for each in options if each != "--saves"]
-    if "--fails-with-peer" in kept:
-        place = kept.index("--fails-with-peer")
-        del kept[place : place + 2]
+    """Return the options of the run that loses no rank, without those that leave its bits as they are."""
+    kept = [each for each in options if each not in ("--saves", "--reads-loss")]
+    for name in ("--fails-with-peer", "--behind", "--pause"):
+        if name in kept:
+            place = kept.index(name)
+            del kept[place : place + 2]
     return tuple(kept)
 
 
