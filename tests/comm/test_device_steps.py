@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from paceline.comm import device_vote
 from paceline.comm.device_steps import DeviceSteps, why_awaited
 from paceline.errors import ConfigurationError, DeviceLostError, PeerLostError
 
@@ -69,6 +70,26 @@ def test_a_bad_step_is_told_at_once_when_it_has_arrived_and_for_good():
     assert not steps.has_kept_up()
     assert (steps.num_known, steps.end()) == (1, 1)
     assert steps.end() is None  # of no membership
+
+
+def test_the_end_of_a_membership_counts_steps_whose_votes_have_not_arrived():
+    """The host knows of none of them. If it went back behind them, ranks would do them twice."""
+    steps = begun(Vote(1, 2), step=10)
+    steps.complete_window()
+    steps.complete_window()
+    assert (steps.num_known, steps.end()) == (10, 12)
+
+
+def test_a_process_that_exits_withdraws_its_vote(monkeypatch):
+    """Before its groups are torn down. That aborts them, and other ranks then take old bytes for gradients."""
+    at_exit = []
+    monkeypatch.setattr(device_vote.atexit, "register", at_exit.append)
+    leave = device_vote.DeviceExit(torch.device("cpu"))
+    leave.enter()
+    assert leave.word == 1
+    for each in at_exit:
+        each()
+    assert leave.word == 0
 
 
 def test_an_optimizer_that_is_not_fused_waits_for_each_vote():

@@ -12,7 +12,7 @@ from harness.models import digest
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.comm.connections import connected
-from paceline.comm.opened_groups import close, end_aside, group_like
+from paceline.comm.opened_groups import abort_on, close, end_aside, group_like
 
 pytestmark = pytest.mark.processes
 PATIENT = timedelta(seconds=60)
@@ -155,3 +155,32 @@ def test_what_ends_aside_ends_its_threads():
     """Also where c10d has forgotten the group, and shuts nothing down."""
     for ended in pool(2).run(ended_aside):
         assert ended == [True] * 3
+
+
+class Backend:
+    """A backend that notes what it is told; those of NCCL begin and end one call for several."""
+
+    def __init__(self, name, calls, is_nccl=True):
+        self.abort = lambda: calls.append(f"abort {name}")
+        if is_nccl:
+            self._group_start, self._group_end = lambda: calls.append("start"), lambda: calls.append("end")
+
+
+class Group:
+    def __init__(self, **backends):
+        self._backends = backends
+
+    def _get_backend(self, device):
+        if device.type not in self._backends:
+            raise RuntimeError("no backend for this device")
+        return self._backends[device.type]
+
+
+def test_all_groups_of_a_device_are_aborted_in_one_call(monkeypatch):
+    """One by one, two communicators may wait for each other. A group of the host alone is left as it is."""
+    calls = []
+    host, one, other = Backend("host", calls, is_nccl=False), Backend("one", calls), Backend("other", calls)
+    groups = [Group(cpu=host, cuda=one), Group(cpu=host), Group(cuda=other)]
+    monkeypatch.setattr(dist.distributed_c10d, "_pg_map", dict.fromkeys(groups))
+    abort_on(torch.device("cuda", 0))
+    assert calls == ["start", "abort one", "abort other", "end"]

@@ -216,6 +216,33 @@ def test_what_is_left_out_of_the_vote_is_noticed(mutant, how):
     assert what_is_wrong(ranks(3).run(steps, how, True, mutant)) != ""
 
 
+NO_WAIT = "waiting for the count"
+
+
+def ended(rank, _num_ranks, mutant):
+    """End a membership of two steps that the device has yet to begin; what the host knows, and how many are counted."""
+    here = on_device(rank, "latenccl")
+    with mutants.left_out(mutant), late.scheduled("latest"):
+        steps = DeviceSteps([], has_scaler=False)
+        leave = DeviceExit(here.device)
+        leave.enter()
+        steps.begin(DeviceVote(leave, here.group, f"ended {mutant}", here.device), 10)
+        steps.complete_window()
+        steps.complete_window()
+        return steps.num_known, steps.end()
+
+
+@pytest.mark.brief
+def test_the_end_of_a_membership_waits_for_the_count():
+    """No load decides what the device has done by then: it does nothing until something waits for it."""
+    assert ranks(1).run(ended, "") == [(10, 12)]
+
+
+def test_a_count_that_is_not_waited_for_is_noticed():
+    """In a job it would show only where the count has not arrived by then."""
+    assert ranks(1).run(ended, NO_WAIT) == [(10, 10)]
+
+
 def captured(rank, _num_ranks):
     """Step an optimizer of elastic training while the device says that a graph is captured, and once more."""
     here = on_device(rank, "latenccl")

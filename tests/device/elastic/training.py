@@ -322,6 +322,7 @@ def main() -> None:
             "scale": scaler.state_dict(),
             "history": changes,
             "decided": model.membership.steps_decided,
+            "told": model.timings.decisions.get("elastic"),
             "waits": waits,
             "ahead": ahead,
         },
