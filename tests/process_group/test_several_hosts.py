@@ -39,6 +39,11 @@ def reduced(ours, rank, num_ranks, seed):
             results.append(digest([mine]))
     mean = torch.tensor([float(rank), 7.0])
     dist.all_reduce(mean, dist.ReduceOp.AVG, group=ours)
+    for size in (7, 100_001):  # whose sum is more than 16 bits hold
+        halves = torch.full((size,), 40_000.0 if rank else 48_000.0, dtype=torch.float16)
+        dist.all_reduce(halves, dist.ReduceOp.AVG, group=ours)
+        results.append(torch.allclose(halves.double(), torch.tensor(40e3 + 8e3 / num_ranks).double(), 2e-3))
+        results.append(digest([halves]))
     most = torch.tensor([float(rank)])
     dist.all_reduce(most, dist.ReduceOp.MAX, group=ours)
     rows = [torch.zeros(3) for _ in range(num_ranks)]

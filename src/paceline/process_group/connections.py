@@ -165,9 +165,8 @@ class AcrossHosts:
         return choose(size_bytes, self._columns, self._links, element_bytes=itemsize, only=self._only)
 
     def all_reduce(self, share: Tensor, fold: Fold) -> None:
-        """Replace a column's share by the fold of all hosts' shares; an average is left a sum."""
+        """Replace a column's share by the fold of all hosts' shares; an average is left a sum, unless it widens."""
         assert self._column is not None
-        operation = "SUM" if fold.averages else fold.name
-        size_bytes = share.numel() * share.element_size() * self._num_columns
-        schedule = self.choose(size_bytes, share.element_size()).schedule
+        operation = "SUM" if fold.averages and not fold.widens else fold.name
+        schedule = self.choose(share.nbytes * self._num_columns, share.itemsize).schedule
         self._column.run(schedule, share, getattr(dist.ReduceOp, operation), self._timeout_s)

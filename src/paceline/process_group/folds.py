@@ -71,7 +71,7 @@ class Fold:
         if self.widens:
             target.copy_(wide)
 
-    def average(self, completed: Tensor, num_ranks: int) -> None:
+    def average(self, completed: Tensor, num_ranks: float) -> None:
         """Divide a completed sum in place; integers are cut off towards zero."""
         rounding = None if completed.is_floating_point() or completed.is_complex() else "trunc"
         torch.div(completed, num_ranks, rounding_mode=rounding, out=completed)

@@ -75,6 +75,9 @@ class HostCollectives:
         self._ranks = [neighbour.rank for neighbour in host.neighbours]
         self._num_shares = num_shares
         self._num_averaged = num_averaged
+        # A mean that widens is divided within a host, over the hosts, and by the rest if hosts are of unequal size.
+        self._divisor_here = max(map(len, host.hosts))
+        self._divisor_left = num_averaged / (self._divisor_here * len(host.hosts))
 
     @property
     def copied_bytes(self) -> int:
@@ -86,6 +89,8 @@ class HostCollectives:
         if across is None and self.is_small(flat.nbytes):
             self._all_reduce_small(what, flat, fold)
         elif across is not None and len(self._ranks) == 1:
+            if fold.averages and fold.widens and self._divisor_here > 1:
+                fold.average(flat, self._divisor_here)
             self._reduce_across(flat, fold, across)
         elif across is not None and not self._staging.is_resident(flat):
             with self._staging.resident(flat) as resident:
@@ -141,8 +146,10 @@ class HostCollectives:
         if not shares[0].numel():
             return
         step = max(CHUNK_BYTES // shares[0].element_size(), 1)
+        # 16 bits may hold the mean and not the sum.
+        divisor = self._num_averaged if across is None else self._divisor_here if fold.widens else 0
         for first, *others in zip(*(share.split(step) for share in shares), strict=True):
-            fold.all_of([first, *others], first, 0 if across else self._num_averaged)
+            fold.all_of([first, *others], first, divisor)
             if across is None:
                 for other in others:
                     other.copy_(first)
@@ -156,7 +163,7 @@ class HostCollectives:
             return  # as on hosts with several ranks, which would not answer
         across(share)
         if fold.averages:
-            fold.average(share, self._num_averaged)
+            fold.average(share, self._divisor_left if fold.widens else self._num_averaged)
 
     def broadcast(self, what: Descriptor, flat: Tensor, root: int) -> None:
         """Replace `flat` by that of the host's rank number `root`."""
