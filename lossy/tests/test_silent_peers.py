@@ -8,12 +8,30 @@ import pytest
 import torch.distributed as dist
 
 from harness.datagram_networks import endpoints
+from paceline.comm import Rendezvous
+from paceline.errors import PeerLostError
 from paceline_lossy import open_lossy_transport
 from paceline_lossy.datagrams import endpoint_state as e
+from paceline_lossy.datagrams import udp_socket
 from paceline_lossy.datagrams.link_thread import ClosedPorts
 
 TIMEOUT_S = 1800.0
 _SECOND_US = 1_000_000
+
+
+def test_a_rank_that_meets_no_other_closes_its_sockets(monkeypatch):
+    made = []
+
+    class Noted(udp_socket.Introduction):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.extend(self._sockets)
+
+    monkeypatch.setattr(udp_socket, "Introduction", Noted)
+    rendezvous = Rendezvous(dist.HashStore(), 0, 2, timedelta(seconds=0.1), "connecting")
+    with pytest.raises(PeerLostError):
+        udp_socket.find_members(rendezvous, "127.0.0.1", 2)
+    assert [each.fileno() for each in made] == [-1, -1]
 
 
 @pytest.mark.compiles
@@ -43,6 +61,19 @@ def test_a_port_that_is_closed_is_known_and_a_silent_one_is_not():
         assert _ask_between(ports, 1, 21) is None, "it may be stopped, or have no core"
     ports.find([], 0)  # it was heard of meanwhile
     assert _ask_between(ports, 21, 41) == 1
+    ports.close()
+
+
+def test_a_network_without_a_way_to_a_silent_peer_is_ridden_out():
+    """An interface may be down, or a firewall in the way. `connect` to a broadcast address is refused likewise."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
+        peer.bind(("127.0.0.1", 0))
+        ports = ClosedPorts([("127.0.0.1", 1), ("255.255.255.255", 9)])
+        assert _ask_between(ports, 1, 21) is None
+        assert not ports._asking, "no socket is left"
+        ports._places = [("127.0.0.1", 1), peer.getsockname()]
+        assert _ask_between(ports, 21, 31) is None
+    assert _ask_between(ports, 31, 51) == 1, "the way is back, and the port closed"
     ports.close()
 
 

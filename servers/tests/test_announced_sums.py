@@ -2,8 +2,10 @@
 
 import pytest
 
-from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
+from paceline.errors import ConfigurationError, PeerLostError, ProtocolError, ServerLostError
 from paceline_servers.datagram_sums import DatagramSums
+from paceline_servers.link import Identity
+from paceline_servers.ranks import server_sums
 from paceline_servers.session import Session
 from paceline_servers.stepping import SteppedKeys
 from paceline_servers.wire import Frame, Kind, pack, unpack
@@ -159,3 +161,37 @@ def test_datagrams_that_stay_away_of_a_rank_that_waits_for_another_server_are_th
     told = failure(session.check(5.1))
     assert {words["kind"] for words in told.values()} == {"server"}
     assert told[1]["words"].startswith(other)
+
+
+def test_a_rank_that_loses_a_server_as_it_joins_closes_its_sockets(monkeypatch):
+    made = []
+
+    class Noted(server_sums.Introduction):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.extend(self._sockets)
+
+    class Lost:
+        """A link whose server is lost before it answers."""
+
+        def __init__(self, *_):
+            self.is_closed = False
+            made.append(self)
+
+        def address_of(self, _):
+            return "127.0.0.1"
+
+        def ask(self, _, __, answers, patience_s):
+            answers.note(ServerLostError("it has gone"))
+
+        def close(self, timeout_s):
+            self.is_closed = True
+
+    monkeypatch.setattr(server_sums, "Introduction", Noted)
+    monkeypatch.setattr(server_sums, "ServerLink", Lost)
+    monkeypatch.setattr(server_sums, "compile_all", lambda: None)
+    with pytest.raises(ServerLostError, match="it has gone"):
+        server_sums.ServerSums(["10.0.0.5:7000"], Identity(0, 2, "name", TIMEOUT_S, ""), 2)
+    link, *sockets = made
+    assert link.is_closed
+    assert [each.fileno() for each in sockets] == [-1, -1]

@@ -66,14 +66,15 @@ class ClosedPorts:
                 self._refused[peer] = self._refused.get(peer, 0) + 1
                 if self._refused[peer] >= _REFUSALS:
                     return peer
+            except OSError:  # there is no way to its host now; the network may come back (rule 4)
+                self._asking.pop(peer).close()
         return None
 
     def _ask(self, peer: int) -> None:
         """Ask a peer's host again. Raises its answer to the last question."""
         if peer not in self._asking:
-            asking = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-            asking.connect(self._places[peer])
-            self._asking[peer] = asking
+            self._asking[peer] = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+            self._asking[peer].connect(self._places[peer])
         with contextlib.suppress(BlockingIOError):
             self._asking[peer].recvfrom(1)
         self._asking[peer].sendall(b"")

@@ -5,7 +5,7 @@ Rules
 2. A number that was received before is a duplicate or a replay. It is counted, and changes nothing else. So only new
    datagrams are a sign of life.
 3. A transfer ends when everything has arrived. It also ends when its sender has sent everything, and at least the
-   promised part of each class is here. With `is_early` it ends as soon as that part is here. AsyncValue datagrams are
+   promised part of each class is here. With `is_early` it ends as soon as that part is here. Later datagrams are
    answered and dropped.
 4. A datagram of a collective that this rank has not begun is kept. It counts as lost if there is no room.
 """

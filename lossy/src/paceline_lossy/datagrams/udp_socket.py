@@ -114,13 +114,20 @@ def find_members(rendezvous: Rendezvous, address: str, num_ports: int = 1) -> Me
         raise ConfigurationError(
             f"paths={num_ports!r} must be from 1 to {MOST_PORTS} ports. For two paths 8 are enough."
         )
-    rank = rendezvous.rank
     introduction = Introduction(address, num_ports)
+    try:
+        return _exchange(rendezvous, introduction, num_ports)
+    except BaseException:
+        introduction.close()
+        raise
+
+
+def _exchange(rendezvous: Rendezvous, introduction: Introduction, num_ports: int) -> Members:
+    rank = rendezvous.rank
     rendezvous.publish("place", json.dumps(introduction.announcement))
     announced = [json.loads(words) for words in rendezvous.collect("place")]
     for other, said in enumerate(announced):
         if said["ports"] != num_ports:
-            introduction.close()
             raise ConfigurationError(
                 f"rank {rank} was told paths={num_ports} and rank {other} paths={said['ports']}. Pass the same on all."
             )
@@ -237,19 +244,17 @@ def address_of(interface: str) -> str:
 
     Raises ConfigurationError if there is no such interface, or it has no address.
     """
-    names = [name for _, name in socket.if_nameindex()]
-    for name in interface.split(","):
-        if name not in names:
-            raise ConfigurationError(
-                f"there is no interface {name!r} on this host; there are {', '.join(names)}."
-            )
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError as error:
-                raise ConfigurationError(f"the interface {name!r} has no IPv4 address: {error}.") from error
-            return socket.inet_ntoa(answer[20:24])
-    raise ConfigurationError("no interface was named.")
+    name, names = interface.partition(",")[0], [name for _, name in socket.if_nameindex()]
+    if name not in names:
+        raise ConfigurationError(
+            f"there is no interface {name!r} on this host; there are {', '.join(names)}."
+        )
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError as error:
+            raise ConfigurationError(f"the interface {name!r} has no IPv4 address: {error}.") from error
+    return socket.inet_ntoa(answer[20:24])
 
 
 def _mtu_of(address: str) -> int:

@@ -52,13 +52,17 @@ class ServerSums(LossyTransport):
         try:
             compile_all()  # before any rank waits for this one
             introduction = Introduction(self._over_tcp.address_of(0), num_ports)
-            announced = self._join(introduction.announcement)
+            try:
+                announced = self._join(introduction.announcement)
+                of_servers = (f"parameter server {number} at {each}" for number, each in enumerate(addresses))
+                names = [*of_servers, *(f"rank {rank}" for rank in range(who.num_ranks))]
+                members = introduction.members([*announced, *[None] * who.num_ranks], names)
+            except BaseException:
+                introduction.close()
+                raise
         except BaseException:
             self._over_tcp.close(0.0)
             raise
-        names = [f"parameter server {number} at {address}" for number, address in enumerate(addresses)]
-        names += [f"rank {rank}" for rank in range(who.num_ranks)]
-        members = introduction.members([*announced, *[None] * who.num_ranks], names)
         self._payload_bytes = members.payload_bytes
         timeout = timedelta(seconds=who.timeout_s + GRACE_S)  # a server reports a missing rank itself
         self._link = LossyLink(self._num_servers + who.rank, members, timeout, self._num_servers)
