@@ -100,6 +100,7 @@ def test_while_much_is_held_only_those_who_owe_the_oldest_piece_are_heard():
     [
         (push(torch.ones(4)), "rank 1 pushed 16 bytes of 1 keys as piece 0, and rank 0 20 bytes"),
         (push(torch.ones(5), keys=(4,)), "or other keys"),
+        (push(torch.ones(10).half(), dtype=DType.FLOAT16), "The dtypes are FLOAT16 and FLOAT32"),
         (push(torch.ones(4), keys=(3, 4)), "same model"),
         (push(torch.ones(3, dtype=torch.bfloat16), dtype=DType.FLOAT64), "no whole number of FLOAT64"),
         (Frame(Kind.FETCH), "no optimizer"),

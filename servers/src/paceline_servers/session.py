@@ -25,7 +25,7 @@ import numpy as np
 
 from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError
 from paceline_servers.ordered_sum import Bytes, OrderedSum
-from paceline_servers.wire import KEY, WIDTHS, Frame, Kind, pack, pack_state, unpack, unpack_state
+from paceline_servers.wire import KEY, WIDTHS, DType, Frame, Kind, pack, pack_state, unpack, unpack_state
 
 if TYPE_CHECKING:  # these import torch and numba, which takes seconds
     from paceline_servers.datagram_sums import DatagramSums
@@ -59,6 +59,7 @@ class _Push:
     first_rank: int
     keys: bytes
     num_bytes: int
+    dtype: DType
     total: OrderedSum
     since_s: float
 
@@ -163,14 +164,15 @@ class Session:
                 gone, words = next(iter(self._left.items()))
                 return self._fail("lost", gone, self._describe(gone, words))
             total = OrderedSum(self.num_ranks, frame.dtype)
-            self._pushes[frame.number] = _Push(rank, bytes(keys), values.nbytes, total, now_s)
+            self._pushes[frame.number] = _Push(rank, bytes(keys), values.nbytes, frame.dtype, total, now_s)
         push = self._pushes[frame.number]
         if rank in push.total.arrived:
             raise ProtocolError(f"rank {rank} pushed piece {frame.number} twice")
-        if bytes(keys) != push.keys or values.nbytes != push.num_bytes:
+        if (bytes(keys), values.nbytes, frame.dtype) != (push.keys, push.num_bytes, push.dtype):
             raise ProtocolError(
                 f"rank {rank} pushed {values.nbytes} bytes of {len(keys) // KEY.size} keys as piece {frame.number}, "
                 f"and rank {push.first_rank} {push.num_bytes} bytes of {len(push.keys) // KEY.size}, or other keys. "
+                f"The dtypes are {frame.dtype.name} and {push.dtype.name}. "
                 "Ranks push the same in the same order: do they hold the same model?"
             )
         self._held_bytes -= push.total.held_bytes
