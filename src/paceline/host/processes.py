@@ -124,8 +124,11 @@ def _card_of(own_pid: int) -> ProcessIdentity:
 
 
 def stat_of(process: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat behind the name; of `thread-self` those of this thread. Raises OSError."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    """Return the fields of /proc/PID/stat behind the name; of `thread-self` those of this thread. Raises OSError.
+
+    The kernel cuts the name after 15 bytes, perhaps within a letter.
+    """
+    return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def children_of(pid: int | str) -> list[int]:

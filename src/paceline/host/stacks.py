@@ -166,7 +166,7 @@ def _answer_file(folder: Path, pid: int) -> Path:
 
 def _handles(pid: int, number: int) -> bool:
     with contextlib.suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False

@@ -119,7 +119,7 @@ class CoreNeighbours:
             if not name.isdigit() or (pid := int(name)) == os.getpid():
                 continue
             try:
-                words = Path("/proc", name, "stat").read_text()
+                words = Path("/proc", name, "stat").read_text(errors="replace")
             except OSError:
                 continue
             command, _, behind = words.partition("(")[2].rpartition(")")

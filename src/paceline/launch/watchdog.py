@@ -201,7 +201,7 @@ def _identity(pid: int) -> str:
 
 def _process(pid: int) -> _Process | None:
     with contextlib.suppress(OSError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
         return _Process(int(fields[1]), int(fields[3]), fields[0] in "ZX", fields[19])
     return None
 

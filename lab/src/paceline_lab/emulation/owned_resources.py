@@ -80,7 +80,7 @@ def _namespace() -> str:
 
 def _start_time(pid: int) -> str:
     with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         if fields[0] not in "ZX":  # a zombie owns nothing; in a container its parent may never wait for it
             return fields[19]
     return "gone"
