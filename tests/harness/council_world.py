@@ -34,6 +34,8 @@ class Host:
     num_stops: int = 0  # times that they had to stop within one
     step_s: float = _STEP_S  # that they take to the end of one
     is_told: bool = False  # to leave
+    slow_s: float = 0.0  # that its agent takes to see a new decision
+    known: tuple[int, float] = (NOT_STARTED, 0.0)  # the newest one, and when the council learned of it
     found_s: float = 0.0  # when it looks for other hosts again, if an engine has started it
 
     @property
@@ -154,6 +156,10 @@ class World:
 
     def _live(self, host: Host) -> None:
         """Run the agent of one host."""
+        newest = NOT_STARTED if host.council.decision is None else host.council.decision.epoch
+        host.known = (newest, self.now_s) if newest > host.known[0] else host.known
+        if self.now_s < host.known[1] + host.slow_s:
+            return
         is_in_step = host.trains or (
             host.has_paused and host.stops_s is not None and self.now_s < host.stops_s
         )

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.council_world import World
-from paceline.launch.elastic.vote import Quorum
+from paceline.launch.elastic.plan import NOT_STARTED, Member
+from paceline.launch.elastic.vote import NO_BALLOT, Quorum
 
 
 def kill(world: World, place: int) -> None:
@@ -64,6 +65,54 @@ def test_training_begins_with_the_fewest_hosts_and_others_come() -> None:
     world.run(8)
     world.check()
     assert world.training() == {0, 2, 3}
+
+
+def test_two_hosts_that_wait_for_one_place_stop_nobody_twice() -> None:
+    """One of them comes in. The other waits on, and no rank pauses for it again and again."""
+    world = made(3, least=3, most=3)
+    world.run(8)
+    for place in (3, 4):
+        world.start(place)
+    world.run(6)
+    kill(world, 1)
+    world.run(8)
+    world.check()
+    assert world.training() == {0, 2, 3}
+    assert world.history[-1][1] == 5  # one decision without host 1, and one with a host in its place
+    waits = world.hosts[4]
+    assert waits.council.may_leave(waits.epoch) is False  # no host counts on its vote
+
+
+def test_a_host_that_asks_before_an_agent_has_seen_the_last_decision_stops_no_rank() -> None:
+    """The agent's ranks do not train yet. It had asked for a vote, and then stopped them within their first step."""
+    world = made(3, least=3)
+    world.run(8)
+    world.hosts[2].slow_s = 0.3
+    world.start(3)
+    world.run(0.35)
+    world.start(4)
+    world.run(5)
+    world.check()
+    assert world.training() == {0, 1, 2, 3, 4}
+    assert [host.num_stops for host in world.hosts[:3]] == [0, 0, 0]
+
+
+def test_a_rank_that_comes_during_a_vote_stops_no_rank() -> None:
+    """Its host has told the others which ranks it brings. It is let in between two steps later."""
+    world = made(3, least=3)
+    world.run(8)
+    world.hosts[1].step_s = 0.5  # the vote waits for it
+    world.start(3)
+    host = world.hosts[2]
+    while host.council.state.promised == NO_BALLOT:
+        world.run(0.05)
+    assert world.training() == {0, 1, 2}
+    host.members.append(Member(host.council.own.name, 7))
+    host.steps[host.members[1]] = NOT_STARTED
+    world.run(3)
+    world.check()
+    assert world.training() == {0, 1, 2, 3}
+    assert [host.num_stops for host in world.hosts[:3]] == [0, 0, 0]
 
 
 def test_of_two_halves_that_do_not_see_each_other_one_begins() -> None:

@@ -219,6 +219,29 @@ def test_who_was_in_keeps_its_order_and_the_furthest_holds_the_state() -> None:
     ]
 
 
+def test_a_host_that_waits_takes_the_place_of_one_without_ranks() -> None:
+    """Its agent lives on for a while, and had kept its place: the others paused for the waiting host, in vain."""
+    old = Candidate(Member("b", 0), 3, 7)
+    decision = Decision(3, (old,), (AgentInfo("a"), AgentInfo("b")), "a", trained=3)
+    reports = [
+        Report(AgentInfo("a")),
+        Report(AgentInfo("b"), (old,)),
+        reported("c", NOT_STARTED, NOT_STARTED),
+    ]
+    after = vote.next_decision(decision, reports, Quorum(most_hosts=2))
+    assert (after.names, after.tie_breaker) == (("b", "c"), "b")
+    assert [one.member.host for one in after.members] == ["b", "c"]
+
+
+def test_a_host_without_a_place_is_told_so() -> None:
+    """It is not asked in the next attempt, so no rank pauses for it."""
+    old = Candidate(Member("a", 0), 3, 7)
+    state = State(Report(AgentInfo("a"), (old,)), Quorum(most_hosts=1))
+    state = replace(state, decision=Decision(3, (old,), (AgentInfo("a"),), "a", trained=3))
+    after, out = vote.receive(state, Message("join", "b", "a"))
+    assert (after, [message.kind for message in out]) == (state, ["decision"])
+
+
 def test_an_old_message_is_answered_by_the_newest_decision() -> None:
     """Fencing: who wakes up after others went on is told so, and nothing else."""
     decision = Decision(5, (), (AgentInfo("a"),), "a")

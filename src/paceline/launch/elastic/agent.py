@@ -537,4 +537,5 @@ class Agent:
                 self._ranks.kill(rank)  # others went on without it: what it holds is old
         if any(rank.member in numbers for rank in self._going):  # the plan is of words from before they left
             self._going_from = plan.epoch
-            self._stop("ranks that it counts on were told to end, and have left")
+        if sum(member.host == self._decider.name for member in numbers) > len(here):
+            self._stop("ranks that it counts on have left, or were lost")

@@ -198,7 +198,9 @@ class Council:
     def may_leave(self, epoch: int) -> bool | None:
         """See `Decider`: a later decision is known to all that stay. Until then its agent's end would be a loss."""
         decision = self.state.decision
-        if decision is None or decision.epoch <= epoch:
+        if decision is None or decision.epoch < epoch:
+            return None
+        if decision.epoch == epoch and self.state.is_voter:
             return None
         stay = [self.peers[name] for name in decision.names if name in self.peers and name != self.own.name]
         if any(not peer.is_missing and peer.epoch < decision.epoch for peer in stay):
@@ -457,7 +459,10 @@ class Council:
         if decision is before or decision is None:
             return
         self._waiting, self._has_paused = [], False
-        self._wants_vote, self._changed_late = self._changed_late, False
+        in_it = {member.member for member in decision.members}
+        # If it trains, its agent lets further ranks in between two steps.
+        has_own = self.own.name in {member.host for member in in_it}
+        self._wants_vote, self._changed_late = self._changed_late and not has_own, False
         self._due_s = now_s + STAGGER_S
         is_first = decision.trained == NOT_STARTED and len(decision.voters) == self.state.needs.hosts
         if self.start is None and self._guest is None and is_first:
@@ -466,12 +471,13 @@ class Council:
             self._addresses[voter.name] = voter.address
             if voter.name != self.own.name:
                 self.peers.setdefault(voter.name, Peer(voter, now_s))
-        in_it = {member.member for member in decision.members}
         if in_it and not any(each.member in in_it for each in self.state.report.candidates):
             # Others train without its ranks: these bring nothing before its agent says so anew.
             self._has_stopped = True
             if self.state.report.candidates and not self._wants_vote:
                 self.state = replace(self.state, report=replace(self.state.report, candidates=()))
+        elif in_it and not self.is_done:
+            self._has_stopped = False  # they train in a moment, and pause for hosts that ask to join by then
         self._beat_s = now_s
 
     def _consider(self, now_s: float) -> None:

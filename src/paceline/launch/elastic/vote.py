@@ -54,6 +54,10 @@ class Quorum:
     ranks: int = 1  # how many ranks there are
     most_hosts: int = NEVER  # how many hosts there are at most; a further one waits
 
+    def is_full(self, decision: Decision) -> bool:
+        """Return whether no further host may train by it."""
+        return len({each.member.host for each in decision.members}) >= self.most_hosts
+
 
 @dataclass(frozen=True)
 class Promise:
@@ -215,8 +219,9 @@ def next_decision(decision: Decision, reports: list[Report], needs: Quorum) -> D
     last = {each.member.host for each in decision.members}
     savers = [voter.name for voter in voters if voter.can_save and voter.name in last]
     voters = [voter for voter in voters if not voter.leaves] or voters
-    voters = voters[: needs.most_hosts]
-    kept = {voter.name for voter in voters}
+    bring = {r.agent.name for r in reports if r.candidates}  # others give way to a host that waits with ranks
+    kept = {v.name for v in sorted(voters, key=lambda each: each.name not in bring)[: needs.most_hosts]}
+    voters = [voter for voter in voters if voter.name in kept]
     found = [each for report in reports if report.agent.name in kept for each in report.candidates]
     members = sorted(
         found, key=lambda one: (ranks.get(one.member, len(ranks)), one.step == NOT_STARTED, one.member)
@@ -244,8 +249,9 @@ def next_decision(decision: Decision, reports: list[Report], needs: Quorum) -> D
 def receive(state: State, message: Message) -> Result:
     """Hear a message. Loss, delay, repetition and any order are allowed."""
     if message.kind == "join":
-        if state.decision is not None and message.sender in state.decision.names:  # it has not heard of it
-            return state, (Message("decision", state.name, message.sender, decision=state.decision),)
+        decision = state.decision  # that the sender has not heard of, if it is in there or there is no room
+        if decision is not None and (message.sender in decision.names or state.needs.is_full(decision)):
+            return state, (Message("decision", state.name, message.sender, decision=decision),)
         return (replace(state, joiners=state.joiners | {message.sender}) if state.is_voter else state), ()
     if message.kind in ("decision", "ask"):
         state = _learn(state, message.decision)
@@ -300,7 +306,8 @@ def _learn(state: State, decision: Decision | None) -> State:
     report = state.report
     if decision.members:
         report = replace(report, candidates=tuple(decision.updated(each) for each in report.candidates))
-    return State(report, state.needs, decision, joiners=state.joiners - set(decision.names))
+    # Agents that still want to join ask again. Otherwise ranks would pause again and again for one without a place.
+    return State(report, state.needs, decision)
 
 
 _HANDLERS = {"ask": _asked, "promise": _promised, "offer": _offered, "vote": _voted}
