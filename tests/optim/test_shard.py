@@ -18,13 +18,13 @@ from torch import nn
 from harness.models import digest, generator
 from harness.ranks import pool
 from paceline import DistributedDataParallel
-from paceline.comm import gradient_group
+from paceline.comm import Done, all_gather, gradient_group, ring
 from paceline.compression import Bf16
 from paceline.errors import ConfigurationError
 from paceline.optim import full_state_dict, shard, shares
 from paceline.reductions import Compressed, owned_mean
 from paceline.reductions.by_name import choose_reduction
-from paceline.reductions.ordered_mean import LogicalMean
+from paceline.reductions.reduction import Mean
 from paceline_recipes import LAMB, LARS
 
 pytestmark = pytest.mark.processes
@@ -104,12 +104,38 @@ def on_hosts(run):
     return wrapped
 
 
+class MeanOnRing(Mean):
+    """The mean of the first model's whole gradients, in the order in which the ring adds the second one's."""
+
+    carries_status = False
+
+    def __init__(self, models):
+        self.models = models
+
+    def launch(self, message):
+        group, flat, offset = message.process_group, message.flat, 0
+        rows = [torch.empty_like(flat) for _ in range(group.size())]
+        all_gather(rows, flat, group).wait()
+        orders = [
+            [*rows[:rank][::-1], *rows[rank:][::-1]] for rank in range(len(rows))
+        ]  # the rank itself is last
+        sums = [functools.reduce(torch.add, order) for order in orders]
+        own, twins = (list(model.module.parameters()) for model in self.models)
+        twin_of = {id(each): id(twin) for each, twin in zip(own, twins, strict=True)}
+        for parameter in message.parameters:
+            for rank, start, stop in self.models[1].reduction._owners[twin_of[id(parameter)]]:
+                flat[offset + start : offset + stop] = sums[rank][offset + start : offset + stop]
+            offset += parameter.numel()
+        return Done()
+
+
 def pair(make, group, seed=0, dtype=torch.float32, overlaps=False, **how):
     """Return two wrapped models with the same values: one with a plain optimizer, one with a sharded one."""
     # Over Gloo an all-reduce of more than two ranks adds in another order.
     num_ranks = (group or dist.group.WORLD).size()
-    ordered = LogicalMean(num_ranks) if os.environ.get("LOCAL_WORLD_SIZE") == "1" and num_ranks > 2 else None
-    models = [
+    models = []
+    ordered = MeanOnRing(models) if os.environ.get("LOCAL_WORLD_SIZE") == "1" and num_ranks > 2 else None
+    models += [
         DistributedDataParallel(
             net(seed, dtype), process_group=group, reduction=reduction, overlap_forward=overlap
         )
@@ -187,7 +213,7 @@ def muon_and_adamw(rank, num_ranks, backend):
         models, sets = [], []
         for overlap in (False, overlaps):
             torch.manual_seed(1)
-            ordered = LogicalMean(num_ranks) if backend == "gloo" and not models else None
+            ordered = MeanOnRing(models) if backend == "gloo" and not models else None
             models.append(
                 DistributedDataParallel(
                     Matrices(), process_group=group, reduction=ordered, overlap_forward=overlap
@@ -633,12 +659,11 @@ def test_between_hosts_a_part_is_never_taken_for_the_whole():
 
 
 def sent(rank, num_ranks):
-    """Bytes that a rank sends in a step, by the arguments of its collectives: with plain and sharded optimizers."""
+    """Bytes that a rank sends in a step, with plain and sharded optimizers; of all-reduces by their arguments."""
     counts, fraction = [], (num_ranks - 1) / num_ranks
     sizes = {
         "paceline.reductions.reduction.all_reduce": lambda tensor, *_: 2 * tensor.nbytes * fraction,
-        "paceline.reductions.owned_mean.all_to_all": lambda _, sent, *_sizes: sent.nbytes * fraction,
-        "paceline.optim.sharded_step.all_gather": lambda _, row, *_group: row.nbytes * (num_ranks - 1),
+        "paceline.comm.ring.isend": lambda tensor, *_: tensor.nbytes,
     }
     with contextlib.ExitStack() as stack:
         stack.enter_context(hosts("gloo", num_ranks))
@@ -687,11 +712,17 @@ def compressed(rank, num_ranks, name):
         optimizers = [ELEMENTWISE["adamw"](list(model.parameters())) for model in models]
         for optimizer, model in list(zip(optimizers, models, strict=True))[1:]:
             shard(optimizer, model, whole_gradients=False)
-        perform = owned_mean.all_to_all
-        with mock.patch.object(
-            owned_mean,
-            "all_to_all",
-            lambda got, row, *rest: found.append(row.nbytes) or perform(got, row, *rest),
+        perform, send = owned_mean.all_to_all, ring.isend
+        whole = num_ranks / (num_ranks - 1)  # with what a rank keeps
+        with (
+            mock.patch.object(
+                owned_mean,
+                "all_to_all",
+                lambda got, row, *rest: found.append(row.nbytes) or perform(got, row, *rest),
+            ),
+            mock.patch.object(
+                ring, "isend", lambda row, *rest: found.append(row.nbytes * whole) or send(row, *rest)
+            ),
         ):
             for step in range(4):
                 sent.clear()

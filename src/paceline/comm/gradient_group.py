@@ -81,7 +81,7 @@ def group_beside(
     Otherwise it is local.
     """
     if group not in _beside:
-        if _gloo_of(group) is None or group.size() == 1:  # c10d need not be initialized
+        if gloo_of(group) is None or group.size() == 1:  # c10d need not be initialized
             return group
         if group.size() < dist.get_world_size() and not in_parts:
             return group
@@ -132,7 +132,8 @@ def _make_beside(group: dist.ProcessGroup, peers: Peers | None) -> dist.ProcessG
     return beside
 
 
-def _gloo_of(group: dist.ProcessGroup) -> Any:
+def gloo_of(group: dist.ProcessGroup) -> Any:
+    """Return the Gloo backend that carries the CPU tensors of a group; None if another one does. Local."""
     try:
         backend = group._get_backend(torch.device("cpu"))
     except RuntimeError:  # a group written in Python, or one that has nothing for the CPU
@@ -165,7 +166,7 @@ def check_carries_pieces(group: dist.ProcessGroup, device: torch.device) -> Any:
                 "for pieces of gradients. Open the group with init_process_group, or leave out overlap_forward."
             )
         return None
-    gloo = _gloo_of(group)
+    gloo = gloo_of(group)
     if gloo is None:
         raise ConfigurationError(
             f"overlap_forward: the process group's backend is {group.name()!r}, and pieces of gradients travel over "

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import Work, all_gather, shares_memory
+from paceline.comm.collectives import Work, shares_memory
 from paceline.comm.device import keep_for_current_streams
 from paceline.comm.peers import Peers
+from paceline.comm.ring import all_gather_on_ring
 from paceline.errors import ConfigurationError
 from paceline.optim.behind_forward import HALF_STEPPED, BehindForward, Job
 from paceline.optim.shares import (
@@ -327,7 +328,7 @@ class ShardedStep:
                 torch._foreach_copy_(self._pieces(rows[self.rank], own), own)
         groups = self.members.groups
         group = self.members.gradient_groups[0] if self.behind is None else groups.for_pieces
-        return _UnderWay(exchange, all_gather(rows, rows[self.rank], group), rows)
+        return _UnderWay(exchange, all_gather_on_ring(rows, rows[self.rank], group), rows)
 
     def _finish(self, launched: _UnderWay) -> None:
         doing = "receiving the parameters that other ranks have stepped"

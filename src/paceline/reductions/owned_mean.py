@@ -1,10 +1,11 @@
 """The mean of each gradient element on one rank alone, the element's owner: half the bytes of an all-reduce.
 
 Rules
-1. Each rank sends every other rank the elements that the other rank owns. It folds what it receives in the order of
-   ranks, 16-bit elements in float32. Status words travel behind each message, and all ranks fold all of them. Over
-   several hosts of several ranks each, the backend `paceline` folds within hosts first (`joins_hosts`), if shares are
-   about equally long. With compression 16-bit elements travel, and status words separately (`OwnedCompressed`).
+1. Over Gloo, elements of 32 bits or more are summed on a ring (`comm.ring`). In other cases each rank sends every other
+   rank the elements that the other rank owns. It folds what it receives in the order of ranks, 16-bit elements in
+   float32. Status words travel behind each message, and all ranks fold all of them. Over several hosts of several ranks
+   each, the backend `paceline` folds within hosts first (`joins_hosts`), if shares are about equally long. With
+   compression 16-bit elements travel, and status words separately (`OwnedCompressed`).
 2. A bucket with an element that has no owner is all-reduced. So is every bucket before the first owner is known.
 3. Elements that another rank owns are 0 afterwards. A parameter with such elements is of a class whose `.grad` raises:
    code that reads gradients would take a part for the whole. To drop them is allowed, as `zero_grad` does. A GradScaler
@@ -39,6 +40,7 @@ from paceline.comm.collectives import (
     reduce_scatter,
 )
 from paceline.comm.device import keep_for_current_streams
+from paceline.comm.ring import has_ring, reduce_scatter_on_ring
 from paceline.compression import Cast, accumulation_dtype
 from paceline.errors import ConfigurationError
 from paceline.reductions.ordered_mean import sum_in_order
@@ -261,7 +263,7 @@ class OwnedMean(Owned, Mean):
     """The mean of each element for its owner, and of an element without owner for all ranks.
 
     Cost:
-        One all-to-all for each bucket: (P-1)/P of its bytes a rank, half of an all-reduce.
+        (P-1)/P of a bucket's bytes a rank, half of an all-reduce: on a ring over Gloo, else one all-to-all.
 
     Source:
         Rajbhandari et al., "ZeRO", 2020, stage 2, which divides gradients like the optimizer's state.
@@ -300,6 +302,11 @@ def exchange(message: Message, layout: _Layout, divisor: int = 1) -> Iterator[Wo
             torch.cat([*layout.of(to, body), words], out=row[: theirs[to]])
         yield reduce_scatter(total := torch.empty_like(rows[0]), [*rows], group)
         total = total[: theirs[rank]]
+    elif wide == body.dtype and has_ring(group, body):
+        yield reduce_scatter_on_ring([[*layout.of(to, body), words] for to in range(num_ranks)], group)
+        if others := [each for to in range(num_ranks) if to != rank for each in layout.of(to, body)]:
+            torch._foreach_zero_(others)
+        return
     else:
         sent = torch.cat([piece for to in range(num_ranks) for piece in (*layout.of(to, body), words)])
         received = sent.new_empty((own := theirs[rank]) * num_ranks)
