@@ -18,7 +18,7 @@ from torch import nn
 from harness.models import digest, generator
 from harness.ranks import pool
 from paceline import DistributedDataParallel
-from paceline.comm import Done, all_gather, gradient_group, ring
+from paceline.comm import Chain, all_gather, gradient_group, ring
 from paceline.compression import Bf16
 from paceline.errors import ConfigurationError
 from paceline.optim import full_state_dict, shard, shares
@@ -126,7 +126,7 @@ class MeanOnRing(Mean):
             for rank, start, stop in self.models[1].reduction._owners[twin_of[id(parameter)]]:
                 flat[offset + start : offset + stop] = sums[rank][offset + start : offset + stop]
             offset += parameter.numel()
-        return Done()
+        return Chain()
 
 
 def pair(make, group, seed=0, dtype=torch.float32, overlaps=False, **how):
