@@ -134,6 +134,12 @@ def test_other_jobs_and_other_writers_are_refused(tmp_path, capsys):
         CheckpointFolder(tmp_path, CARD).newest()
 
 
+def test_a_process_that_has_written_nothing_leaves_the_folder_to_another_job(tmp_path):
+    """A shadow of another model opens the folder before the agent refuses it."""
+    folder_of(tmp_path).close()
+    CheckpointFolder(tmp_path, "another card").open()
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="cannot be written into"):

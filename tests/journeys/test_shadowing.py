@@ -254,3 +254,30 @@ def test_what_cannot_be_followed_is_refused(folder):
         assert changed.code == 1
         assert "the shadow runs another script or model: it has" in changed.err
         assert job.poll() is None
+
+
+@pytest.mark.lab
+@pytest.mark.timeout(400)  # a rank and three shadows begin
+def test_another_model_or_script_is_refused_on_another_host(folder):
+    """The job trains on, and the folder is free for the right shadow."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        there = f"127.0.0.1:{probe.getsockname()[1]}"
+    job = {"PACELINE_JOB": str(folder), "PACELINE_LOST_AFTER": "300"}
+    shadow = ["shadow", "checkpoints", "--peers", there, "--"]
+    with started(["python", "train.py", "a"], folder, SLOW | job | {"PACELINE_PEERS": there}) as rank:
+        wait_for(rank, "stdout", "begins after step 0")
+        model = paceline(*shadow, "train.py", "other", cwd=folder, env=FAST | job)
+        assert model.code == 1
+        assert "the shadow runs another script or model: it has '" in model.err, model.err
+        (folder / "changed.py").write_text(SCRIPT.replace("lr=0.01", "lr=0.1"))
+        script = paceline(*shadow, "changed.py", "a", cwd=folder, env=FAST | job)
+        assert script.code == 1
+        assert "the shadow runs another script or model: it has 'changed.py (" in script.err, script.err
+        with started(["paceline", *shadow, "train.py", "a"], folder, FAST | job) as following:
+            wait_for(following, "stderr", "follows the training from step")
+            (folder / "hurry").touch()
+            assert rank.wait(DEADLINE_S) == 0
+            following.send_signal(signal.SIGTERM)  # it would wait for another agent
+            following.wait(DEADLINE_S)
+    assert max(folder.glob("checkpoints/step-*")).name == "step-000000300"

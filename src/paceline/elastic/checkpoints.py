@@ -99,8 +99,7 @@ class CheckpointFolder:
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint, or None. Raises ConfigurationError if it is of another job."""
-        found = self._complete()
-        if found:
+        if found := self._complete():
             self._check_job()
         return found[-1] if found else None
 
@@ -146,7 +145,7 @@ class CheckpointFolder:
     # ---- writing
 
     def open(self) -> None:
-        """Make the folder this job's, and keep other writers out until `close`. Raises ConfigurationError."""
+        """Keep other writers out until `close`. Raises ConfigurationError, also for the folder of another job."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -164,9 +163,6 @@ class CheckpointFolder:
             self._check_job()
         for left in self.path.glob(f"{_UNFINISHED}*"):  # of a writer that was killed
             shutil.rmtree(left, ignore_errors=True)
-        unfinished = self.path / f"{_UNFINISHED}job"
-        unfinished.write_text(json.dumps({"card": self._card}))
-        unfinished.replace(self.path / _JOB)
 
     def close(self) -> None:
         if self._lock is not None:
@@ -184,6 +180,11 @@ class CheckpointFolder:
             shutil.rmtree(unfinished, ignore_errors=True)
             _store(given.tree, unfinished)
             _flush(unfinished)
+            # Not when the folder is opened: a shadow that is refused leaves it to the right one.
+            if not (self.path / _JOB).exists():
+                named = self.path / f"{_UNFINISHED}job"
+                named.write_text(json.dumps({"card": self._card}))
+                named.replace(self.path / _JOB)
             if finished.exists():  # of a run that was repeated from an earlier checkpoint
                 shutil.rmtree(finished)
             unfinished.rename(finished)

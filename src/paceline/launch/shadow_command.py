@@ -24,7 +24,7 @@ from paceline.elastic.agent_connection import (
     difference,
 )
 from paceline.elastic.discovery import Discovery
-from paceline.elastic.guest import JOB_PREFIX, PEERS, GuestSetting, job_name
+from paceline.elastic.guest import JOB_PREFIX, PEERS, GuestSetting, facts_of, job_name
 from paceline.errors import ConfigurationError
 from paceline.launch.agent import launch
 from paceline.launch.command_line import parse
@@ -79,7 +79,8 @@ def follow(
             )
         line.close()
     else:
-        name = _Relay(GuestSetting.of(given, script), note).name
+        facts = "" if arguments.torchrun.module else facts_of(script)
+        name = _Relay(GuestSetting.of(given, script, facts), note).name
     orders = {
         "folder": str(folder),
         "keep": keep,
@@ -112,7 +113,8 @@ class _Relay:
             said = shadow.hear()
             while isinstance(said, Ready) and (found := self._call_all()) is not None:
                 ends, card = found
-                if why := difference(card.partition("\n")[2], said.card):
+                theirs, _, card = card.partition("\n")
+                if why := difference(theirs, self._setting.facts or theirs) or difference(card, said.card):
                     words = (
                         f"the shadow runs another script or model: {why}. Start it as the ranks were started."
                     )
@@ -182,11 +184,6 @@ def _pid_of(job: str) -> str:
 
 def _command_of(pid: str) -> str:
     with contextlib.suppress(OSError):
-        return (
-            Path(f"/proc/{pid}/cmdline")
-            .read_bytes()
-            .replace(b"\0", b" ")
-            .decode(errors="replace")
-            .strip()[:200]
-        )
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        return words.decode(errors="replace").strip()[:200]
     return f"process {pid}"
