@@ -79,6 +79,20 @@ def test_a_chain_without_stages_is_done():
     assert told == ["done"]
 
 
+def test_what_a_stage_raises_every_wait_raises():
+    """A second waiter must not take what failed for done."""
+
+    def stages():
+        yield Slowly(1)
+        raise ProtocolError("it cannot be read")
+
+    chain = Chain(stages())
+    for _ in range(2):
+        with pytest.raises(ProtocolError, match="cannot be read"):
+            chain.wait(1.0)
+        assert isinstance(chain.failure(), ProtocolError)
+
+
 class Slowly:
     """Done after so many slices."""
 

@@ -335,6 +335,7 @@ class Chain(Work):
     The generator `stages` yields the handle of each, and continues, in `wait`, once that is done. So it may decide what
     to launch next by earlier results. Every rank has to launch the same. `on_done` reports when the last of
     `num_stages` is done; if the number is not known, when `wait` has come to the end. A chain without stages is done.
+    What a stage raises, each `wait` raises.
     """
 
     def __init__(self, stages: Iterable[Work] = (), num_stages: int | None = None) -> None:
@@ -342,10 +343,15 @@ class Chain(Work):
         self._num_left = num_stages
         self._callbacks: list[Callable[[], None]] = []
         self._current: Work | None = None
+        self._error: Exception | None = None
         self._advance()
 
     def _advance(self) -> None:
-        self._current = next(self._stages, None)
+        try:
+            self._current = next(self._stages, None)
+        except Exception as error:
+            self._error = error
+            raise
         if self._current is not None and self._num_left is not None:
             self._num_left -= 1
         if self._current is None or self._num_left == 0:
@@ -355,12 +361,17 @@ class Chain(Work):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         deadline_s = None if timeout_s is None else time.perf_counter() + timeout_s
+        if self._error is not None:
+            raise self._error
         while self._current is not None:
             left_s = None if deadline_s is None else max(deadline_s - time.perf_counter(), 1e-3)
             if not self._current.wait(left_s):
                 return False
             self._advance()
         return True
+
+    def failure(self) -> Exception | None:
+        return self._error
 
     def is_done(self) -> bool:
         return self._current is None or (self._num_left == 0 and self._current.is_done())

@@ -302,7 +302,7 @@ def exchange(message: Message, layout: _Layout, divisor: int = 1) -> Iterator[Wo
             torch.cat([*layout.of(to, body), words], out=row[: theirs[to]])
         yield reduce_scatter(total := torch.empty_like(rows[0]), [*rows], group)
         total = total[: theirs[rank]]
-    elif wide == body.dtype and has_ring(group, body):
+    elif divisor == 1 and wide == body.dtype and has_ring(group, body):
         yield reduce_scatter_on_ring([[*layout.of(to, body), words] for to in range(num_ranks)], group)
         if others := [each for to in range(num_ranks) if to != rank for each in layout.of(to, body)]:
             torch._foreach_zero_(others)
