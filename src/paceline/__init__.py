@@ -16,6 +16,7 @@ from paceline.process_group.registration import register as _register_backend
 from paceline.version import __version__
 
 if TYPE_CHECKING:
+    from paceline import comm, compression, data, observe, optim, reductions, schedules
     from paceline.ddp import DistributedDataParallel, SyncBatchNorm, convert_sync_batchnorm, windows
     from paceline.elastic import Elastic
     from paceline.integrations.torch_patch import patch_torch
@@ -32,6 +33,7 @@ __all__ = [
     "windows",
 ]
 
+_PACKAGES = "comm compression data observe optim reductions schedules"
 __getattr__ = on_first_use(
     __name__,
     {
@@ -40,11 +42,12 @@ __getattr__ = on_first_use(
         "integrations.torch_patch": "patch_torch",
         "launch.notebook": "notebook_launcher",
     },
+    packages=_PACKAGES,
 )
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_PACKAGES.split()])
 
 
 _register_backend()  # init_process_group("paceline"); imports no torch

@@ -14,11 +14,16 @@ from typing import Any
 Action = Callable[[Any], None]
 
 
-def on_first_use(package: str, names_of: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__` (PEP 562) that imports names when used. `names_of` has those of each module."""
+def on_first_use(package: str, names_of: Mapping[str, str], packages: str = "") -> Callable[[str], Any]:
+    """Return a package's `__getattr__` (PEP 562) that imports names when used.
+
+    `names_of` has those of each module, and `packages` the packages inside that are used as attributes.
+    """
     home_of = {name: module for module, names in names_of.items() for name in names.split()}
 
     def public_name(name: str) -> Any:
+        if name in packages.split():
+            return importlib.import_module(f"{package}.{name}")
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{package}.{home_of[name]}"), name)

@@ -53,6 +53,15 @@ def test_every_public_name_is_there(name):
     assert name in dir(package)
 
 
+@pytest.mark.processes
+def test_packages_are_attributes():
+    """As with torch: `import paceline` is enough for `paceline.optim.shard`."""
+    found = "dir(paceline), [paceline.optim.shard.__name__, paceline.data.GlobalBatch.__name__]"
+    names, used = _measured(f"import json, paceline; print(json.dumps([{found}]))")
+    assert used == ["shard", "GlobalBatch"]
+    assert {"comm", "compression", "data", "observe", "optim", "reductions", "schedules"} <= {*names}
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'DataParallel'"):
         package.DataParallel  # noqa: B018
