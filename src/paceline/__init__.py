@@ -16,7 +16,13 @@ from paceline.process_group.registration import register as _register_backend
 from paceline.version import __version__
 
 if TYPE_CHECKING:
-    from paceline import comm, compression, data, observe, optim, reductions, schedules
+    from paceline import comm as comm
+    from paceline import compression as compression
+    from paceline import data as data
+    from paceline import observe as observe
+    from paceline import optim as optim
+    from paceline import reductions as reductions
+    from paceline import schedules as schedules
     from paceline.ddp import DistributedDataParallel, SyncBatchNorm, convert_sync_batchnorm, windows
     from paceline.elastic import Elastic
     from paceline.integrations.torch_patch import patch_torch
