@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.run import _parse_rendezvous_config
 
 from paceline.comm import TOKEN
 from paceline.comm.sealed_store import SealedStore
@@ -231,6 +232,21 @@ def test_how_machines_find_each_other_follows_from_what_was_said(
     assert patience_s(args) == 600
     args.rdzv_conf = "is_host=1, join_timeout=90"
     assert patience_s(args) == 90
+
+
+def test_machines_with_numbers_wait_for_each_other_as_long_as_was_said(tmp_path, monkeypatch):
+    """Torch's static rendezvous knows `timeout` alone, and then waited for 10 minutes whatever was said."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    words = [
+        "--nnodes=2",
+        "--node-rank=1",
+        "--master-addr=10.0.0.1",
+        "--rdzv-conf=join_timeout=90",
+        "train.py",
+    ]
+    args = parse(words).torchrun
+    assert _parse_rendezvous_config(args.rdzv_conf)["timeout"] == "90"
 
 
 def test_a_file_is_what_torch_s_own_options_would_say(tmp_path, monkeypatch):
