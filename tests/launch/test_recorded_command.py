@@ -74,6 +74,7 @@ def refused(capsys, *words):
 def test_what_cannot_be_is_refused_before_anything_starts(tmp_path, capsys):
     assert "there is no command nosuch" in refused(capsys, "--", "nosuch", "train.py")
     assert "there is no run in" in refused(capsys, str(tmp_path))
+    assert f"paceline doctor -- torchrun {__file__}`" in refused(capsys, __file__)
     assert "behind --" in refused(capsys, str(tmp_path), "--", "true")
     assert "behind --" in refused(capsys, "--")
     assert "are for a command" in refused(capsys, "--steps", "20")

@@ -112,6 +112,8 @@ def doctor(
         "--record, --steps, --paused and --metrics are for a command. Pass one behind --, as in `paceline doctor "
         "-- torchrun train.py`.": not is_run
         and (any(x is not None for x in (record, steps, metrics)) or paused),
+        f"{run} is a file. To watch a script, write `paceline doctor -- torchrun {run}`.": run
+        and run.is_file(),
     }.items():
         if holds:
             raise ConfigurationError(words)
