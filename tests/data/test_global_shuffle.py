@@ -143,6 +143,30 @@ def test_it_feeds_a_loader():
         assert sorted(seen) == list(range(23))
 
 
+@pytest.mark.parametrize("is_moved", [False, True], ids=["resumed", "moved"])
+def test_an_epoch_that_goes_on_draws_no_random_numbers(is_moved):
+    """Dropout in the rest of an epoch is that of an undisturbed run. Any iterator of a loader draws a seed."""
+    dataset = TensorDataset(torch.arange(24))
+
+    def drawn(handed_out, num_steps):
+        return [torch.rand(1).item() for _ in itertools.islice(handed_out, num_steps)]
+
+    shuffle = GlobalShuffle(dataset, GlobalBatch((3,)), 0)
+    loader = DataLoader(dataset, batch_sampler=shuffle)
+    torch.manual_seed(1)
+    handed_out = shuffle.steps(loader)
+    drawn(handed_out, 3)
+    state = torch.get_rng_state()
+    expected = drawn(handed_out, 5)
+    other = GlobalShuffle(dataset, GlobalBatch((3,)), 0)
+    handed_out = other.steps(DataLoader(dataset, batch_sampler=other))
+    if is_moved:
+        next(handed_out)
+    other.move(GlobalBatch((3,)), 0, 0, 9)
+    torch.set_rng_state(state)
+    assert drawn(handed_out, 5) == expected
+
+
 @quick
 @given(batch=batches, part=st.floats(0, 1))
 def test_cutting_by_shares(batch, part):

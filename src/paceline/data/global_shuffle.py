@@ -256,7 +256,10 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
                 num_own = len(step.parts(*self.logical))
                 mine: list[Batch] = list(itertools.islice(batches, num_own))
                 if len(mine) < num_own:  # it ended where this rank had no share
-                    batches = iter(loader)
+                    drawn = torch.get_rng_state()
+                    batches = iter(loader)  # draws the seed of workers
+                    if position:  # an undisturbed run draws one only as an epoch begins, and dropout follows
+                        torch.set_rng_state(drawn)
                     mine = list(itertools.islice(batches, num_own))
                 self.step = step
                 yield mine
