@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import secrets
 import shlex
 import socket
@@ -52,9 +53,9 @@ def choose_backend(args: argparse.Namespace, num_machines: int) -> bool:
         args.rdzv_backend = "c10d"
     is_first = num_machines > 1 and args.rdzv_backend == "c10d" and not args.rdzv_endpoint
     args.rdzv_backend = args.rdzv_backend or "static"
-    if args.rdzv_backend == "static" and "join_timeout" in (args.rdzv_conf or ""):
-        # torch's static rendezvous has another word for it
-        args.rdzv_conf = f"timeout={patience_s(args):.0f},{args.rdzv_conf}"
+    said = re.search(r"join_timeout=([^,]*)", args.rdzv_conf or "")
+    if args.rdzv_backend == "static" and said and ",timeout=" not in f",{args.rdzv_conf}":
+        args.rdzv_conf += f",timeout={said[1]}"  # what torch's static rendezvous calls it
     args.node_rank = 0 if args.node_rank is None else args.node_rank
     args.master_addr = args.master_addr or LOOPBACK
     return is_first
