@@ -65,7 +65,7 @@ def test_a_port_that_is_closed_is_known_and_a_silent_one_is_not():
 
 
 def test_a_network_without_a_way_to_a_silent_peer_is_ridden_out():
-    """An interface may be down, or a firewall in the way. `connect` to a broadcast address is refused likewise."""
+    """An interface may be down, or a firewall in the way. `connect` to a broadcast address is refused as well."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
         peer.bind(("127.0.0.1", 0))
         ports = ClosedPorts([("127.0.0.1", 1), ("255.255.255.255", 9)])

@@ -49,7 +49,7 @@ def test_a_main_thread_that_hangs_does_nothing_whatever_others_do() -> None:
 
 
 @pytest.mark.processes
-def test_a_name_that_the_kernel_has_cut_within_a_letter_stops_nobody(tmp_path: Path) -> None:
+def test_a_name_that_the_kernel_has_cut_within_a_letter_stops_nothing(tmp_path: Path) -> None:
     """Any process of the host may have it: recordings ended, and a watchdog left its launch's processes behind."""
     program = (
         tmp_path / "\u00e9\u00e9\u00e9\u00e9\u00e9\u00e9\u00e9\u00e9"

@@ -67,7 +67,7 @@ def test_training_begins_with_the_fewest_hosts_and_others_come() -> None:
     assert world.training() == {0, 2, 3}
 
 
-def test_two_hosts_that_wait_for_one_place_stop_nobody_twice() -> None:
+def test_two_hosts_that_wait_for_one_place_stop_no_rank_twice() -> None:
     """One of them comes in. The other waits on, and no rank pauses for it again and again."""
     world = made(3, least=3, most=3)
     world.run(8)
