@@ -56,8 +56,11 @@ def test_a_name_that_the_kernel_has_cut_within_a_letter_stops_nothing(tmp_path: 
     )  # two bytes each; the kernel keeps 15 of the 16
     shutil.copy("/bin/cat", program)
     with subprocess.Popen([program], stdin=subprocess.PIPE) as process:
+        name = Path(f"/proc/{process.pid}/comm")
+        while not name.read_bytes().startswith("\u00e9".encode()):
+            pass  # the kernel names it a moment after Popen has returned
         with pytest.raises(UnicodeDecodeError):
-            Path(f"/proc/{process.pid}/comm").read_text(encoding="utf-8")
+            name.read_text(encoding="utf-8")
         assert state_of(process.pid) in {"R", "S"}
         assert process.pid in family_of(os.getpid())
         assert not activity_of(process.pid).on_disk
