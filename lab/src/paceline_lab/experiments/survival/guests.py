@@ -83,10 +83,14 @@ class GuestJob:
 
 @dataclass
 class GuestOutcome:
-    """The result of a job. `struck` are events with their times, `back` the moved hosts that trained again."""
+    """The result of a job. `struck` are events with their times.
+
+    Of the `moved` hosts that found room (no spare had taken their place) `back` trained again.
+    """
 
     outcome: Outcome
     struck: list[tuple[float, Event]] = field(default_factory=list)
+    moved: int = 0
     back: int = 0
     late_trained: bool = False  # whether ranks that were started after the end trained
     late_codes: list[int | None] = field(default_factory=list)
@@ -390,8 +394,10 @@ class _History:
             engine.kill(event.host, only_agent=True)
         elif event.kind == "moved":
             self._move(event.host)
-            is_back = functools.partial(self._trains, event.host, at + 0.2)
-            self.found.back += self._wait(is_back, _BACK_S)
+            if len({slot.host for slot in engine.slots}) <= self._job.most_hosts:
+                is_back = functools.partial(self._trains, event.host, at + 0.2)
+                self.found.moved += 1
+                self.found.back += self._wait(is_back, _BACK_S)
         elif event.kind in ("told", "host told", "all told"):
             engine.is_told = event.kind == "all told"
             for slot in engine.slots if engine.is_told else here:
@@ -499,7 +505,7 @@ def guest_case(case: Case, job: GuestJob, found: GuestOutcome) -> Case:
         samples_doubled=0 if all_lost else case.samples_doubled,
         num_notices=kinds.count("told") + kinds.count("host told"),
         num_again_on_notice=0 if all_lost else len(again_without_loss(found)),
-        num_moved=kinds.count("moved"),
+        num_moved=found.moved,
         num_back=found.back,
         num_all_told=int(is_cut_short),
         num_saved=len(found.outcome.of("saved")),
