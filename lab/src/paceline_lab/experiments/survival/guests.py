@@ -83,10 +83,7 @@ class GuestJob:
 
 @dataclass
 class GuestOutcome:
-    """The result of a job. `struck` are events with their times.
-
-    Of the `moved` hosts that found room (no spare had taken their place) `back` trained again.
-    """
+    """The result of a job. `struck` are events with their times. Of the `moved` hosts that had room `back` trained again."""
 
     outcome: Outcome
     struck: list[tuple[float, Event]] = field(default_factory=list)
