@@ -83,7 +83,7 @@ class GuestJob:
 
 @dataclass
 class GuestOutcome:
-    """The result of a job. `struck` are events with their times. Of the `moved` hosts that had room `back` trained again."""
+    """The result of a job. `struck`: events with their times. `back`: of the `moved` hosts that had room."""
 
     outcome: Outcome
     struck: list[tuple[float, Event]] = field(default_factory=list)
