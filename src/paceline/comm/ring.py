@@ -8,14 +8,19 @@ Rules
 3. A lane of the group's own performs the collectives in the order of their launch, which is the same on every rank.
    Other messages between two ranks of the group have tags below `_TAG`.
 4. The sum for a rank begins with its predecessor's elements. Each rank before that adds its own, the rank itself last.
+5. A rank whose collective fails closes its connections, and so do its neighbours then. Otherwise a rank waits for one
+   that is alive and has given up, until the group's timeout. A thread that still waited so when the program ends would
+   abort the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,9 +32,11 @@ from torch.distributed import ProcessGroup
 from paceline.comm.collectives import C10dWork, all_gather, irecv, isend
 from paceline.comm.gradient_group import gloo_of
 from paceline.comm.lane import Lane, LaneWork
+from paceline.host.exit import end_before_exit
 
 _CHUNK_ELEMENTS = 256 * 1024
 _TAG = 1 << 30
+_CLOSES_S = 1.0  # for a thread whose connections are closed
 
 _rings: WeakKeyDictionary[ProcessGroup, _Ring] = WeakKeyDictionary()
 
@@ -75,8 +82,8 @@ def _from_here(rows: Sequence[Any], group: ProcessGroup) -> list[Any]:
 
 def _launch(what: str, group: ProcessGroup, passing: _Passing) -> C10dWork:
     if group not in _rings:
-        _rings[group] = ring = _Ring(group.rank())
-        weakref.finalize(group, ring.lane.close, 0.0)
+        _rings[group] = ring = _Ring(group)
+        weakref.finalize(group, ring.close, _CLOSES_S)
     return C10dWork(_rings[group].launch(what, passing))
 
 
@@ -153,8 +160,10 @@ class _Passing:
 class _Ring:
     """The collectives of one group."""
 
-    def __init__(self, rank: int) -> None:
-        self.lane = Lane(f"paceline ring of rank {rank}")
+    def __init__(self, group: ProcessGroup) -> None:
+        self._gloo, self._rank, self._num_ranks = gloo_of(group), group.rank(), group.size()
+        self.lane = Lane(f"paceline ring of rank {self._rank}")
+        end_before_exit(self, _Ring.close)  # before the lane's
         self._waiting: deque[_Passing] = deque()  # launched, and not started
         self._memories = itertools.cycle([_Memory(), _Memory()])  # two are under way at most
         self._broken: list[_Passing] = []  # Gloo may still write into the memory of those that failed
@@ -165,6 +174,7 @@ class _Ring:
                 self._perform(passing)
             except BaseException:
                 self._broken.append(passing)
+                self._disconnect()
                 raise
 
         self._waiting.append(passing)
@@ -181,6 +191,19 @@ class _Ring:
             self._start_next()
         passing.receive(last)
         passing.finish()
+
+    def close(self, patience_s: float) -> None:
+        """End the thread; if it still waits after so long, by closing this rank's connections."""
+        if not self.lane.close(patience_s):
+            self._disconnect()
+            self.lane.close(_CLOSES_S)
+
+    def _disconnect(self) -> None:
+        """Close the connections of the group (rule 5): Gloo does so if the time for a message is over."""
+        for peer in range(self._num_ranks):
+            if peer != self._rank:
+                with contextlib.suppress(RuntimeError):
+                    irecv(torch.empty(1), self._gloo, peer, _TAG).wait(timedelta(milliseconds=1))
 
     def _start_next(self) -> None:
         self._waiting.popleft().start(next(self._memories))
