@@ -308,6 +308,8 @@ def exchange(message: Message, layout: _Layout, divisor: int = 1) -> Iterator[Wo
             torch._foreach_zero_(others)
         return
     else:
+        # On a ring 16-bit elements would be rounded after each addition, which `Compressed` does once. Or they would
+        # travel in 32 bits, and compression would save nothing.
         sent = torch.cat([piece for to in range(num_ranks) for piece in (*layout.of(to, body), words)])
         received = sent.new_empty((own := theirs[rank]) * num_ranks)
         sizes = [[each * sent.itemsize for each in lengths] for lengths in ([own] * num_ranks, theirs)]
