@@ -19,11 +19,12 @@ FIRST_SEED, NUM_PROGRAMS = 1000, 30  # `paceline study fuzz` draws thousands
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # shrinking, where something fails
 def test_random_programs():
-    """Thirty programs on 2 and 3 ranks; what fails is shrunk and printed with the command that repeats it."""
+    """Thirty programs on 2 to 4 ranks; what fails is shrunk and printed with the command that repeats it."""
     programs = [draw(seed) for seed in range(FIRST_SEED, FIRST_SEED + NUM_PROGRAMS)]
     reports = []
-    for num_ranks in (2, 3):
-        failures = find_failures([one for one in programs if one.num_ranks == num_ranks], pool(num_ranks))
+    for num_ranks in (2, 3, 4):
+        mine = [one for one in programs if one.num_ranks == num_ranks]
+        failures = find_failures(mine, pool(num_ranks)) if mine else {}
         reports += [
             explain(program, words, pool, max_tries=40) for program, words in list(failures.items())[:2]
         ]

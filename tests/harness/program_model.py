@@ -290,7 +290,7 @@ def wrap(
     program: Program, net: nn.Module, process_group: Any = None, copies: bool = True
 ) -> DistributedDataParallel:
     """Wrap the model, or a copy of it, with the program's options."""
-    not_ours = ("hook", "optimizer", "divided", "weight", "hosts", "whole_gradients")
+    not_ours = ("hook", "optimizer", "divided", "weight", "hosts", "chunk_elements", "whole_gradients")
     given = {k: v for k, v in program.options.items() if k not in not_ours}
     if "compression" in given:
         given["compression"] = codec(given["compression"])

@@ -23,6 +23,7 @@ from harness.program_kinds import Cast, train_on
 from harness.program_model import branches, make_net, wrap
 from harness.program_overlapped import OPTIMIZERS, SEEN, evaluate, read_one
 from harness.random_programs import Program
+from paceline.comm import ring
 from paceline.optim import full_state_dict, shard, sharded_state_dict
 from paceline_recipes import LAMB
 
@@ -42,8 +43,14 @@ def sharded(program: Program, rank: int, num_ranks: int, compare: Comparison) ->
         return
     # In a group of its own: to the default one the ranks may have shared memory before.
     group = dist.new_group(backend="gloo")
-    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": str(num_ranks)}):
+    with (
+        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": str(num_ranks)}),
+        mock.patch.object(ring, "_CHUNK_ELEMENTS", program.options.get("chunk_elements", 1 << 18)),
+        mock.patch.object(ring, "isend", wraps=ring.isend) as sends,
+    ):
         _Training(program, rank, compare, group).perform()
+    if any(name.startswith("train") for name, _ in program.operations) and not sends.called:
+        compare.fail("nothing went around the ring")
     gc.collect()  # the model, whose groups end before this one
     dist.destroy_process_group(group)
 

@@ -33,6 +33,7 @@ SHORTER = (
 SHORTER_CHANGES = ("bf16", "fp16", "int8", "all of topk")  # of parameters: compared without residuals
 SOURCES = ("shuffle", "tokens", "stream", "stream with state")
 DIVIDED = ("by model", "by dimension", "by dimension", "not at all")  # parameters among optimizers
+CHUNKS = (3, 16, 64)  # elements of a message on a ring: a step then has many, and the last one is shorter
 HOOKS = ("allreduce", "fp16", "fp16 around allreduce", "fresh", "noop")
 
 # Operations of each kind of program, with how often they are drawn.
@@ -202,7 +203,7 @@ def draw(seed: int, only: str | None = None) -> Program:
     names, often = list(OPERATIONS[kind]), list(OPERATIONS[kind].values())
     takes_turns = "auto" in options.values()  # what was chosen changes from step to step
     chosen = source.choices(names, often, k=NUM_OPERATIONS[kind] * (2 if takes_turns else 1))
-    num_ranks = source.choice((2, 3))
+    num_ranks = source.choice((2, 3, 4) if "hosts" in options else (2, 3))
     return Program(
         seed,
         kind,
@@ -266,6 +267,7 @@ def _sharded_options(source: random.Random) -> Iterator[tuple[str, Any]]:
     yield "optimizer", source.choice(("SGD", "AdamW", "AdamW", "Adagrad", "Adafactor", "LAMB"))
     if source.random() < 0.7:
         yield "hosts", "several"
+        yield "chunk_elements", source.choice(CHUNKS)
     if source.random() < 0.2:
         yield "whole_gradients", True
     extra = source.choice(

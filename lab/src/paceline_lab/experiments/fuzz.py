@@ -67,7 +67,7 @@ class Found:
     def perform(self, programs: list[Program]) -> None:
         """Perform programs and count them."""
         began_s = time.perf_counter()
-        for num_ranks in (2, 3):
+        for num_ranks in (2, 3, 4):
             mine = [one for one in programs if one.num_ranks == num_ranks]
             failures = find_failures(mine, pool(num_ranks), DEADLINE_S) if mine else {}
             for program, words in failures.items():
@@ -97,7 +97,7 @@ def main(
     quick: Quick = False,
     report_folder: ReportFolder = REPORT_FOLDER,
 ) -> None:
-    """Perform random programs on 2 and 3 ranks beside bare copies of the model and torch's class."""
+    """Perform random programs on 2 to 4 ranks beside bare copies of the model and torch's class."""
     if kind is not None and kind not in OPERATIONS:
         raise typer.BadParameter(f"--kind {kind}: there are {', '.join(OPERATIONS)}.")
     path = report_folder / ("fuzz.json" if kind is None else f"fuzz-{kind.replace(' ', '-')}.json")
