@@ -38,7 +38,7 @@ from paceline.elastic.replay import Giver, Replayed, Share, receive
 from paceline.elastic.rollback import TrainingPosition
 from paceline.elastic.shadow import Promotion
 from paceline.elastic.watcher import NO_EPOCH, OverError, Watcher
-from paceline.elastic.world import WorldKind, forget_world
+from paceline.elastic.world import WorldKind, forget_world, reach_store
 from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
 from paceline.observe import progress
 
@@ -162,7 +162,7 @@ class ElasticClient:
         host, port = assignment.store
         if self.connection.is_guest:
             guest.use_interface_towards(host)
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._kind.timeout)
+        store = reach_store(host, port, self._kind.timeout, lambda: self.watcher.is_over)
         rank, size = assignment.rank, assignment.size
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(assignment.num_here))
         group = self._kind.open(dist.PrefixStore(f"epoch {assignment.epoch}", store), rank, size)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,6 +26,7 @@ _TABLES = (
     "tags_to_pg",
     "pg_coalesce_state",
 )
+_REACH = timedelta(seconds=3)  # for one attempt to reach a store
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,26 @@ for _name in (
     "send",
 ):
     setattr(ApartWorld, _name, _refuse)  # others raise in torch's words: there is no backend
+
+
+def reach_store(host: str, port: int, timeout: timedelta, is_over: Callable[[], bool]) -> dist.TCPStore:
+    """Return a client of the store at this address, whose operations have this timeout. Blocks.
+
+    If the store's agent was lost, torch tries again until the timeout, and nothing can stop it. This gives up a moment
+    after `is_over`. Raises torch's DistNetworkError if the store was not reached.
+    """
+    until_s = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            store = dist.TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=min(_REACH, timeout)
+            )
+        except dist.DistNetworkError:
+            if is_over() or time.monotonic() >= until_s:
+                raise
+        else:
+            store.set_timeout(timeout)
+            return store
 
 
 def forget_world() -> None:
