@@ -157,36 +157,23 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
 
 
 def test_a_rank_saves_aside_and_resumes(tmp_path):
-    """Each rank resumes with its own random numbers if there are as many as before."""
+    """Each rank resumes with the seeds of all ranks."""
     model, _, carried = training(2)
+    carried.seeds = ((1, 2, 3), (4, 5, 6))
     made = RankCheckpoints(tmp_path, carried, CARD)
-    assert made.resume(0, 2) is None
+    assert made.resume() is None
     made.save(TrainingPosition(2, 0, 16), GlobalBatch((8,)), waits=False)
     made.save(TrainingPosition(3, 0, 24), GlobalBatch((8,)), waits=True)
     assert sorted(each.name for each in tmp_path.glob("step-*")) == ["step-000000002", "step-000000003"]
     other, _, theirs = training(0)
-    tree = RankCheckpoints(tmp_path, theirs, CARD).resume(1, 2)
+    tree = RankCheckpoints(tmp_path, theirs, CARD).resume()
     assert tree["position"] == [3, 0, 24]
+    assert theirs.seeds == carried.seeds
     assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))
     with pytest.raises(ConfigurationError, match="steps with 8 samples, and this job's have 16"):
-        RankCheckpoints(tmp_path, training(0, batch=16)[2], CARD).resume(0, 1)
+        RankCheckpoints(tmp_path, training(0, batch=16)[2], CARD).resume()
     shutil.rmtree(tmp_path / "step-000000003")
     assert json.loads((tmp_path / "job.json").read_text())["card"] == CARD
-
-
-def test_each_rank_resumes_with_its_own_random_numbers(tmp_path):
-    """Of a shadow's checkpoint; on another number of ranks all take those of rank 0."""
-    _, _, carried = training(1)
-    folder = folder_of(tmp_path)
-    rest = carried.rest_tree(TrainingPosition(1, 0, 8), GlobalBatch((8,)))
-    states = []
-    for seed in (5, 6):
-        torch.manual_seed(seed)
-        states.append({**rest["randomness"], "torch": torch.get_rng_state()})
-    assert folder.write(snapshot(carried, {**rest, "randomness": states[0], "randomnesses": states})) == ""
-    for rank, size, own in ((0, 2, 0), (1, 2, 1), (1, 3, 0)):
-        RankCheckpoints(tmp_path, training(0)[2], CARD).resume(rank, size)
-        assert torch.equal(torch.get_rng_state(), states[own]["torch"])
 
 
 def test_a_checkpoint_is_a_folder_or_a_function():

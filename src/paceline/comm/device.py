@@ -144,18 +144,11 @@ def is_capturing(device: torch.device) -> bool:
     return is_accelerator(device) and bool(asks())
 
 
-def rng_state(device: torch.device) -> Tensor | None:
-    """Return the state of an accelerator's generator, as a tensor of the host; None for the CPU. Does not wait."""
-    if not is_accelerator(device):
-        return None
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
-def set_rng_state(device: torch.device, state: Tensor | None) -> None:
-    """Take back what `rng_state` was."""
-    if state is not None:
-        torch.get_device_module(device).set_rng_state(state, device)
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed torch's generators, on the CPU and on this device. Does not wait for the device."""
+    torch.default_generator.manual_seed(seed)
+    if is_accelerator(device):
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def empty_cache(device: torch.device) -> None:

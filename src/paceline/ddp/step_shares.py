@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm.device import is_accelerator
+from paceline.comm.device import seed_generators
 from paceline.data import Balance, GlobalBatch, GlobalBatches, StepCut, StepWork
 from paceline.data.global_batch import cut_among
 from paceline.errors import ConfigurationError, ProtocolError
@@ -143,9 +143,7 @@ class StepShares:
             f"{self.sampler.state_dict()['seed']},{self.sampler.epoch},{self.sampler.step.position},{owner}"
         )
         seed = int.from_bytes(hashlib.sha256(words.encode()).digest()[:4], "big")
-        torch.default_generator.manual_seed(seed)
-        if is_accelerator(self._device):
-            torch.get_device_module(self._device).manual_seed(seed)
+        seed_generators(seed, self._device)
 
     # ---- reports
 

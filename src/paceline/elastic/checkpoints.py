@@ -214,8 +214,8 @@ class RankCheckpoints:
             raise ConfigurationError("checkpoint= of a model on an accelerator is a function, not a folder.")
         return None if not path else cls(Path(path), carried, card)
 
-    def resume(self, rank: int, size: int) -> dict[str, Any] | None:
-        """Take the newest checkpoint as rank `rank` of `size`. Return its tree, or None if there is none. Local.
+    def resume(self) -> dict[str, Any] | None:
+        """Take the newest checkpoint. Return its tree, or None if there is none. Local.
 
         Raises ConfigurationError if it is of another job, or damaged.
         """
@@ -230,9 +230,6 @@ class RankCheckpoints:
                 "learning rate belongs to a number of samples. Keep it by GlobalBatch.of(size, num_ranks), or name "
                 "another folder."
             )
-        states = tree.get("randomnesses", [])
-        if len(states) == size and states[rank] is not None:
-            tree["randomness"] = states[rank]
         self._carried.take(tree, is_new=True)
         return tree
 

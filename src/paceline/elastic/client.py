@@ -168,12 +168,12 @@ class ElasticClient:
         group = self._kind.open(dist.PrefixStore(f"epoch {assignment.epoch}", store), rank, size)
         got, self._replayed = self._replayed, None
         if got is not None and step == NOT_YET:
-            return RankStates.of(got.step, False, got.digest, group)
+            return RankStates.of(got.step, False, got.digest, self.carried.own_seeds, group)
         digest = 0
         if rank == 0 and assignment.num_new and step != NOT_YET:  # what new ranks have received is compared
             with contextlib.suppress(ConfigurationError):  # a state that cannot be sent was not
                 digest = self.carried.digest()
-        return RankStates.of(step, True, digest, group)
+        return RankStates.of(step, True, digest, self.carried.own_seeds, group)
 
     def rebuild(
         self, assignment: RankAssignment, states: RankStates, position: TrainingPosition
@@ -191,8 +191,9 @@ class ElasticClient:
         self._model.membership.rebuild(group, batch=batch, same_step=False)
         return given
 
-    def go_on(self, assignment: RankAssignment, position: TrainingPosition) -> None:
+    def go_on(self, assignment: RankAssignment, states: RankStates, position: TrainingPosition) -> None:
         """Train from this position as the assigned rank. Local."""
+        self.carried.seeds = self.carried.seeds or states.seeds
         first, mean, rank = self.first_batch, self._model.membership.model.logical, assignment.rank
         if mean is None:
             batch = self._sampler.batch  # as `rebuild` was told, or in other shares by `balance`

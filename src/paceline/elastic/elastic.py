@@ -1,8 +1,9 @@
 """`Elastic`: a loop over steps that outlives lost ranks, and takes in new ones.
 
 Rules
-1. Between two steps a rank has parameters, optimizer, schedules, random numbers and a position in the data that belong
-   together. A step that is not completed is undone to there. A rank that is behind takes the state of one that is not.
+1. Between two steps a rank has parameters, optimizer, schedules and a position in the data that belong together. A step
+   that is not completed is undone to there. A rank that is behind takes the state of one that is not. Random numbers
+   depend on the position and the rank's number alone.
 2. A step is completed when the loop asks for the next one, and its window was left without an error. Ranks differ by at
    most one, because no rank's next step ends without all.
 3. A rank that hears that the membership is over reports its position and waits for its rank assignment in the next
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from paceline.comm import peers
+from paceline.comm.collectives import device_for_metadata
 from paceline.comm.device import is_accelerator
 from paceline.comm.device_steps import DeviceSteps, check_lead
 from paceline.comm.given_up import given_up_when
@@ -37,7 +39,7 @@ from paceline.elastic.agent_connection import (
 )
 from paceline.elastic.checkpoints import RankCheckpoints
 from paceline.elastic.client import NOT_YET, ElasticClient
-from paceline.elastic.handover import Carried
+from paceline.elastic.handover import Carried, gather_numbers
 from paceline.elastic.late_start import LateStart
 from paceline.elastic.rollback import Rollback, TrainingPosition
 from paceline.elastic.shadow import Promotion, ShadowOrders
@@ -123,7 +125,7 @@ class Elastic:
         self._position = TrainingPosition(0, *sampler.next_loop)
         self._client: ElasticClient | None = None
         self._late: LateStart | None = None  # until the first step, if training has begun already
-        carried = Carried(model.module, optimizers, others, sampler)
+        carried = self._carried = Carried(model.module, optimizers, others, sampler)
         card = conflicts.card(model, optimizers, others, sampler)
         promotion: Promotion | None = None
         if orders is not None:
@@ -132,7 +134,7 @@ class Elastic:
         self._checkpoints = RankCheckpoints.of(checkpoint, carried, card)
         self._wants_save = False
         self._checkpoint = checkpoint if callable(checkpoint) else self._save_now
-        self._rollback = Rollback(model.module, optimizers, others, carried.device)
+        self._rollback = Rollback(model.module, optimizers, others)
         own_epoch = sampler.epoch
         if shadow and dist.get_rank() == 0 and (connection is None or connection.is_guest):
             sys.stderr.write(
@@ -140,8 +142,12 @@ class Elastic:
                 "shadow by `paceline shadow`.\n"
             )
         if connection is None:
-            if self._resume(dist.get_rank(), dist.get_world_size()):
+            if self._resume():
                 self._late = LateStart(carried, sampler, own_epoch, self._position, self._rollback)
+            else:
+                group = model.membership.process_group
+                device = device_for_metadata(group, carried.device)
+                carried.seeds = gather_numbers(carried.own_seeds, group, device)
             return
         if _in_use:
             raise ConfigurationError(
@@ -226,7 +232,8 @@ class Elastic:
         check_lead(lead)
         handed_out = self._sampler.steps(loader)
         if self._client is None:
-            for batches in handed_out:
+            self._position = TrainingPosition(self.step, *self._sampler.next_loop)
+            while (batches := self._fetch(handed_out)) is not None:
                 under_way = self._position_behind_step()
                 yield batches
                 self._position = under_way
@@ -248,7 +255,7 @@ class Elastic:
                 self._client.give(self._position)
                 self._save_if_asked()
                 with self._client.watcher.shielding():
-                    found = next(handed_out, None)
+                    found = self._fetch(handed_out)
                 if found is None:
                     if not self._end_together():
                         handed_out = self._sampler.steps(loader)  # its last steps come again
@@ -263,6 +270,14 @@ class Elastic:
                 self.synchronize()
             handed_out.close()
             connection.tell(InLoop(inside=False, is_through=is_through))
+
+    def _fetch(self, handed_out: Iterator[list[Batch]]) -> list[Batch] | None:
+        """Return this rank's batches of the next step; None: the epoch is over. Random numbers begin anew. Local."""
+        rank = dist.get_rank()
+        self._carried.seed(rank, self._position)
+        found = next(handed_out, None)
+        self._carried.seed(rank, self._position, is_fetched=True)
+        return found
 
     def _one_step(self, batches: list[Batch]) -> Generator[list[Batch], None, None]:
         """Hand out one step; afterwards it has been completed, or given up."""
@@ -415,9 +430,9 @@ class Elastic:
     def _first_batch(self) -> GlobalBatch:
         return self._sampler.given if self._client is None else self._client.first_batch
 
-    def _resume(self, rank: int, size: int) -> bool:
+    def _resume(self) -> bool:
         """Take the newest checkpoint of the folder. Return whether there is one. Local."""
-        tree = None if self._checkpoints is None else self._checkpoints.resume(rank, size)
+        tree = None if self._checkpoints is None else self._checkpoints.resume()
         if tree is None:
             return False
         position = self._position = TrainingPosition(*tree["position"])
@@ -431,7 +446,7 @@ class Elastic:
         client = self._client
         assert client is not None
         if client.is_new and assignment.num_new == assignment.size:
-            self._has_resumed = self._resume(assignment.rank, assignment.size)
+            self._has_resumed = self._resume()
         if client.is_new and assignment.num_new < assignment.size:
             client.came_late = True
             self._position = TrainingPosition(NOT_YET, 0, 0)
@@ -448,7 +463,7 @@ class Elastic:
             if isinstance(reduction := self._model.membership.model.reduction, Lossy):
                 reduction.reset()  # what it had not sent before that step, it may have sent in it
             self._position, self._is_given_up = TrainingPosition(*given["position"]), False
-        client.go_on(assignment, self._position)
+        client.go_on(assignment, states, self._position)
         self._agreed_at = self.step
         if self._device_steps is not None:
             self._device_steps.begin(client.new_vote(), self.step)

@@ -8,11 +8,16 @@ Rules
 3. Numbers travel as JSON, tensors as they are. Nothing is unpickled.
 4. Parameters' states in optimizers are put where they belong, in their own dtypes. `load_state_dict` would cast them.
 5. Schedules are loaded, not stepped: to step one as often gives other bits.
+6. No generator's state is sent. Each step seeds the generators from the rank's seeds and the place in the data. So a
+   process that takes a lost rank's place draws the numbers that the lost rank would have drawn.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
+import random
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,13 +32,12 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from paceline.comm.collectives import all_gather, pass_on
-from paceline.comm.device import is_accelerator
+from paceline.comm.device import is_accelerator, seed_generators
 from paceline.comm.given_up import aside
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.elastic.rollback import (
     HOST,
     Buffers,
-    Randomness,
     TrainingPosition,
     extra_state,
     put_extra_state,
@@ -50,14 +54,15 @@ class RankStates:
     """The state that each rank of a group holds: a row of steps completed, whether it holds all of it, and a digest."""
 
     rows: tuple[tuple[int, ...], ...]
+    seeds: tuple[tuple[int, ...], ...] = ()  # of each rank's script
 
     @classmethod
-    def of(cls, step: int, is_whole: bool, digest: int, group: ProcessGroup) -> RankStates:
+    def of(
+        cls, step: int, is_whole: bool, digest: int, seeds: Sequence[int], group: ProcessGroup
+    ) -> RankStates:
         """Tell each other. Collective; blocks."""
-        row = torch.tensor([step, is_whole, digest])
-        rows = [torch.empty_like(row) for _ in range(group.size())]
-        aside(all_gather(rows, row, group).wait)
-        return cls(tuple(tuple(each.tolist()) for each in rows))
+        rows = aside(lambda: gather_numbers([step, is_whole, digest, *seeds], group, HOST))
+        return cls(tuple(each[:3] for each in rows), tuple(each[3:] for each in rows))
 
     @property
     def holder(self) -> int:
@@ -88,6 +93,8 @@ class Carried:
         self.sampler, self._buffers = sampler, Buffers(module)
         found = next((each.device for each in module.parameters()), HOST)
         self.device = found if is_accelerator(found) else HOST
+        self.own_seeds = _seeds_of_script()
+        self.seeds: Sequence[Sequence[int]] = ()  # of each rank with which the job began; empty before
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -137,7 +144,7 @@ class Carried:
             "position": [position.step, position.epoch, position.num_samples],
             "batch": batch.as_dict(),
             "sampler": dict(self.sampler.state_dict()),
-            "randomness": Randomness(device=self.device).as_tree(),
+            "seeds": self.seeds,
             "buffers": self._buffers.named(),
             "extra_state": extra_state(self._module),
             "settings": [[settings_of(group) for group in each.param_groups] for each in self.optimizers],
@@ -173,7 +180,7 @@ class Carried:
         }
 
     def take(self, tree: Any, *, is_new: bool) -> None:
-        """Take over the giver's state; if `is_new`, random numbers too: a rank that is behind has drawn them. Local."""
+        """Take over the giver's state; if `is_new`, its place in the data too. A rank that is behind has one. Local."""
         if "parameters" in tree:
             for each, own_state in zip(self.optimizers, tree["optimizers"], strict=True):
                 _put_own_state(each, own_state)
@@ -186,10 +193,43 @@ class Carried:
                 group.update(its)
         for each, state in zip(self._others, tree["others"], strict=True):
             each.load_state_dict(state)
+        self.seeds = tree["seeds"]
         if is_new:
             state = tree["sampler"]
             self.sampler.load_state_dict(state, batch_may_change="tokens" not in state)
-            Randomness.from_tree(tree["randomness"], self.device).restore()
+
+    # ---- random numbers
+
+    def seed(self, rank: int, position: TrainingPosition, is_fetched: bool = False) -> None:
+        """Seed the generators for rank `rank`'s step at this position. If its data `is_fetched`, only torch's. Local.
+
+        Fetching may draw: a loader draws the seed of its workers whenever an iteration over it begins.
+        """
+        torch_seed, numpy_seed, python_seed = self.seeds[rank % len(self.seeds)]
+        where = f"{position.epoch},{position.num_samples}"
+        seed_generators(_mixed(f"{torch_seed},{where},{is_fetched}"), self.device)
+        if not is_fetched:
+            with contextlib.suppress(TypeError):  # the script has put another generator in its place
+                np.random.seed(_mixed(f"{numpy_seed},{where}"))  # noqa: NPY002  scripts draw from it
+            random.seed(_mixed(f"{python_seed},{where}"))
+
+
+def _seeds_of_script() -> list[int]:
+    """Return a number for torch's, numpy's and Python's generator, which depends on how the script has seeded it."""
+    numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002
+    return [torch.initial_seed() % _MODULUS, _digest(pack(numpy_state)), _digest(pack(random.getstate()))]
+
+
+def _mixed(words: str) -> int:
+    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:4], "big")
+
+
+def gather_numbers(own: Sequence[int], group: ProcessGroup, device: torch.device) -> list[tuple[int, ...]]:
+    """Return the numbers of each rank, which has as many as this one. Collective; blocks."""
+    row = torch.tensor(own, device=device)
+    rows = [torch.empty_like(row) for _ in range(group.size())]
+    all_gather(rows, row, group).wait()
+    return [tuple(each.tolist()) for each in rows]
 
 
 def _own_state(optimizer: Optimizer) -> dict[str, Any]:

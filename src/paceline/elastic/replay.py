@@ -12,8 +12,8 @@ Rules
 4. Frames are JSON and tensors as they are. Nothing is unpickled. Between hosts the agents connect the two, and have
    made sure that both are of the job (`launch/elastic/links.py`).
 5. A shadow (`shadow.py`) has one giver for each rank of its host, and each gives its `Share`. Between two steps a frame
-   "turn" follows the gradients. It has the step, random numbers and digests of some parameters. The first giver adds
-   the rest of the state. A shadow applies a step only when this frame is there.
+   "turn" follows the gradients. It has the step and digests of some parameters. The first giver adds the rest of the
+   state. A shadow applies a step only when this frame is there.
 6. A shadow says which step it holds. A giver that begins behind the same step sends no snapshot. A frame "snapshot"
    says that one begins: what this giver has sent before, and was not applied, is void. A giver with too many unread
    frames drops the later ones, and begins a snapshot when the others are read.
@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from paceline.comm.device import AsyncValue
 from paceline.data import GlobalBatch
 from paceline.elastic.handover import Carried, bytes_of
-from paceline.elastic.rollback import HOST, Randomness, TrainingPosition, copied, settings_of
+from paceline.elastic.rollback import HOST, TrainingPosition, copied, settings_of
 from paceline.elastic.state_tree import PackedState, empty_tensors, pack, unpack
 from paceline.errors import ConfigurationError, PacelineError
 
@@ -161,8 +161,6 @@ class Giver:
         tree: dict[str, Any] = {"turn": position.step}
         if self._share.index == 0:
             tree["rest"] = copied(self._carried.rest_tree(position, batch))
-        else:
-            tree["randomness"] = Randomness().as_tree()
         if not is_first and self._num_sent == len(self._indices):
             tree["digests"] = self._some_digests()
         self._post(tree)

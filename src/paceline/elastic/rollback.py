@@ -1,11 +1,11 @@
-"""The undoing of a step whose parameters have not changed: of its buffers, extra state, random numbers and schedules.
+"""The undoing of a step whose parameters have not changed: of its buffers, extra state and schedules.
 
 Rules
 1. `note` is called before a step's data are fetched, `undo` if the step is given up: the next one then begins as this
    one did. A step that is given up has stepped no parameter; its optimizer had no gradients, and did nothing.
 2. A script's `scheduler.step()` behind the window is undone as well, in the schedule and in the optimizer's groups.
-3. `note` is part of every step, so it copies only what may have changed. Numpy needs 90 us to give out its state, and
-   2 us to show that nothing was drawn.
+3. `note` is part of every step, so it copies only what may have changed. Random numbers need no note, because
+   generators are seeded anew at each step (`handover.py`, rule 6).
 4. A host that is ahead of its device keeps a note of each step that the device has yet to complete. Copies on the
    device are made in its order, so a note holds good values if all steps before it are good.
 """
@@ -13,23 +13,17 @@ Rules
 from __future__ import annotations
 
 import copy
-import ctypes
-import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from paceline.comm.device import rng_state, set_rng_state
-
 HOST = torch.device("cpu")
-_NUMPY_BYTES = 624 * 4 + 4  # of a Mersenne twister in memory: its words, and the place of the next one
 _WITHIN_A_STEP = "_per_optimizer_states"  # of a scaler: nothing of it outlives a step
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -41,55 +35,6 @@ class TrainingPosition:
     step: int  # steps that have been completed
     epoch: int  # of the data, for the next step
     num_samples: int  # samples of it before that step
-
-
-class Randomness:
-    """The states of the generators that a script draws from: torch's on the CPU and the device, numpy's, Python's.
-
-    Of `earlier` numpy's is taken over, if nothing was drawn from it since.
-    """
-
-    def __init__(self, earlier: Randomness | None = None, device: torch.device = HOST) -> None:
-        self._torch, self._device = torch.get_rng_state(), device
-        self._on_device = rng_state(device)
-        self._python = random.getstate()
-        self._words = _words_of_numpy()
-        # A second normal number, which numpy keeps for later, is in none of these words.
-        is_same = earlier is not None and self._words is not None and self._words == earlier._words
-        if earlier is not None and is_same and not earlier._numpy["has_gauss"]:
-            self._numpy: Any = earlier._numpy
-        else:
-            self._numpy = np.random.get_state(legacy=False)  # noqa: NPY002  the script's may be the old one
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._torch)
-        set_rng_state(self._device, self._on_device)
-        np.random.set_state(self._numpy)  # noqa: NPY002
-        random.setstate(self._python)
-
-    def as_tree(self) -> dict[str, Any]:
-        return {
-            "torch": self._torch,
-            "numpy": self._numpy,
-            "python": self._python,
-            "device": self._on_device,
-        }
-
-    @classmethod
-    def from_tree(cls, tree: Mapping[str, Any], device: torch.device = HOST) -> Randomness:
-        made = cls.__new__(cls)
-        made._device, made._on_device = device, tree["device"]
-        made._torch, made._numpy, made._python = tree["torch"], tree["numpy"], tree["python"]
-        made._words = None
-        return made
-
-
-def _words_of_numpy() -> bytes | None:
-    """Return the state of numpy's global generator as it lies in memory, or None if it is not the usual generator."""
-    generator: Any = np.random.mtrand._rand._bit_generator
-    if type(generator) is not np.random.MT19937:
-        return None
-    return ctypes.string_at(generator.ctypes.state_address, _NUMPY_BYTES)
 
 
 class Buffers:
@@ -135,7 +80,6 @@ class Note:
     position: TrainingPosition
     buffers: dict[tuple[int, str], Tensor]
     extra_state: dict[str, Any]
-    randomness: Randomness
     settings: list[list[dict[str, Any]]]  # of each optimizer's groups
     states: list[Any]  # of what else steps behind a window
     filled: list[dict[Tensor, int]]  # of each optimizer, how many values it kept for each parameter
@@ -144,34 +88,25 @@ class Note:
 class Rollback:
     """Remembers how steps began: buffers, optimizers' settings, and the state of what else steps behind a window.
 
-    `others` are schedules, scalers and averages of the script. The generator of the module's `device` counts as well.
+    `others` are schedules, scalers and averages of the script.
     """
 
-    def __init__(
-        self,
-        module: Module,
-        optimizers: Sequence[Optimizer],
-        others: Sequence[Any],
-        device: torch.device = HOST,
-    ) -> None:
-        self._module, self._buffers, self._device = module, Buffers(module), device
+    def __init__(self, module: Module, optimizers: Sequence[Optimizer], others: Sequence[Any]) -> None:
+        self._module, self._buffers = module, Buffers(module)
         self._optimizers, self._others = optimizers, others
         self._has_extra_state = bool(extra_state(module))
         self._notes: deque[Note] = deque()
         self._free: list[dict[tuple[int, str], Tensor]] = []  # memory of notes that are not needed any more
-        self._last_randomness: Randomness | None = None
 
     def note(self, position: TrainingPosition, num_known: int | None = None) -> None:
         """Begin a step at `position`. Forget steps before `num_known`, or all of them if that is None. Local."""
         while self._notes and (num_known is None or self._notes[0].position.step < num_known):
             self._free = [self._notes.popleft().buffers]
-        self._last_randomness = Randomness(self._last_randomness, self._device)
         self._notes.append(
             Note(
                 position,
                 self._copied_buffers(),
                 copied(extra_state(self._module)) if self._has_extra_state else {},
-                self._last_randomness,
                 [[settings_of(group) for group in each.param_groups] for each in self._optimizers],
                 [copied(_state_of(each)) for each in self._others],
                 [_filled(each) for each in self._optimizers],
@@ -194,7 +129,6 @@ class Rollback:
         while step is not None and self._notes[-1].position.step > step:
             self._notes.pop()
         note = self._notes[-1]
-        note.randomness.restore()
         self._buffers.put(note.buffers)
         put_extra_state(self._module, copied(note.extra_state))
         for each, settings, filled in zip(self._optimizers, note.settings, note.filled, strict=True):

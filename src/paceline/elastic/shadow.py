@@ -242,8 +242,7 @@ class Shadow:
             take({**found[0], "gradients": gradients}, self._carried)
         rest = self._streams[0].ahead.tree.get("rest") if self._streams[0] in streams else None
         if rest is not None:
-            states = [each.ahead.tree.get("randomness") for each in self._streams[1:]]
-            self._rest = {**rest, "randomnesses": [rest["randomness"], *states]}
+            self._rest = rest
         for each in streams:
             each.ahead = _Bundle()
         was_whole, self.step = self.is_whole, turn
