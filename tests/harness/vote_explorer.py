@@ -42,12 +42,14 @@ class Scene:
         joiners: Number of other hosts, which ask to join.
         suspicions: How often a host leads an attempt.
         ends: How many hosts may end for good.
+        begins_anew: Whether new ranks may begin anew.
     """
 
     steps: tuple[int | None, ...]
     joiners: int = 0
     suspicions: int = 2
     ends: int = 0
+    begins_anew: bool = False
 
     def states(self) -> tuple[State, ...]:
         reports = [
@@ -58,7 +60,8 @@ class Scene:
         voters = tuple(report.agent for report in reports)
         decision = Decision(0, members, voters, "h0", trained=0)
         new = [reported(f"h{len(reports) + i}", NOT_STARTED, NOT_STARTED) for i in range(self.joiners)]
-        return *(State(report, Quorum(), decision) for report in reports), *(State(report) for report in new)
+        needs = Quorum(begins_anew=self.begins_anew)
+        return *(State(report, needs, decision) for report in reports), *(State(report) for report in new)
 
 
 @dataclass(frozen=True)

@@ -333,6 +333,21 @@ def test_a_host_that_is_lost_comes_back_at_another_address(host: Callable[..., H
 
 
 @pytest.mark.processes
+def test_after_the_ranks_of_all_hosts_were_lost_others_begin_again(
+    host: Callable[..., Host], tmp_path: Path
+) -> None:
+    """At once: the agents know that no rank has the state any more. They had waited for 200 s, and then failed."""
+    setting = of_several(tmp_path, min_ranks=2, linger_s=60.0)
+    hosts = [host(local_addr=f"127.0.0.{i}", **setting) for i in (1, 2)]
+    lost = [each.start("die", "") for each in hosts]
+    for each in lost:
+        each.wait()
+    for each in hosts:
+        each.start("stay", "2,2")
+    assert [[code for _, code in each.ends()] for each in hosts] == [[-9, 0], [-9, 0]]
+
+
+@pytest.mark.processes
 def test_the_first_process_of_a_container_waits_for_the_record_of_the_end(
     host: Callable[..., Host], tmp_path: Path
 ) -> None:

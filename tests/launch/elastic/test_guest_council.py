@@ -23,7 +23,8 @@ def kill(world: World, place: int) -> None:
 
 
 def made(num_hosts: int, least: int, most: int = 8, ranks: int = 1, *, has_record: bool = True) -> World:
-    return World(num_hosts, Quorum(ranks=ranks, most_hosts=most), least, has_record)
+    needs = Quorum(ranks=ranks, most_hosts=most, begins_anew=True)
+    return World(num_hosts, needs, least, has_record)
 
 
 def test_hosts_of_which_none_is_the_first_begin_one_job() -> None:
@@ -163,6 +164,83 @@ def test_if_too_few_ranks_stay_one_that_goes_makes_a_checkpoint() -> None:
         world.hosts[place].is_told = True
     world.run(4)
     assert sorted(world.hosts[place].council.may_leave(epoch) for place in (1, 2)) == [False, True]  # type: ignore[type-var]
+
+
+def lose_ranks(world: World, *places: int) -> None:
+    """All ranks of these hosts die."""
+    for place in places:
+        host = world.hosts[place]
+        host.members, host.steps, host.stops_s, host.has_paused = [], {}, world.now_s, False
+
+
+def start_ranks(world: World, *places: int) -> None:
+    """The engine of these hosts has started a rank again."""
+    for place in places:
+        host = world.hosts[place]
+        host.members = [Member(host.council.own.name, 9)]
+        host.steps = {host.members[0]: NOT_STARTED}
+
+
+def test_if_all_ranks_of_all_hosts_are_lost_new_ones_begin_anew() -> None:
+    """Each agent has said that it has none of the old ranks. They had waited for their patience to end."""
+    world = made(3, least=3)
+    world.run(8)
+    lose_ranks(world, 0, 1, 2)
+    lost = world.history[-1][1]
+    world.run(0.5)
+    world.history.clear()
+    start_ranks(world, 0, 1, 2)
+    world.run(2)
+    world.check()
+    assert world.training() == {0, 1, 2}
+    assert world.history[0][1] > lost
+    assert world.history[0][2] == 1
+
+
+def test_new_ranks_do_not_begin_anew_while_a_host_may_have_the_state() -> None:
+    """It is out of touch. When it is back, training goes on from there."""
+    world = made(3, least=3)
+    world.run(8)
+    world.cut.add(2)
+    lose_ranks(world, 0, 1)
+    world.run(0.5)
+    start_ranks(world, 0, 1)
+    before = len(world.history)
+    world.run(20)
+    assert len(world.history) == before
+    world.cut.clear()
+    world.run(8)
+    world.check()
+    assert world.training() == {0, 1, 2}
+
+
+def test_new_ranks_do_not_begin_anew_when_others_have_ended_well() -> None:
+    world = made(3, least=3)
+    world.run(8)
+    world.hosts[2].council.leave()
+    world.hosts[2].steps = {}
+    lose_ranks(world, 0, 1)
+    world.run(0.5)
+    start_ranks(world, 0, 1)
+    before = len(world.history)
+    world.run(20)
+    assert len(world.history) == before
+
+
+def test_new_ranks_do_not_begin_anew_from_what_is_older_than_a_checkpoint() -> None:
+    """A rank that left has made it. Those that wait have loaded an older one before."""
+    world = made(3, least=3, ranks=2)
+    world.run(8)
+    for place in (1, 2):
+        world.hosts[place].is_told = True
+    world.run(3)
+    lose_ranks(world, 0)
+    world.run(0.5)
+    world.start(3)
+    start_ranks(world, 0)
+    before = len(world.history)
+    world.run(20)
+    assert len(world.history) == before
 
 
 EVENTS: dict[str, Callable[[World, int], None]] = {

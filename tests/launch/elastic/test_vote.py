@@ -24,6 +24,8 @@ SCENES = {
     "two hosts, of which one ends for good": Scene(steps=(4, 4), suspicions=3, ends=1),
     "two of three hosts end for good": Scene(steps=(4, 4, 4), suspicions=1, ends=2),
     "two ranks of three are new": Scene(steps=(NOT_STARTED, NOT_STARTED, 4), suspicions=1),
+    "new ranks may begin anew": Scene((NOT_STARTED, NOT_STARTED, 4), suspicions=1, begins_anew=True),
+    "new ranks of two hosts may begin anew": Scene((NOT_STARTED, 4), suspicions=3, begins_anew=True),
 }
 
 
@@ -91,12 +93,16 @@ def _old_epochs_vote(state: State, message: Message) -> Result:
     return _RECEIVE(state, message)
 
 
-def _begins_anew(decision: Decision, reports: list[Report], needs: Quorum) -> Decision:
-    return _NEXT_DECISION(replace(decision, trained=-1), reports, needs)
+def _begins_anew(decision: Decision, reports: list[Report], *given: object) -> Decision:
+    return _NEXT_DECISION(replace(decision, trained=-1), reports, *given)  # type: ignore[arg-type]
 
 
-def _a_wish_makes_a_voter(decision: Decision, reports: list[Report], needs: Quorum) -> Decision:
-    found = _NEXT_DECISION(decision, reports, needs)
+def _begins_anew_without_asking(decision: Decision, reports: list[Report], *given: object) -> Decision:
+    return _NEXT_DECISION(replace(decision, members=(), keepers=()), reports, *given)  # type: ignore[arg-type]
+
+
+def _a_wish_makes_a_voter(decision: Decision, reports: list[Report], *given: object) -> Decision:
+    found = _NEXT_DECISION(decision, reports, *given)  # type: ignore[arg-type]
     return replace(found, voters=(*found.voters, *(v for v in [AgentInfo("h2")] if "h2" not in found.names)))
 
 
@@ -134,6 +140,13 @@ MUTANTS = {
     "old epochs vote": Mutant(vote, "receive", _old_epochs_vote, Scene((4, 4, 4)), "two decisions"),
     "begins anew": Mutant(
         vote, "next_decision", _begins_anew, Scene((NOT_STARTED, NOT_STARTED, 4)), "two trainings"
+    ),
+    "begins anew without asking": Mutant(
+        vote,
+        "next_decision",
+        _begins_anew_without_asking,
+        Scene((NOT_STARTED, NOT_STARTED, 4), begins_anew=True),
+        "two trainings",
     ),
     "a wish makes a voter": Mutant(
         vote, "next_decision", _a_wish_makes_a_voter, Scene((4, 4), joiners=1), "stuck"

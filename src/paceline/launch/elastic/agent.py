@@ -489,6 +489,8 @@ class Agent:
         return True
 
     def _count_tries(self, plan: Plan) -> None:
+        if plan.num_new == len(plan.members):
+            self._furthest = self._saved_at = NOT_STARTED
         self._num_tries = 0 if plan.step > self._furthest else self._num_tries + 1
         self._furthest = max(plan.step, self._furthest)
         if self._num_tries >= _MOST_TRIES:

@@ -187,7 +187,7 @@ class Council:
     def leave(self) -> None:
         self.is_done = self._has_stopped = True
         self._wants_vote = False
-        self.state = replace(self.state, report=replace(self.state.report, candidates=()))
+        self.state = replace(self.state, report=Report(replace(self.own, has_ended=True)))
         self._beat_s = 0.0
 
     @property

@@ -22,6 +22,7 @@ class AgentInfo:
     leaves: bool = False  # whether its host was told to end, and brings no rank any more
     can_save: bool = False  # whether a rank of its host that leaves makes a checkpoint, if too few ranks stay
     left: tuple[int, ...] = ()  # ranks of its host, by number, that were told to end and have left
+    has_ended: bool = False  # whether its ranks have ended well
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Decision:
     trained: int = NOT_STARTED  # the newest epoch that had members, this one included
     saver: str = ""  # if too few ranks are left: the host whose leaving ranks make a checkpoint
     left: tuple[Member, ...] = ()  # ranks that were told to end, and have left
+    # Without members: the hosts that may still have a rank of epoch `trained`. They have not said that they have none.
+    keepers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         hosts = {candidate.member.host for candidate in self.members}

@@ -180,7 +180,10 @@ def lead_as(setting: GuestSetting, door: Door, voice: Voice, told: Sequence[int]
         door.accept_ranks()
         voice.speak(door.ranks)
 
-    with deciding(setting, voice.note, attend) as job, Shadows(setting.name, None) as shadows:
+    with (
+        deciding(setting, voice.note, attend, begins_anew=True) as job,
+        Shadows(setting.name, None) as shadows,
+    ):
         if job.others is not None:
             door.host = job.others.address.host
         lead(job, door, voice, told, shadows)
@@ -188,9 +191,16 @@ def lead_as(setting: GuestSetting, door: Door, voice: Voice, told: Sequence[int]
 
 @contextlib.contextmanager
 def deciding(
-    setting: GuestSetting, note: Callable[[str], None], check: Callable[[], None] = lambda: None
+    setting: GuestSetting,
+    note: Callable[[str], None],
+    check: Callable[[], None] = lambda: None,
+    *,
+    begins_anew: bool = False,
 ) -> Iterator[Job]:
-    """Run what decides who trains: this agent alone, or with those of other hosts. `check` is called while it waits."""
+    """Run what decides who trains: this agent alone, or with those of other hosts. `check` is called while it waits.
+
+    `begins_anew`: new ranks begin anew if those of all hosts were lost. With one host they always do.
+    """
     record = JobRecord(Path(setting.record), setting.job) if setting.record else None
     if setting.peers == LOCAL:
         yield Job(setting, OneHost(), record)
@@ -204,7 +214,7 @@ def deciding(
         listen=listen,
         first=None,
         token=f"{os.environ.get(TOKEN, '')} {setting.job}",  # agents of another job do not understand each other
-        needs=Quorum(NEVER, setting.min_ranks, setting.most_nodes),
+        needs=Quorum(NEVER, setting.min_ranks, setting.most_nodes, begins_anew),
         patience_s=_PATIENCE_RATIO * setting.lost_after_s,
         guest=GuestHosts(discovery, setting.least_nodes, setting.join_timeout_s, record),
         script=setting.facts,

@@ -12,7 +12,8 @@ Rules
 5. An agent that wants to join is asked like a voter, and its answer counts for no quorum. It becomes a voter by the
    decision of an attempt that it answered. So a delayed request of a host that has died since makes no voter.
 6. A decision has members only if one of them trained in the newest epoch that had members. That one has stopped there,
-   so there is never a second training, and never one that begins anew.
+   so there is never a second training. With `Quorum.begins_anew`, new ranks begin anew if all others were lost. Each
+   host of that epoch has to have said that it has no rank of it any more, or to have ended for good.
 7. An agent that lost its memory is another one: it comes with another name. So nothing is kept on disk.
 8. All voters that have not ended for good suffice, whatever the quorum. A voter has ended for good if it had decided
    nothing that the others do not know: so what a quorum of ended voters may have decided was trained by no rank.
@@ -45,6 +46,10 @@ class Report:
     agent: AgentInfo  # its agent
     candidates: tuple[Candidate, ...] = ()  # its ranks that could train now
 
+    def holds(self, epoch: int) -> bool:
+        """Return whether a rank has the state of this epoch."""
+        return any(candidate.epoch == epoch for candidate in self.candidates)
+
 
 @dataclass(frozen=True)
 class Quorum:
@@ -53,6 +58,7 @@ class Quorum:
     hosts: int = 1  # in the first one that has: how many hosts bring ranks
     ranks: int = 1  # how many ranks there are
     most_hosts: int = NEVER  # how many hosts there are at most; a further one waits
+    begins_anew: bool = False  # whether new ranks begin anew if all others were lost
 
     def is_full(self, decision: Decision) -> bool:
         """Return whether no further host may train by it."""
@@ -161,7 +167,7 @@ def lose_patience(state: State) -> Result:
     if decision is None or not can_offer:
         return state, ()
     newest = max(state.promises, key=lambda promise: promise.ballot)
-    offered = newest.decision or next_decision(decision, list(reports.values()), state.needs)
+    offered = newest.decision or next_decision(decision, list(reports.values()), state.needs, state.gone)
     state = replace(state, offered=offered)
     offers = [
         Message("offer", state.name, to, decision.epoch, state.own, decision=offered) for to in decision.names
@@ -208,7 +214,9 @@ def _hear_own(state: State, messages: list[Message]) -> Result:
 # ---- the decision that is offered
 
 
-def next_decision(decision: Decision, reports: list[Report], needs: Quorum) -> Decision:
+def next_decision(
+    decision: Decision, reports: list[Report], needs: Quorum, gone: frozenset[str] = frozenset()
+) -> Decision:
     """Make the decision with the agents that answered. Old voters and ranks keep their order, before new ones."""
     places = {name: place for place, name in enumerate(decision.names)}
     ranks = {candidate.member: place for place, candidate in enumerate(decision.members)}
@@ -229,7 +237,12 @@ def next_decision(decision: Decision, reports: list[Report], needs: Quorum) -> D
     is_first = decision.trained == NOT_STARTED
     num_hosts = len({one.member.host for one in members})
     enough = len(members) >= needs.ranks and (num_hosts >= needs.hosts or not is_first)
-    if not enough or not (is_first or any(member.epoch == decision.trained for member in members)):
+    keepers = set(decision.keepers) | {each.member.host for each in decision.members}
+    keepers -= gone | {r.agent.name for r in reports if not (r.agent.has_ended or r.holds(decision.trained))}
+    # A checkpoint of a rank that has left is newer than what ranks that wait have loaded.
+    begins_anew = needs.begins_anew and not (keepers or savers or decision.saver)
+    holds_state = any(member.epoch == decision.trained for member in members)
+    if not enough or not (is_first or holds_state or begins_anew):
         members = []
     names = [voter.name for voter in voters]
     return Decision(
@@ -240,6 +253,7 @@ def next_decision(decision: Decision, reports: list[Report], needs: Quorum) -> D
         decision.epoch + 1 if members else decision.trained,
         "" if members or is_first else next(iter(savers), decision.saver),
         tuple(Member(r.agent.name, number) for r in reports for number in r.agent.left),
+        () if members else tuple(sorted(keepers)),
     )
 
 
