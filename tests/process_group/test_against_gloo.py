@@ -300,6 +300,35 @@ def test_all_to_all_of_rows_of_several_pieces():
         assert outputs == [[10.0 * r + rank] if rank + r else [] for r in range(3)]
 
 
+def rows_of_pieces(rank, num_ranks):
+    """Gather rows of many pieces, of different lengths, and one of none. Return what differs, and the bytes copied."""
+    ours, wrong = dist.new_group(backend="paceline"), []
+    copied = ours.copied_bytes
+    for lengths in ([], [1, 300_000, 64, 500_000, 7], [5]), ([], [1], [2, 3]):
+        expected = [
+            torch.arange(sum(each), dtype=torch.float32) + 1000 * len(each) for each in lengths[-num_ranks:]
+        ]
+        memories = [
+            row.clone() if owner == rank else torch.zeros_like(row) for owner, row in enumerate(expected)
+        ]
+        # Backwards, so that pieces do not lie in their memory in the order in which they are sent
+        rows = [
+            list(memory.split(each))[::-1]
+            for memory, each in zip(memories, lengths[-num_ranks:], strict=True)
+        ]
+        ours.all_gather_pieces(rows).wait()
+        if not all(map(torch.equal, memories, expected)):
+            wrong.append(lengths)
+    return wrong, ours.copied_bytes - copied
+
+
+def test_all_gather_of_rows_of_pieces():
+    """Pieces go straight to their places, also across the ends of a slot; a rank copies its own elements once."""
+    assert [wrong for wrong, _ in pool(3).run(rows_of_pieces)] == [[]] * 3
+    (_, first), (_, second) = pool(2).run(rows_of_pieces)
+    assert (first, second) == (4 * 800_073, 4 * 10)
+
+
 def many_in_flight(rank, num_ranks, count):
     ours, _ = both_groups()
     tensors = [torch.full((n * 37 % 5000 + 1,), float(rank + n)) for n in range(count)]

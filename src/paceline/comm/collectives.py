@@ -80,6 +80,11 @@ def all_gather(rows: list[Tensor], row: Tensor, group: ProcessGroup, at_once: bo
     return C10dWork(group.allgather([rows], [row], options))
 
 
+def all_gather_pieces(rows: list[list[Tensor]], group: Any) -> C10dWork:
+    """Fill the other ranks' rows, over a group that `shares_memory`. Collective; does not wait."""
+    return C10dWork(group.all_gather_pieces(rows))
+
+
 def reduce_scatter(result: Tensor, rows: list[Tensor], group: ProcessGroup) -> C10dWork:
     """Fill `result` with the sum of every rank's row for this one. Collective; does not wait."""
     return C10dWork(group.reduce_scatter([result], [rows], dist.ReduceScatterOptions()))

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import Work, shares_memory
+from paceline.comm.collectives import Work, all_gather_pieces, shares_memory
 from paceline.comm.device import keep_for_current_streams
 from paceline.comm.peers import Peers
 from paceline.comm.ring import all_gather_on_ring
@@ -93,7 +93,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """An exchange that has been launched; `rows` are what each rank sends."""
+    """An exchange that has been launched; `rows` are what each rank sends, if they have to be unpacked."""
 
     exchange: Exchange
     work: Work
@@ -319,6 +319,10 @@ class ShardedStep:
     # ---- the exchange
 
     def _launch(self, exchange: Exchange, slot: int | None = None) -> _UnderWay:
+        group = self.members.gradient_groups[0] if self.behind is None else self.members.groups.for_pieces
+        if not exchange.in_place and self._like(exchange).is_cpu and shares_memory(group):
+            by_rank = [self._memories(parts) for parts in exchange.parts]
+            return _UnderWay(exchange, all_gather_pieces(by_rank, group), rows=())
         if exchange.in_place:
             rows = self._memories(part for (part,) in exchange.parts)
         else:
@@ -326,8 +330,6 @@ class ShardedStep:
             own = self._memories(exchange.parts[self.rank])
             if own:
                 torch._foreach_copy_(self._pieces(rows[self.rank], own), own)
-        groups = self.members.groups
-        group = self.members.gradient_groups[0] if self.behind is None else groups.for_pieces
         return _UnderWay(exchange, all_gather_on_ring(rows, rows[self.rank], group), rows)
 
     def _finish(self, launched: _UnderWay) -> None:
@@ -337,7 +339,7 @@ class ShardedStep:
 
     def _unpack(self, launched: _UnderWay) -> None:
         """Copy what has arrived into the parameters, if it is not there already."""
-        if launched.exchange.in_place:
+        if launched.exchange.in_place or not launched.rows:
             return
         keep_for_current_streams(launched.rows)  # made on the lane's stream
         targets: list[Tensor] = []
@@ -358,9 +360,13 @@ class ShardedStep:
         lengths = [each.numel() for each in like]
         return list(row[: sum(lengths)].split(lengths))
 
+    def _like(self, exchange: Exchange) -> Parameter:
+        """Return a parameter of an exchange, whose dtype and device all have."""
+        return self.parameters[next(part for parts in exchange.parts for part in parts).index]
+
     def _buffer(self, exchange: Exchange, slot: int | None) -> Tensor:
         """Return memory for an exchange. A slot has one exchange under way, and keeps its memory for the next step."""
-        like = self.parameters[next(part for parts in exchange.parts for part in parts).index]
+        like = self._like(exchange)
         dtype, wanted = real_dtype(like), exchange.length * self.num_ranks
         kept = self._buffers.get((dtype, like.device, slot))
         if kept is None or kept.numel() < wanted:

@@ -24,8 +24,8 @@ from torch import Tensor
 from paceline.reductions.reduction import real_numel
 
 ALIGNED = 64  # elements
-LARGE_ELEMENTS = 256 * 1024  # a parameter with more is gathered where it lies, without a copy
-MESSAGE_ELEMENTS = 4 * 1024 * 1024  # of one rank, at most, in shared memory
+LARGE_ELEMENTS = 1024 * 1024  # a parameter with more has exchanges of its own, and is gathered where it lies
+MESSAGE_ELEMENTS = 2 * 1024 * 1024  # of one rank, at most, in shared memory
 # Between hosts, where a ring passes on each part of a message as it arrives. Shorter messages let the forward begin
 # earlier, but each costs an optimizer's call. With a quarter of it, steps on four hosts take about a tenth longer.
 NETWORK_ELEMENTS = 1024 * 1024

@@ -274,7 +274,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def shares_memory(self) -> bool:
-        """Return whether all ranks do: then there is `on_all_vectors`. The same on every rank."""
+        """Return whether all ranks do: then there are the two methods below. The same on every rank."""
         return self.host.is_only_one
 
     @property
@@ -291,6 +291,15 @@ class ProcessGroup(dist.ProcessGroup):
             perform: Called on the group's lane, on every rank, unless there are no elements.
         """
         return self._launch(lambda: self._collectives.on_all_vectors(kind, flat, perform), [flat], None, kind)
+
+    def all_gather_pieces(self, rows: list[list[Tensor]]) -> dist.Work:
+        """Fill the other ranks' rows with what they have. Collective; does not block.
+
+        Args:
+            rows: By rank, tensors of the CPU, 1-D, of one dtype. A rank's are as long in all on every rank.
+        """
+        outputs = [piece for row in rows for piece in row]
+        return self._launch(lambda: self._here.all_gather_pieces(rows), outputs, None, "all-gather")
 
     # Over Gloo, also where memory is shared
 

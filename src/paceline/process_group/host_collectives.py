@@ -192,6 +192,25 @@ class HostCollectives:
 
         self._staging.stream(what, flat, work, _enter_whole)
 
+    def all_gather_pieces(self, rows: Sequence[Sequence[Tensor]]) -> None:
+        """Fill the other ranks' rows with what they have. A row is a list of pieces, 1-D, which are staged together."""
+        me, dtype = self._me, next(piece.dtype for row in rows for piece in row)
+        length = max(sum(map(Tensor.numel, row)) for row in rows)
+        spans = spans_of(length, dtype.itemsize)
+
+        def enter(number: int, turn: int) -> int:
+            slot = self._staging.slots(turn, dtype, spans[0][1])[me]
+            pieces = _within(rows[me], spans[number])
+            return _copy(_cut_like(pieces, slot), pieces)
+
+        def work(number: int, turn: int) -> None:
+            for index, slot in enumerate(self._staging.slots(turn, dtype, spans[0][1])):
+                if index != me:
+                    pieces = _within(rows[index], spans[number])
+                    _copy(pieces, _cut_like(pieces, slot))
+
+        self._staging.exchange(described("all-gather", dtype, length), (len(spans),), enter, work)
+
     def reduce(self, what: Descriptor, flat: Tensor, fold: Fold, root: int) -> None:
         """Replace `flat` by the fold of all on the host's rank number `root`; elsewhere it stays."""
 
@@ -307,6 +326,23 @@ class HostVectors:
 def _enter_whole(piece: Tensor, slot: Tensor) -> int:
     slot.copy_(piece)
     return piece.nbytes
+
+
+def _within(pieces: Sequence[Tensor], span: Span) -> list[Tensor]:
+    """Return the parts of these pieces, laid end to end, that lie in a span."""
+    found, start = [], 0
+    for piece in pieces:
+        first, last = max(span[0] - start, 0), min(span[1] - start, piece.numel())
+        if first < last:
+            found.append(piece[first:last])
+        start += piece.numel()
+    return found
+
+
+def _cut_like(pieces: Sequence[Tensor], slot: Tensor) -> Sequence[Tensor]:
+    """Return the places of these pieces in a slot."""
+    lengths = [piece.numel() for piece in pieces]
+    return slot[: sum(lengths)].split(lengths) if lengths else ()
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> int:
