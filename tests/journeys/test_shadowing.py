@@ -1,15 +1,18 @@
 """`paceline shadow` as a user types it: all ranks are killed, the next launch has the bits of an undisturbed one."""
 
+import contextlib
 import os
 import re
 import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from harness.terminal import DEADLINE_S, paceline, started
+from paceline.elastic.guest import job_name
 
 pytestmark = pytest.mark.processes
 
@@ -111,9 +114,23 @@ class Read:
         raise AssertionError(f"{words!r} did not come: {self.text}")
 
 
+def wait_for_any(read, words):
+    """Return the match of these words in what one of these processes has written."""
+    until_s = time.monotonic() + DEADLINE_S
+    while not (found := re.search(words, "\n".join(each.text for each in read))):
+        assert time.monotonic() < until_s, f"{words!r} did not come: {[each.text for each in read]}"
+        time.sleep(0.05)
+    return found
+
+
 def wait_for(process, stream, words):
     """Return the match of these words in what the process writes from now on. Reads on in a thread."""
     return Read(getattr(process, stream)).wait_for(words)
+
+
+def steps_in(folder):
+    """The steps of which there are checkpoints."""
+    return sorted(int(each.name[5:]) for each in folder.glob("checkpoints/step-*"))
 
 
 def bits_in(out):
@@ -209,9 +226,6 @@ def test_ranks_of_an_engine_are_all_killed_and_those_that_it_starts_have_the_sam
     command, resumes = ["python", "train.py", "a"], {"PACELINE_RESUME": "checkpoints"}
     options = ["--peers", there, "--write-every", "0.5s"] if is_elsewhere else ["--write-every", "1000s"]
 
-    def written():
-        return sorted(int(each.name[5:]) for each in folder.glob("checkpoints/step-*"))
-
     with started(command, folder, engine) as first, started(command, folder, engine) as second:
         for each in (first, second):
             wait_for(each, "stdout", "begins after step 0")
@@ -226,8 +240,8 @@ def test_ranks_of_an_engine_are_all_killed_and_those_that_it_starts_have_the_sam
             with again[0] as third, again[1] as fourth:
                 out = [Read(each.stdout) for each in (third, fourth)]
                 begun = {int(each.wait_for(r"begins after step (\d+)")[1]) for each in out}
-                before = [step for step in written() if step <= max(begun)]
-                while is_elsewhere and written()[-1] == before[-1]:
+                before = [step for step in steps_in(folder) if step <= max(begun)]
+                while is_elsewhere and steps_in(folder)[-1] == before[-1]:
                     assert following.poll() is None, err.text
                     time.sleep(0.05)
                 (folder / "hurry").touch()
@@ -237,9 +251,53 @@ def test_ranks_of_an_engine_are_all_killed_and_those_that_it_starts_have_the_sam
             assert following.wait(DEADLINE_S) == (128 + signal.SIGTERM if is_elsewhere else 0), err.text
     assert begun == {before[-1]}
     assert before[-1] > followed
-    assert written()[-1] > before[-1]
+    assert steps_in(folder)[-1] > before[-1]
     assert bits_in(out[0].text) == bits_in(out[1].text) == undisturbed_alike, err.text
     assert is_elsewhere or (len(before) == 2 and "fell behind" not in err.text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)  # four ranks and two shadows begin
+def test_the_first_host_beyond_the_most_is_the_shadow(folder, undisturbed_alike):
+    """Of two hosts one may train. It is lost, and goes on with the same bits from what the other has written."""
+    hosts = ["127.77.0.1", "127.77.0.2"]
+    job = SLOW | {"PACELINE_PEERS": ",".join(hosts), "PACELINE_NODES": "1:1", "PACELINE_RANKS_PER_HOST": "2"}
+    job |= {"PACELINE_JOB": str(folder), "PACELINE_LOST_AFTER": "300", "PACELINE_JOIN_TIMEOUT": "1"}
+    command, resumes = ["python", "train.py", "names", "spare"], {"PACELINE_RESUME": "checkpoints"}
+
+    def begin(host, more):
+        ranks = [
+            started(command, folder, job | more | {"PACELINE_LOCAL_ADDR": hosts[host]}) for _ in range(2)
+        ]
+        return [stack.enter_context(rank) for rank in ranks]
+
+    with contextlib.ExitStack() as stack:
+        first = begin(0, {})
+        for each in first:
+            wait_for(each, "stdout", "begins after step 0")
+        spares = begin(1, {})
+        err = [Read(each.stderr) for each in spares]
+        followed = int(wait_for_any(err, r"follows the training from step (\d+)")[1])
+        time.sleep(1.0)  # some steps
+        for each in first:
+            each.send_signal(signal.SIGKILL)
+        until_s = time.monotonic() + DEADLINE_S
+        while not (written := steps_in(folder)) or written[-1] <= followed:
+            assert time.monotonic() < until_s, [each.text for each in err]
+            time.sleep(0.05)
+        for each in spares:  # their agent ends its shadow
+            each.send_signal(signal.SIGKILL)
+        agents = job_name(str(folder / "train.py"), command[2:])
+        while agents in Path("/proc/net/unix").read_text():
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        out = [Read(each.stdout) for each in begin(0, resumes)]
+        begun = {int(each.wait_for(r"begins after step (\d+)")[1]) for each in out}
+        (folder / "hurry").touch()
+        for each in out:
+            each.wait_for(r"300 steps")
+    assert begun == {written[-1]}
+    assert bits_in(out[0].text) == bits_in(out[1].text) == undisturbed_alike
 
 
 def test_what_cannot_be_followed_is_refused(folder):

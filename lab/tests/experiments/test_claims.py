@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -188,6 +189,7 @@ def test_every_command_of_a_table_is_one_of_its_rows(page):
         "paceline study overlord",
         "paceline study memory --rate 1gbit",
         "python -m pytest tests/oracles/test_nothing.py",
+        "python -m device.elastic.nothing",
         "make coffee",
     ],
 )
@@ -218,6 +220,8 @@ def _resolve(words):
         assert words[3:], "tests are named"
         for path in words[3:]:
             assert (REPOSITORY / path).exists(), path
+    elif words[:2] == ["python", "-m"]:  # a program of the tests' folder
+        assert importlib.util.find_spec(words[2]) is not None
     else:
         raise AssertionError(f"no test knows how to look up {words[0]}")
 

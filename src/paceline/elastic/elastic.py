@@ -78,7 +78,8 @@ class Elastic:
         checkpoint: A folder. Training resumes from the newest checkpoint there, and `save` writes into it. Or a
             function without arguments that saves without communication. Either is used on one rank of a host before the
             launch ends, with the state behind the last completed step: docs/guide/checkpoints.md.
-        shadow: 1: `paceline run --min-ranks` starts a shadow, which writes into the folder `checkpoint`.
+        shadow: 1: `paceline run --min-ranks` starts a shadow, which writes into the folder `checkpoint`. If an engine
+            starts the ranks of several hosts, the first host beyond MAX of PACELINE_NODES does.
         notice: What tells this rank that its machine goes soon, besides SIGTERM and SIGUSR1. The path of a file that
             appears then; or a function that returns something true then, called once a second on another thread.
 
@@ -136,7 +137,7 @@ class Elastic:
         self._checkpoint = checkpoint if callable(checkpoint) else self._save_now
         self._rollback = Rollback(model.module, optimizers, others)
         own_epoch = sampler.epoch
-        if shadow and dist.get_rank() == 0 and (connection is None or connection.is_guest):
+        if shadow and dist.get_rank() == 0 and connection is None:
             sys.stderr.write(
                 "paceline: Elastic(shadow=1) starts no shadow here. Start the job by `paceline run --min-ranks`, or a "
                 "shadow by `paceline shadow`.\n"

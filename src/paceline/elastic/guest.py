@@ -38,7 +38,10 @@ PEERS = "PACELINE_PEERS"
 """Environment variable: where agents of other hosts may be. With it, an engine starts the ranks."""
 DOOR = "PACELINE_AGENT_DOOR"
 """Environment variable of an agent: the descriptor of the socket that it listens on."""
-_IS_PREPARED = "PACELINE_GUEST"
+SCRIPT = "PACELINE_SCRIPT"
+"""Environment variable of an agent: the script and its arguments, as `paceline shadow` is given them."""
+PREPARED = "PACELINE_GUEST"
+"""Environment variable of a rank that `prepare` has prepared, and of its children."""
 WELCOME = b"welcome"  # an agent says it to a rank that it takes
 LOCAL = "local"  # the source of a job of one host
 GRACE_S, JOIN_S, LOST_AFTER_S = 25.0, 30.0, 30.0
@@ -77,6 +80,7 @@ class GuestSetting:
     port: int = 0  # at which the agent listens; 0: the default
     record: str = ""  # folder that all hosts share, for the record of the job; empty: none
     name: str = ""  # what `job_name` returned on the rank that has started the agent
+    words: Sequence[str] = ()  # the script and its arguments, as `paceline shadow` is given them
 
     @classmethod
     def of(
@@ -122,6 +126,7 @@ class GuestSetting:
             port=_whole(given, "PACELINE_PORT", "port") if given.get("PACELINE_PORT") else 0,
             record=_folder(given),
             name=name,
+            words=json.loads(given.get(SCRIPT, "[]")),
         )
 
     @property
@@ -137,7 +142,7 @@ def prepare() -> None:
     An engine may say otherwise, as torchrun does. But ranks that it starts again could not meet the others. A child
     process of the rank finds the variables set, and is no rank.
     """
-    if _IS_PREPARED in os.environ:
+    if PREPARED in os.environ:
         return
     atexit.register(_say_if_nothing_is_elastic, os.getpid())
     per_host = os.environ.get("PACELINE_RANKS_PER_HOST") or os.environ.get("LOCAL_WORLD_SIZE") or "1"
@@ -148,7 +153,7 @@ def prepare() -> None:
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": "0",
     }
-    os.environ.update(alone, PACELINE_RANKS_PER_HOST=per_host, **{_IS_PREPARED: str(os.getpid())})
+    os.environ.update(alone, PACELINE_RANKS_PER_HOST=per_host, **{PREPARED: str(os.getpid())})
     os.environ.setdefault("LOCAL_RANK", "0")
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
 
@@ -176,6 +181,7 @@ def connect() -> socket.socket:
     module = getattr(sys.modules["__main__"], "__spec__", None)
     # The script as `paceline shadow` is given it.
     main = script if module is None else module.name.removesuffix(".__main__")
+    words = [*["-m"] * (module is not None), main, *sys.argv[1:]]
     about = Path(script).name, facts_of(script), shown(sys.argv[1:]), job_name(main, sys.argv[1:])
     name = GuestSetting.of(os.environ, *about).socket_name
     until_s = time.monotonic() + _CONNECT_S
@@ -185,7 +191,7 @@ def connect() -> socket.socket:
             end.connect(name)
         except OSError:
             end.close()
-            _open_door(name, about)
+            _open_door(name, about, words)
             continue
         agent, user = credentials_of_peer(end)
         if user not in (os.getuid(), 0):
@@ -236,8 +242,11 @@ def job_name(script: str, arguments: Sequence[str]) -> str:
     return f"{JOB_PREFIX}/{os.getuid()}/{digest}"
 
 
-def _open_door(name: str, about: Sequence[str]) -> None:
-    """Open the socket of the agent and start an agent that has it, unless another rank is about to do so."""
+def _open_door(name: str, about: Sequence[str], words: Sequence[str]) -> None:
+    """Open the socket of the agent and start an agent that has it, unless another rank is about to do so.
+
+    `words` are the script and its arguments, as `paceline shadow` is given them.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
         try:
             door.bind(name)
@@ -248,7 +257,7 @@ def _open_door(name: str, about: Sequence[str]) -> None:
             return
         door.listen(_BACKLOG)
         os.set_inheritable(door.fileno(), True)
-        environment = {**os.environ, DOOR: str(door.fileno())}
+        environment = {**os.environ, DOOR: str(door.fileno()), SCRIPT: json.dumps(words)}
         nowhere = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
         # The shell ends at once, so the agent is no child of this rank: Ray kills those as a rank ends.
         command = ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-m", _AGENT, *about]

@@ -273,7 +273,7 @@ def test_a_rank_that_comes_as_its_agent_ends_finds_the_next_one(monkeypatch: pyt
 
     takes = threading.Thread(target=take)
 
-    def open_next(opened: str, _: object) -> None:
+    def open_next(opened: str, *_: object) -> None:
         next_one.bind(opened)
         next_one.listen()
         takes.start()

@@ -149,7 +149,8 @@ class Agent:
         self._let_in()
         self._decide()
         if self.shadows is not None and not self._is_stopping:
-            self.shadows.look(ranks.training, self._epoch, self._card, self._shadow_folder)
+            is_spare = self._decider.is_spare()
+            self.shadows.look(ranks.training, self._epoch, self._card, self._shadow_folder, is_spare)
         self._tell_who_waits()
         is_done = not ranks.in_phase(Phase.TRAINING, Phase.LOST, Phase.LEAVING) and not ranks.dying
         if is_done and ranks.finished and (self._epoch != NOT_STARTED or not list(ranks)):

@@ -303,6 +303,10 @@ class Agents(Decider):
         with self._lock:
             return not self._council.is_full
 
+    def is_spare(self) -> bool:
+        with self._lock:
+            return self._council.is_full and not self._council.is_member
+
     def may_leave(self, epoch: int) -> bool | None:
         with self._lock:
             return self._council.may_leave(epoch)

@@ -29,7 +29,7 @@ from paceline.launch.elastic.local_ranks import Source
 from paceline.launch.elastic.plan import Address, Decider, OneHost
 from paceline.launch.elastic.rank_process import AgentsRank, WatchedProcess
 from paceline.launch.elastic.record import JobRecord
-from paceline.launch.elastic.shadows import Shadows
+from paceline.launch.elastic.shadows import Shadows, ShadowStart
 from paceline.launch.elastic.vote import NEVER, Quorum
 from paceline.launch.launch_errors import LaunchError
 
@@ -180,9 +180,10 @@ def lead_as(setting: GuestSetting, door: Door, voice: Voice, told: Sequence[int]
         door.accept_ranks()
         voice.speak(door.ranks)
 
+    how = ShadowStart(setting.words, setting.lost_after_s, peers=setting.peers)
     with (
         deciding(setting, voice.note, attend, begins_anew=True) as job,
-        Shadows(setting.name, None) as shadows,
+        Shadows(setting.name, how, voice.note) as shadows,
     ):
         if job.others is not None:
             door.host = job.others.address.host

@@ -122,6 +122,10 @@ class Decider(ABC):
         """Return whether there is room for ranks of this host that wait. Local."""
         return True
 
+    def is_spare(self) -> bool:
+        """Return whether this host waits because there is no room. Local."""
+        return False
+
     def may_leave(self, epoch: int) -> bool | None:
         """Return whether ranks of this host that have left this epoch may end, and make a checkpoint before. Local.
 

@@ -8,6 +8,9 @@ Rules
    hands the ends over, and never waits for a shadow.
 4. With `--shadow FOLDER`, or if the script asks for it, the agent of rank 0 starts a `paceline shadow`, when training
    has begun. This one is a spare: it takes the place of a lost rank, and the agent starts another one.
+5. Where an engine starts the ranks of several hosts, a host for which there is no room starts the shadow. The folder's
+   lock keeps a second one out. The shadow follows the ranks of the other hosts, and ends when its own host trains.
+   It is no spare: the engine replaces lost ranks.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ import select
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from paceline.elastic.agent_connection import (
     LOST_AFTER,
@@ -35,9 +40,8 @@ from paceline.elastic.agent_connection import (
     StillReplaying,
     difference,
 )
-from paceline.elastic.guest import credentials_of_peer
+from paceline.elastic.guest import LOCAL, PEERS, PREPARED, credentials_of_peer
 from paceline.host.processes import is_stopped
-from paceline.launch.command_line import LaunchArguments
 from paceline.launch.elastic.local_ranks import Rank
 from paceline.launch.elastic.plan import NOT_STARTED
 from paceline.launch.elastic.rank_process import WatchedProcess
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
 
 _MOST_WAITING = 8
 _FINISH_S = 300.0  # that a shadow may take to write what it holds
+_PAUSE_S = 10.0  # before one that has ended is started again, then twice as long each time
 
 
 @dataclass
@@ -59,16 +64,37 @@ class _Shadow:
     is_whole: bool = False  # whether it holds the whole state
 
 
+@dataclass(frozen=True)
+class ShadowStart:
+    """The way in which an agent starts a shadow."""
+
+    words: Sequence[str]  # the script and its arguments; before them `-m` for a module
+    lost_after_s: float
+    folder: str = ""  # where it writes; empty: where the script wants
+    peers: str | None = None  # if an engine starts the ranks: where the other hosts are
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Return whether it follows the ranks of other hosts."""
+        return self.peers not in (None, LOCAL)
+
+    @property
+    def command(self) -> list[str]:
+        """Return the options of `paceline shadow` behind the folder, and the script."""
+        options = ["--peers", str(self.peers)] if self.is_elsewhere else []
+        return [*options, *["--spare"] * (self.peers is None), "--", *self.words]
+
+
 class Shadows:
     """The shadows of this host's ranks. A context manager around the launch.
 
-    `name` is what `job_name` returned. `arguments` say how to start a spare; None: only a user starts shadows.
+    `name` is what `job_name` returned. `note` is called with what shadows say that have no terminal.
     """
 
-    def __init__(self, name: str, arguments: LaunchArguments | None) -> None:
-        self._arguments = arguments
-        if arguments is not None and arguments.shadow:
-            os.environ[RESUME] = arguments.shadow
+    def __init__(self, name: str, start: ShadowStart, note: Callable[[str], None]) -> None:
+        self._how, self._note = start, note
+        if start.folder:
+            os.environ[RESUME] = start.folder
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"\0{name}/{os.getpid()}.{secrets.token_hex(4)}")
         self._listener.listen(_MOST_WAITING)
@@ -76,6 +102,7 @@ class Shadows:
         self._shadows: list[_Shadow] = []
         self._started: list[subprocess.Popen[bytes]] = []
         self._is_wanted = True  # none was started, or the last one has taken the place of a rank
+        self._again_s, self._pause_s = 0.0, _PAUSE_S  # when the next one may start, if one has ended
 
     def __enter__(self) -> Self:
         return self
@@ -85,19 +112,26 @@ class Shadows:
         self._listener.close()
         for shadow in self._shadows:
             shadow.process.close()
+        if self._how.is_elsewhere:
+            self._end_started()
         for each in self._started:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 each.wait(_FINISH_S)
 
-    def look(self, training: Sequence[Rank], epoch: int, card: str | None, folder: str) -> None:
+    def look(
+        self, training: Sequence[Rank], epoch: int, card: str | None, folder: str, is_spare: bool
+    ) -> None:
         """Hear new shadows, and let those that are ready follow these ranks. Local; never blocks.
 
-        `folder` is where the script wants a shadow to write; empty: it does not.
+        `folder` is where the script wants a shadow to write; empty: it does not. `is_spare` says whether this
+        host waits because there is no room.
         """
-        arguments, is_led = self._arguments, bool(training) and training[0].rank == 0 and training[0].follows
-        if self._is_wanted and is_led and arguments is not None and (folder := arguments.shadow or folder):
-            self._is_wanted = False
-            self._start(folder, arguments)
+        is_led = bool(training) and training[0].rank == 0 and training[0].follows
+        is_due = is_spare and not training if self._how.is_elsewhere else is_led
+        if self._is_wanted and is_due and (folder := self._how.folder or folder):
+            self._start(folder)
+        elif self._how.is_elsewhere:
+            self._look_at_started(is_due)
         with contextlib.suppress(BlockingIOError):
             while True:
                 end, _ = self._listener.accept()
@@ -111,15 +145,45 @@ class Shadows:
             if shadow in self._shadows and epoch != NOT_STARTED:
                 self._serve(shadow, training, epoch, card)
 
-    def _start(self, folder: str, arguments: LaunchArguments) -> None:
-        """Start the shadow that the launch was asked for."""
-        flags = ["-m"] if arguments.torchrun.module else []
-        words = [*flags, arguments.script, *arguments.torchrun.training_script_args]
-        command = [sys.executable, "-m", "paceline", "shadow", "--spare", folder, "--", *words]
-        environment = {**os.environ, LOST_AFTER: f"{arguments.lost_after_s:g}"}
-        self._started.append(
-            subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
+    def _start(self, folder: str) -> None:
+        """Start the shadow that was asked for."""
+        how = self._how
+        command = [sys.executable, "-m", "paceline", "shadow", folder, *how.command]
+        environment = {**os.environ, LOST_AFTER: f"{how.lost_after_s:g}"}
+        has_terminal = how.peers is None
+        if not has_terminal:  # the shadow is no rank of the engine
+            environment = {name: each for name, each in environment.items() if name not in (PEERS, PREPARED)}
+        said = None if has_terminal else subprocess.PIPE
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=None if has_terminal else subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
         )
+        self._started.append(process)
+        self._is_wanted = False
+        if process.stdout is not None:
+            threading.Thread(target=self._pass_on, args=(process.stdout,), daemon=True).start()
+
+    def _pass_on(self, said: IO[bytes]) -> None:
+        for line in said:
+            self._note(line.decode(errors="replace").rstrip())
+
+    def _look_at_started(self, is_due: bool) -> None:
+        """End a shadow that is not due any more. One that has ended may be needed again: training begins anew."""
+        now_s = time.monotonic()
+        if not is_due:
+            self._end_started()
+        if self._started and self._started[-1].poll() is not None and now_s >= self._again_s:
+            self._started.clear()
+            self._is_wanted, self._again_s, self._pause_s = True, now_s + self._pause_s, 2 * self._pause_s
+
+    def _end_started(self) -> None:
+        """Have the shadows that were started here write what they hold, and end."""
+        for each in self._started:
+            each.terminate()
 
     def take_spare(self) -> tuple[WatchedProcess, Ready] | None:
         """Return a process that holds the whole state, to take the place of a lost rank, and what it has said."""
@@ -152,7 +216,7 @@ class Shadows:
             shadow.epoch = epoch
             shadow.process.tell(Following(epoch))
             return
-        if card is not None and self._arguments is None:
+        if card is not None and self._how.peers is not None:
             card = card.partition("\n")[2]  # its first line is for other hosts
         if card is not None and (why := difference(card, shadow.said.card)) is not None:
             words = f"the shadow runs another script or model: {why}. Start it as the ranks were started."

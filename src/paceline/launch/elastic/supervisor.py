@@ -20,7 +20,7 @@ from paceline.launch.elastic.agent import Agent
 from paceline.launch.elastic.guest import deciding
 from paceline.launch.elastic.plan import Decider, OneHost, Plan, Start
 from paceline.launch.elastic.several_hosts import connected
-from paceline.launch.elastic.shadows import Shadows
+from paceline.launch.elastic.shadows import Shadows, ShadowStart
 from paceline.launch.elastic.starting import Starter
 from paceline.launch.hang_watch import HangWatch
 from paceline.launch.launch_errors import InterruptedLaunchError, LaunchError
@@ -49,8 +49,12 @@ def run(arguments: LaunchArguments, hangs: HangWatch, note: Callable[[str], None
         others = None if job is None else job.others
         if others is not None:
             arguments.torchrun.local_addr = others.address.host
-        name = job_name(arguments.script, arguments.torchrun.training_script_args)
-        shadows = enter(Shadows(name, arguments if job is None else None))
+        torchrun = arguments.torchrun
+        name = job_name(arguments.script, torchrun.training_script_args)
+        words = [*["-m"] * torchrun.module, arguments.script, *torchrun.training_script_args]
+        peers = None if arguments.guest is None else arguments.guest.peers
+        how = ShadowStart(words, arguments.lost_after_s, arguments.shadow or "", peers)
+        shadows = enter(Shadows(name, how, note))
         starter = enter(contextlib.closing(Starter(arguments)))
         start = Start(0, arguments.num_local_ranks, 0, 1, None) if job is None else None
         if arguments.num_machines > 1 and job is None:
