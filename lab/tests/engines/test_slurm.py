@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from harness.engine_clusters import Slurm
 from harness.engine_jobs import TrainingFolder, wait_until
 from harness.terminal import REPOSITORY
 
@@ -19,83 +18,16 @@ pytestmark = [
     pytest.mark.timeout(3600),
 ]
 
-CONFIGURATION = """
-ClusterName=paceline
-SlurmctldHost=host0
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/none
-CredType=cred/none
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/controller.pid
-SlurmdPidFile={folder}/%n.pid
-SlurmctldLogFile={folder}/controller.log
-SlurmdLogFile={folder}/%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SchedulerParameters=sched_interval=2,bf_interval=2
-ReturnToService=2
-SlurmdTimeout=30
-KillWait=120
-MpiDefault=none
-AccountingStorageType=accounting_storage/none
-JobAcctGatherType=jobacct_gather/none
-JobRequeue=1
-NodeName=host1,host2 CPUs=2 RealMemory=1000
-PartitionName=all Nodes=host1,host2 Default=YES State=UP OverSubscribe=EXCLUSIVE
-"""
-
-
-class Slurm:
-    """A cluster of Slurm: a controller and two nodes."""
-
-    def __init__(self, hosts: list, folder: Path) -> None:
-        self._hosts, self._folder = hosts, folder
-        self._setting = {"SLURM_CONF": str(folder / "slurm.conf")}
-        self.running: list[subprocess.Popen[bytes]] = []
-
-    def up(self) -> None:
-        """Start the daemons, and wait until both nodes are idle."""
-        (self._folder / "state").mkdir(parents=True)
-        (self._folder / "slurm.conf").write_text(CONFIGURATION.format(folder=self._folder))
-        controller, *nodes = self._hosts
-        controller.start(["slurmctld", "-D"], **self._setting)
-        for node in nodes:
-            node.start(["slurmd", "-D", "-N", node.name], **self._setting)
-        wait_until(
-            lambda: self.say("sinfo", "--noheader", "--format=%T %D").strip() == "idle 2",
-            lambda: f"Slurm did not start: {self.say('sinfo')}; see {self._folder}",
-        )
-
-    def say(self, *command: str, **setting: str) -> str:
-        """Return what a command on the controller's host prints, with its errors."""
-        out = self._folder / "said"
-        with out.open("wb") as file:
-            words = self._hosts[0].inside.command(command)
-            env = {**self._hosts[0].environment, **self._setting, **setting}
-            subprocess.run(
-                words, check=False, env=env, cwd=self._folder.parent, stdout=file, stderr=file, timeout=60
-            )
-        return out.read_text()
-
-    def start(self, command: list[str], **setting: str) -> subprocess.Popen[bytes]:
-        """Start a command on the controller's host."""
-        return self._hosts[0].start(command, **self._setting, **setting)
-
-    def job(self, number: str) -> dict[str, str]:
-        """Return what Slurm says of a job."""
-        return dict(re.findall(r"(\w+)=(\S*)", self.say("scontrol", "show", "job", number)))
-
 
 @pytest.fixture
 def slurm(hosts: list, tmp_path: Path) -> Iterator[Slurm]:
     if shutil.which("slurmctld", path="/usr/sbin:/sbin:/usr/local/sbin") is None:
         pytest.skip("Slurm is not installed: make test-engines")
-    made = Slurm(hosts[:3], tmp_path / "slurm")
-    made.up()
+    controller, *nodes = hosts[:3]
+    made = Slurm(controller, nodes, tmp_path / "slurm")
+    for node in nodes:
+        made.start_node(node)
+    made.wait_for_nodes(2)
     yield made
     made.say("scancel", "--user=root")
 
@@ -113,7 +45,7 @@ def settings(tmp_path: Path, name: str) -> dict[str, str]:
 
 
 def test_a_rank_of_a_step_dies(
-    slurm: Slurm, training: TrainingFolder, tmp_path: Path, undisturbed: str
+    slurm: Slurm, hosts: list, training: TrainingFolder, tmp_path: Path, undisturbed: str
 ) -> None:
     """The step goes on without it, because it is not told to end all tasks. It ends with the lost rank's code."""
     setting = settings(tmp_path, "2") | {"PACELINE_RANKS_PER_HOST": "2", "PACELINE_MIN_RANKS": "2"}
@@ -129,7 +61,7 @@ def test_a_rank_of_a_step_dies(
     assert [log.has_ended for log in training.logs()].count(True) == 3
     training.check_once()
     assert training.parameters() == undisturbed
-    for host in slurm._hosts[1:]:
+    for host in hosts[1:3]:
         wait_until(
             lambda host=host: (
                 not any("train.py" in each or "paceline" in each for each in host.processes().values())
@@ -165,7 +97,7 @@ def test_an_array_whose_task_is_queued_again(
     slurm.say("scontrol", "requeue", f"{job}_1")  # as a preemption does: SIGTERM, then back into the queue
     training.wait_for_ranks(1)
     wait_until(lambda: slurm.job(f"{job}_1")["JobState"] == "PENDING", lambda: str(slurm.job(f"{job}_1")))
-    slurm.say("scontrol", "update", f"JobId={job}_1", "StartTime=now")  # not after two minutes
+    slurm.run_now(f"{job}_1")
     training.wait_for_ranks(2)
     assert slurm.job(f"{job}_1")["Restarts"] == "1"
 

@@ -5,7 +5,7 @@
     paceline study survival --case 17              # one, with what it printed
     paceline study survival --hosts --cases 50     # emulated hosts that are hit; as root
     paceline study survival --guest --cases 50     # an engine starts the ranks; hosts need root
-    paceline study survival --guest --engine torchrun --cases 5  # only this engine
+    paceline study survival --guest --engine slurm --cases 5     # only this engine; `make test-engines` installs it
     paceline study survival --stall --cases 10     # where the time of recoveries goes, on one host: 10 jobs a kind
     paceline study survival --beside torchrun,torchft --cases 3  # rounds; torchft has to be installed
     paceline study survival --cost                 # what a run without a loss costs, beside a plain loop

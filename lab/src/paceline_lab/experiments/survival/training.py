@@ -294,6 +294,7 @@ def main() -> None:
         sampler=shuffle,
         deterministic=args.deterministic,
         checkpoint=lambda: notes.write(what="saved", step=elastic.step),
+        notice=globals().get("notice"),  # of an actor of Ray
     )
     saved = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "sampler": shuffle}
     loader = DataLoader(data, batch_sampler=shuffle, num_workers=args.workers)
