@@ -65,7 +65,8 @@ def main() -> None:
     is_timed = kind == "timed"
     data = TensorDataset(torch.randn(_NUM_SAMPLES, _WIDTH), torch.randint(0, 3, (_NUM_SAMPLES,)))
     shuffle = GlobalShuffle(data, GlobalBatch.of(_BATCH, dist.get_world_size()))
-    net: nn.Module = nn.Sequential(nn.Linear(_WIDTH, 64), nn.ReLU(), nn.Linear(64, 3))
+    net: nn.Module = nn.Sequential(nn.Linear(_WIDTH, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 3))
+    torch.manual_seed(dist.get_rank())
     if is_timed:
         net = TimedModel(default_profile("resnet50"), int(os.environ["LOCAL_RANK"]))
         for each in net.parameters():
