@@ -242,7 +242,7 @@ while waits or not begun:
         try:
             codes.append(ray.get(each))
         except ray.exceptions.RayError as error:
-            print(error)
+            print(error, flush=True)
             codes.append(1)
         (folder / "codes").write_text(json.dumps(codes))
         if codes[-1] != 0 and not stops.exists():
