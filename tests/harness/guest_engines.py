@@ -432,14 +432,13 @@ class SlurmArray(_OnCluster):
                 self._slurm.say("scontrol", "requeue", f"{self._array}_{number}")
 
     def start_late(self, host: int, limit_s: float) -> list[int | None]:
+        before = self._tasks["0"]["Restarts"]
         self._slurm.say("scontrol", "requeue", f"{self._array}_0")
-        self._look()
 
         def is_done() -> bool:
             self.tend()
             return self._state("0") == "COMPLETED" and self._tasks["0"]["Restarts"] != before
 
-        before = self._tasks["0"]["Restarts"]
         return [0 if wait_until(is_done, time.monotonic() + limit_s) else None]
 
 
