@@ -431,6 +431,9 @@ class Agent:
         plan = self._decider.decide(
             Proposal(self._epoch + 1, steps, store, self._is_pausing, leaves, can_save, left)
         )
+        is_writing = self.shadows is not None and self.shadows.is_writing
+        if plan is not None and plan.num_new == len(plan.members) and is_writing:
+            return  # these ranks begin anew from what it writes
         if plan is not None:
             self._count_tries(plan)
             self._follow(plan)

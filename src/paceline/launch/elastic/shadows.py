@@ -10,7 +10,8 @@ Rules
    has begun. This one is a spare: it takes the place of a lost rank, and the agent starts another one.
 5. Where an engine starts the ranks of several hosts, a host for which there is no room starts the shadow. The folder's
    lock keeps a second one out. The shadow follows the ranks of the other hosts, and ends when its own host trains.
-   It is no spare: the engine replaces lost ranks.
+   It is no spare: the engine replaces lost ranks. If all ranks of the other hosts are lost, those of this host begin
+   anew from what the shadow has written.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class Shadows:
         self._listener.setblocking(False)
         self._shadows: list[_Shadow] = []
         self._started: list[subprocess.Popen[bytes]] = []
+        self._is_ending = False  # those that were started have been told to end
         self._is_wanted = True  # none was started, or the last one has taken the place of a rank
         self._again_s, self._pause_s = 0.0, _PAUSE_S  # when the next one may start, if one has ended
 
@@ -145,6 +147,11 @@ class Shadows:
             if shadow in self._shadows and epoch != NOT_STARTED:
                 self._serve(shadow, training, epoch, card)
 
+    @property
+    def is_writing(self) -> bool:
+        """Return whether a shadow that was started here, and follows other hosts, may still write what it holds."""
+        return self._how.is_elsewhere and any(each.poll() is None for each in self._started)
+
     def _start(self, folder: str) -> None:
         """Start the shadow that was asked for."""
         how = self._how
@@ -163,7 +170,7 @@ class Shadows:
             env=environment,
         )
         self._started.append(process)
-        self._is_wanted = False
+        self._is_wanted = self._is_ending = False
         if process.stdout is not None:
             threading.Thread(target=self._pass_on, args=(process.stdout,), daemon=True).start()
 
@@ -181,9 +188,11 @@ class Shadows:
             self._is_wanted, self._again_s, self._pause_s = True, now_s + self._pause_s, 2 * self._pause_s
 
     def _end_started(self) -> None:
-        """Have the shadows that were started here write what they hold, and end."""
+        """Have the shadows that were started here write what they hold, and end. A second signal would disturb them."""
         for each in self._started:
-            each.terminate()
+            if not self._is_ending:
+                each.terminate()
+        self._is_ending = True
 
     def take_spare(self) -> tuple[WatchedProcess, Ready] | None:
         """Return a process that holds the whole state, to take the place of a lost rank, and what it has said."""
