@@ -79,7 +79,7 @@ class Elastic:
             function without arguments that saves without communication. Either is used on one rank of a host before the
             launch ends, with the state behind the last completed step: docs/guide/checkpoints.md.
         shadow: 1: `paceline run --min-ranks` starts a shadow, which writes into the folder `checkpoint`. If an engine
-            starts the ranks of several hosts, the first host beyond MAX of PACELINE_NODES does.
+            starts the ranks of several hosts, the first host beyond MAX of PACELINE_NODES does; of one host, its agent.
         notice: What tells this rank that its machine goes soon, besides SIGTERM and SIGUSR1. The path of a file that
             appears then; or a function that returns something true then, called once a second on another thread.
 
