@@ -197,17 +197,22 @@ def test_if_all_ranks_of_all_hosts_are_lost_new_ones_begin_anew() -> None:
     assert world.history[0][2] == 1
 
 
-def test_new_ranks_do_not_begin_anew_while_a_host_may_have_the_state() -> None:
-    """It is out of touch. When it is back, training goes on from there."""
-    world = made(3, least=3)
-    world.run(8)
-    world.cut.add(2)
+def _nothing_is_decided_after_a_loss(world: World) -> None:
+    """All ranks of the first two hosts die, and others come."""
     lose_ranks(world, 0, 1)
     world.run(0.5)
     start_ranks(world, 0, 1)
     before = len(world.history)
     world.run(20)
     assert len(world.history) == before
+
+
+def test_new_ranks_do_not_begin_anew_while_a_host_may_have_the_state() -> None:
+    """It is out of touch. When it is back, training goes on from there."""
+    world = made(3, least=3)
+    world.run(8)
+    world.cut.add(2)
+    _nothing_is_decided_after_a_loss(world)
     world.cut.clear()
     world.run(8)
     world.check()
@@ -219,12 +224,7 @@ def test_new_ranks_do_not_begin_anew_when_others_have_ended_well() -> None:
     world.run(8)
     world.hosts[2].council.leave()
     world.hosts[2].steps = {}
-    lose_ranks(world, 0, 1)
-    world.run(0.5)
-    start_ranks(world, 0, 1)
-    before = len(world.history)
-    world.run(20)
-    assert len(world.history) == before
+    _nothing_is_decided_after_a_loss(world)
 
 
 def test_new_ranks_do_not_begin_anew_from_what_is_older_than_a_checkpoint() -> None:
