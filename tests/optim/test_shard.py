@@ -17,7 +17,7 @@ from torch import nn
 
 from harness.models import digest, generator
 from harness.ranks import pool
-from paceline import DistributedDataParallel
+from paceline import DistributedDataParallel, optim
 from paceline.comm import Chain, all_gather, gradient_group, ring
 from paceline.compression import Bf16
 from paceline.errors import ConfigurationError
@@ -559,6 +559,8 @@ def refused(rank, num_ranks):
     for forbidden in (lambda: again.state, again.state_dict, lambda: copy.deepcopy(again)):
         with pytest.raises(ConfigurationError, match="full_state_dict"):
             forbidden()
+    with pytest.raises(ConfigurationError, match="Leave out overlap"):
+        optim.overlap(again, model)
     with pytest.raises(ConfigurationError, match="rank without batches"), model.join():
         loss_of(model, 1, rank).backward()
     with pytest.raises(ConfigurationError, match="groups of"):

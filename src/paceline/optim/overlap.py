@@ -109,6 +109,8 @@ def _check(optimizer: Any, model: Any, steps: object, per_parameter: bool) -> No
         _refuse(
             "this optimizer has been through overlap() before. Call it once, and go on with what it returned."
         )
+    if isinstance(optimizer, AdoptedOptimizer):
+        _refuse("this optimizer is sharded, which includes what overlap() does. Leave out overlap().")
     if not per_parameter and (why := why_not_by_parameter(type(optimizer))):
         _refuse(f"{why}. If it does, pass per_parameter=True; otherwise train without overlap_forward.")
     if steps is None and not getattr(model, "overlaps_forward", False):
