@@ -178,10 +178,11 @@ class RayCluster:
     """A cluster of Ray: a head, and nodes with a core each, which are started one by one."""
 
     def __init__(self, head: Host, sessions: Path, out: Path) -> None:
-        self.address = f"{head.address}:6379"
+        self.address, self._sessions = f"{head.address}:6379", sessions
         self._common = ["--disable-usage-stats", "--block", "--object-store-memory=80000000"]
-        options = ["--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false"]
-        self._start(head, *options, f"--temp-dir={sessions}")
+        self._common += ["--include-log-monitor=false"]
+        options = ["--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false", "--no-monitor"]
+        self._start(head, *options)
         said = out / f"out-{head.name}"
         wait_until(lambda: "Ray runtime started" in said.read_text(), said.read_text)
 
@@ -192,8 +193,10 @@ class RayCluster:
         # Ray gives a node 30 s to start, which no option changes. On a busy machine it may need more, so try again.
         again = ["sh", "-c", 'until "$@"; do sleep 1; done', "sh"]
         ray = [*again, sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start"]
+        # A folder for each node. Otherwise two nodes that start at once take the same names of sockets, and one fails.
+        own = [f"--node-ip-address={host.address}", f"--temp-dir={self._sessions / host.name}"]
         setting = {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_worker_niceness": "0"}  # 15 by default
-        host.start([*ray, f"--node-ip-address={host.address}", *self._common, *which], **setting)
+        host.start([*ray, *own, *self._common, *which], **setting)
 
 
 # Each rank is an actor. Ray starts an actor whose process was lost again, and calls `train` again. An actor whose node
