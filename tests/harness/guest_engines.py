@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MARK = "PACELINE_SURVIVAL_GUEST"
 _TRAINING = "paceline_lab.experiments.survival.training"
 _NAME = "trainers.test"
-_AGENT = "paceline.launch.elastic.guest"
+_AGENT = "paceline.elastic.guest"
 _RESTART_S, _LOOK_S, _POLL_S = 0.5, 1.0, 0.1
 
 

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -23,6 +24,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +38,7 @@ from paceline.version import __version__
 
 PEERS = "PACELINE_PEERS"
 """Environment variable: where agents of other hosts may be. With it, an engine starts the ranks."""
-DOOR = "PACELINE_AGENT_DOOR"
+_DOOR = "PACELINE_AGENT_DOOR"
 """Environment variable of an agent: the descriptor of the socket that it listens on."""
 SCRIPT = "PACELINE_SCRIPT"
 """Environment variable of an agent: the script and its arguments, as `paceline shadow` is given them."""
@@ -45,8 +47,8 @@ PREPARED = "PACELINE_GUEST"
 WELCOME = b"welcome"  # an agent says it to a rank that it takes
 LOCAL = "local"  # the source of a job of one host
 GRACE_S, JOIN_S, LOST_AFTER_S = 25.0, 30.0, 30.0
-_CONNECT_S = 10.0
-_ANSWER_S = 60.0  # an agent that has just been started imports first
+_CONNECT_S, _ACCEPT_S = 10.0, 0.1
+_ANSWER_S = 60.0  # a Python has to start; the agent imports torch afterwards
 _BACKLOG = 512
 _MOST_WORDS = 300  # characters of a script's arguments that are shown
 _SO_PEERPIDFD = 77
@@ -55,7 +57,8 @@ _EXIT_CODE_AT = 60  # in the kernel's struct pidfd_info
 _NUM_LOOKS, _LOOK_S = 10, 0.002
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _connected: list[int] = []  # processes that have an agent: this one, and those that it is a fork of
-_AGENT = "paceline.launch.elastic.guest"
+_AGENT, _LEADER = "paceline.elastic.guest", "paceline.launch.elastic.guest"
+_NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 JOB_PREFIX = "paceline-job"
 """First word of the names at which agents listen for shadows."""
 
@@ -193,7 +196,7 @@ def connect() -> socket.socket:
             end.close()
             _open_door(name, about, words)
             continue
-        agent, user = credentials_of_peer(end)
+        _, user = credentials_of_peer(end)
         if user not in (os.getuid(), 0):
             raise ConfigurationError(
                 "a process of another user listens where the agent of this host should. Give the job another name by "
@@ -207,7 +210,8 @@ def connect() -> socket.socket:
         except TimeoutError:
             end.close()
             raise PeerLostError(
-                f"the agent of this host, process {agent}, has not answered for {_ANSWER_S:g} s. Is it stopped?"
+                f"the agent of this host has not answered for {_ANSWER_S:g} s. Is its process stopped, `python -m "
+                f"{_AGENT}`?"
             ) from None
         if not is_welcome:  # that agent was about to end: another one is started
             end.close()
@@ -218,6 +222,48 @@ def connect() -> socket.socket:
         _connected.append(os.getpid())
         return end
     raise PeerLostError(f"the agent of this host did not start within {_CONNECT_S:g} s. Is its memory full?")
+
+
+def accept_rank(door: socket.socket) -> socket.socket | None:
+    """Return the connection of a rank that arrives, once it is welcomed; None for another user's. May block."""
+    end, _ = door.accept()
+    end.setblocking(True)
+    if credentials_of_peer(end)[1] != os.getuid():
+        end.close()
+        return None
+    with contextlib.suppress(OSError):  # it has died meanwhile
+        end.send(WELCOME)
+    return end
+
+
+def _run_agent() -> int:
+    """Run the agent of this host, and return its exit code.
+
+    The agent welcomes ranks while it imports torch, which may take minutes on a busy machine. Otherwise they give up.
+    """
+    told: list[int] = []
+    for number in _NOTICES:
+        signal.signal(number, lambda number, _: told.append(number))
+    ranks: list[socket.socket] = []
+    has_imported = threading.Event()
+    with socket.socket(fileno=int(os.environ.pop(_DOOR))) as door:
+        os.set_inheritable(door.fileno(), False)
+        door.settimeout(_ACCEPT_S)
+
+        def welcome() -> None:
+            while not has_imported.is_set():
+                with contextlib.suppress(TimeoutError):
+                    if (end := accept_rank(door)) is not None:
+                        ranks.append(end)
+
+        welcomes = threading.Thread(target=welcome)
+        welcomes.start()
+        try:
+            leader = importlib.import_module(_LEADER)
+        finally:
+            has_imported.set()
+            welcomes.join()
+        return int(leader.main(door, ranks, told))
 
 
 def facts_of(script: str) -> str:
@@ -257,7 +303,7 @@ def _open_door(name: str, about: Sequence[str], words: Sequence[str]) -> None:
             return
         door.listen(_BACKLOG)
         os.set_inheritable(door.fileno(), True)
-        environment = {**os.environ, DOOR: str(door.fileno()), SCRIPT: json.dumps(words)}
+        environment = {**os.environ, _DOOR: str(door.fileno()), SCRIPT: json.dumps(words)}
         nowhere = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
         # The shell ends at once, so the agent is no child of this rank: Ray kills those as a rank ends.
         command = ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-m", _AGENT, *about]
@@ -414,3 +460,7 @@ class PeerProcess:
             return False
         except OSError:
             return True
+
+
+if __name__ == "__main__":
+    sys.exit(_run_agent())

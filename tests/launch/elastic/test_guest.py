@@ -608,8 +608,31 @@ def test_a_rank_is_told_that_its_agent_is_stopped(monkeypatch: pytest.MonkeyPatc
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stopped:
         stopped.bind(GuestSetting.of(os.environ, "train.py").socket_name)
         stopped.listen()
-        with pytest.raises(PeerLostError, match=f"process {os.getpid()}, has not answered for 0.05 s"):
+        with pytest.raises(PeerLostError, match=r"has not answered for 0.05 s"):
             guest.connect()
+
+
+@pytest.mark.processes
+def test_an_agent_welcomes_ranks_before_it_has_imported_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a busy machine the import takes minutes, and a rank that is not answered gives up."""
+    ends = tmp_path / "import ends"
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(ends)!r}): time.sleep(0.05)\nraise ImportError"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # a fresh interpreter: see tests/harness/warm_python.py
+    monkeypatch.setenv("PACELINE_PEERS", "local")
+    monkeypatch.setenv("PACELINE_JOB", str(tmp_path))
+    monkeypatch.setattr(guest, "_ANSWER_S", 20.0)
+    try:
+        with guest.connect() as first, guest.connect() as second:
+            ends.touch()
+            assert (first.recv(1), second.recv(1)) == (b"", b"")
+    finally:
+        ends.touch()
 
 
 class SpokenTo:

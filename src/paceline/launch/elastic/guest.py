@@ -20,7 +20,7 @@ from pathlib import Path
 from paceline.comm import TOKEN
 from paceline.elastic.agent_connection import Leave, Refused, Said
 from paceline.elastic.discovery import Discovery
-from paceline.elastic.guest import DOOR, LOCAL, WELCOME, GuestSetting, credentials_of_peer
+from paceline.elastic.guest import LOCAL, GuestSetting, accept_rank
 from paceline.errors import ConfigurationError, PacelineError
 from paceline.host.addresses import LOOPBACK
 from paceline.launch.elastic.agent import Agent
@@ -38,17 +38,26 @@ _LINGER_S = 2.0  # without a rank: its engine may be about to start another one
 _PATIENCE_RATIO = 10.0
 _GONE_S = 30.0  # that ranks take at most to end after the job's end
 _SAY_S = 3.0  # without an address, before people are told
-_NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Door(Source):
-    """The socket at which the ranks of this host arrive. `host` is the address of this host that ranks reach."""
+    """The socket at which the ranks of this host arrive. `host` is the address of this host that ranks reach.
 
-    def __init__(self, door: socket.socket, host: str, linger_s: float = _LINGER_S) -> None:
+    `welcomed` are the connections of ranks that have arrived before.
+    """
+
+    def __init__(
+        self,
+        door: socket.socket,
+        host: str,
+        linger_s: float = _LINGER_S,
+        welcomed: Sequence[socket.socket] = (),
+    ) -> None:
         self._door, self.host, self._linger_s = door, host, linger_s
         door.setblocking(False)
         self.ranks: list[AgentsRank] = []
-        self._new: list[AgentsRank] = []  # that were not returned yet
+        # Those that were not returned yet
+        self._new: list[AgentsRank] = [WatchedProcess(end) for end in welcomed]
         self._busy_s = time.monotonic()
         self.sent_away: list[AgentsRank] = []  # that came after the job's end
 
@@ -61,14 +70,8 @@ class Door(Source):
         """Accept connections of ranks. Those of other users are refused."""
         with contextlib.suppress(BlockingIOError):
             while True:
-                end, _ = self._door.accept()
-                end.setblocking(True)
-                if credentials_of_peer(end)[1] == os.getuid():
-                    with contextlib.suppress(OSError):  # it has died meanwhile
-                        end.send(WELCOME)
+                if (end := accept_rank(self._door)) is not None:
                     self._new.append(WatchedProcess(end))
-                else:
-                    end.close()
         known = {*self.ranks}
         self.ranks = [each for each in self.ranks if each.connection.fileno() >= 0]
         self.ranks += [each for each in self._new if each not in known]
@@ -251,27 +254,18 @@ def _where_to_listen(
         time.sleep(0.2)
 
 
-def main() -> int:
-    """Run the agent of this host."""
-    told: list[int] = []
-    for number in _NOTICES:
-        signal.signal(number, lambda number, _: told.append(number))
+def main(listening: socket.socket, welcomed: Sequence[socket.socket], told: Sequence[int]) -> int:
+    """Lead the ranks of this host, and return the exit code. `welcomed` and `told` as for `Door` and `lead`."""
     voice = Voice()
-    with socket.socket(fileno=int(os.environ.pop(DOOR))) as listening:
-        os.set_inheritable(listening.fileno(), False)
-        setting = GuestSetting.of(os.environ, *sys.argv[1:])
-        door = Door(listening, LOOPBACK)
-        try:
-            lead_as(setting, door, voice, told)
-        except Exception as error:
-            is_known = isinstance(error, PacelineError)
-            why = str(error) if is_known else f"the agent of this host failed: {error!r}"
-            door.accept_ranks()
-            for each in door.ranks:
-                each.tell(Refused(why))
-            raise
+    setting = GuestSetting.of(os.environ, *sys.argv[1:])
+    door = Door(listening, LOOPBACK, welcomed=welcomed)
+    try:
+        lead_as(setting, door, voice, told)
+    except Exception as error:
+        is_known = isinstance(error, PacelineError)
+        why = str(error) if is_known else f"the agent of this host failed: {error!r}"
+        door.accept_ranks()
+        for each in door.ranks:
+            each.tell(Refused(why))
+        raise
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
