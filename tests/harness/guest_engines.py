@@ -368,6 +368,13 @@ class SlurmArray(_OnCluster):
         self._tasks: dict[str, dict[str, str]] = {}
         self._array = ""
 
+    def move(self, host: int) -> None:
+        node = self._nodes[host]
+        node.lose_power()
+        # Otherwise Slurm misses for minutes that a young task is lost, because its node comes back at once.
+        self._slurm.say("scontrol", "update", f"NodeName={node.name}", "State=DOWN", "Reason=lost")
+        super().move(host)
+
     def _start_node(self, host: int) -> None:
         node = self._nodes[host]
         self._slurm.say("scontrol", "update", f"NodeName={node.name}", f"NodeAddr={node.address}")

@@ -138,9 +138,13 @@ def random_guest_job(seed: int) -> GuestJob:
         if not (kind == "joined" and any(each.kind == "joined" for each in events)):
             events.append(Event(kind, host, dice.randint(4, 12), lasts_s))
     events.append(Event(dice.choice(["all told", "started after the end"])))
-    factor = 4 if engine in CLUSTERS else 1
-    options = [*_options(dice, num_hosts * per_host), "--epochs", str(_EPOCHS * factor)]
-    job = Job(num_hosts * per_host, per_host, tuple(options), seed=seed, limit_s=_LIMIT_S * factor)
+    options = _options(dice, num_hosts * per_host)
+    epochs, limit_s = _EPOCHS, _LIMIT_S
+    if engine in CLUSTERS:  # they start ranks again after a minute or so
+        options += ["--hold-s", "1"]
+        epochs, limit_s = 2 * epochs, 4 * limit_s
+    options += ["--epochs", str(epochs)]
+    job = Job(num_hosts * per_host, per_host, tuple(options), seed=seed, limit_s=limit_s)
     return GuestJob(engine, num_hosts, most, job, tuple(events))
 
 

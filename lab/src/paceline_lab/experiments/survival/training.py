@@ -57,7 +57,7 @@ MOMENTS = (
 )
 WAYS = ("SIGKILL", "exit", "error", "memory", "SIGSTOP", "pause")
 CHECKPOINT_EVERY = 4  # steps
-_HOLD_FROM, _HOLD_S = 10, 0.3
+_HOLD_FROM = 10
 _CAP_MB = 1e-3  # a layer's weight and bias are more
 _STOP_S, _PAUSE_S = 20.0, 0.3  # a stopped rank is woken; by then it is lost, or is not
 _MEMORY_BYTES = 32 << 20  # that a rank which runs out of memory may still have
@@ -196,6 +196,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--sync-batch-norm", action="store_true")
     parser.add_argument("--pause-ms", type=float, default=0)
     parser.add_argument("--hold", type=Path, help="as long as it exists, steps are slow from the tenth on")
+    parser.add_argument("--hold-s", type=float, default=0.3, help="how slow")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--deterministic", action="store_true")
@@ -325,7 +326,7 @@ def main() -> None:
             if elastic.step % CHECKPOINT_EVERY == 0:
                 _save(saved, args.folder, faults)
             if args.hold and elastic.step > _HOLD_FROM and args.hold.exists():
-                time.sleep(_HOLD_S)
+                time.sleep(args.hold_s)
             if args.pause_ms and not micro_batches.repeats:
                 time.sleep(args.pause_ms / 1000)
         faults.at("end of epoch")
