@@ -43,7 +43,8 @@ _BACK_S, _CLUSTER_BACK_S, _LEFT_S = 40.0, 200.0, 30.0
 _TOLD_CODES = (0, 143)
 _BEGUN_AGAIN = "begin again: those before them were all lost"
 _STOPPED = "Start all hosts again, from the last checkpoint"  # of two hosts that which breaks ties is lost
-_KILLER_S = 5.0  # the kernel kills a rank that runs out of memory at most that late
+# At most so late the kernel kills a rank that runs out of memory, or others train first with one that died as it came
+_KILLER_S = 5.0
 _LOSSES = ("killed", "agent killed", "moved", "split", "agent and ranks stopped")
 ENGINES = ("processes", "namespaces", "torchrun", "slurm", "ray")
 CLUSTERS = ENGINES[-2:]  # each in namespaces, with daemons of its own
@@ -390,7 +391,10 @@ def again_without_loss(found: GuestOutcome) -> list[int]:
         (at + event.lasts_s, at + event.lasts_s) for at, event in struck if event.kind == "split"
     ]  # it heals
     losses += [
-        (note["at"], note["at"] + _KILLER_S * (note["how"] == "memory"))
+        (
+            note["at"],
+            note["at"] + _KILLER_S * (note["how"] == "memory" or note["moment"] in cases.IN_RECOVERY),
+        )
         for note in faults
         if note["how"] != "pause"
     ]
