@@ -22,6 +22,7 @@ def elastic_of(**attributes):
         _sampler=shuffle,
         _position=TrainingPosition(3, 0, 12),
         _is_given_up=False,
+        _carried=types.SimpleNamespace(is_divided=False),
         _client=types.SimpleNamespace(connection=connection),
     )
     vars(made).update(attributes)

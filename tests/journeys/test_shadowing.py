@@ -34,9 +34,13 @@ net = torch.nn.Sequential(torch.nn.Linear(8, 30), torch.nn.ReLU(), torch.nn.Drop
 torch.manual_seed(0 if "ALIKE" in os.environ else dist.get_rank())
 model = paceline.DistributedDataParallel(net, batch_sampler=shuffle)
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+if "shard" in sys.argv:
+    from paceline.optim import shard
+    shard(optimizer, model)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300)
 more = dict(checkpoint="checkpoints") if "names" in sys.argv else {}
 more |= dict(shadow=1) if "spare" in sys.argv else {}
+more |= dict(deterministic=True) if "logical" in sys.argv else {}
 hurries = lambda: os.path.exists("hurry")
 if "without" in sys.argv:
     print("runs", flush=True)
@@ -201,6 +205,37 @@ def test_a_shadow_takes_the_place_of_a_lost_rank_in_one_step(folder, undisturbed
     assert bits_in(out.text) == undisturbed
     assert re.findall(r"on (\S+) ranks", out.text) == ["{2}", "{2}"], out.text
     assert number is None or "fell behind" not in err.text
+
+
+@pytest.fixture(scope="module")
+def undisturbed_logical(tmp_path_factory):
+    """The bits of a run whose ranks are logical ones, with an optimizer that is not sharded."""
+    folder = tmp_path_factory.mktemp("logical")
+    (folder / "train.py").write_text(SCRIPT)
+    return bits_of(paceline(*RUN, "logical", cwd=folder, env=FAST))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_behind_window", [False, True])
+def test_ranks_with_sharded_steps_take_the_state_of_the_shadow(folder, undisturbed_logical, is_behind_window):
+    """A rank is lost with its part of the state, then one that has taken its place."""
+    with started(["paceline", *RUN, "names", "spare", "logical", "shard"], folder, SLOW) as job:
+        out, err = Read(job.stdout), Read(job.stderr)
+        pids = re.findall(r"pid (\d+)", out.wait_for(r"(?s)pid \d+ .*pid \d+ ")[0])
+        err.wait_for("follows the training from step")
+        if is_behind_window:
+            (folder / "dies").touch()
+        else:
+            os.kill(int(pids[1]), signal.SIGKILL)
+        err.wait_for(r"1 ranks go on after step \d+, without rank")
+        err.wait_for(r"2 ranks go on after step \d+, with 1 that came in")
+        again = out.wait_for(r"pid (\d+) begins after step")[1]
+        os.kill(int(again), signal.SIGKILL)
+        err.wait_for(r"1 ranks go on after step \d+, without rank")
+        (folder / "hurry").touch()
+        assert job.wait(DEADLINE_S) == 0, err.text
+    assert bits_in(out.text) == undisturbed_logical
+    assert "fell behind" not in err.text
 
 
 @pytest.mark.slow

@@ -409,6 +409,11 @@ class StepCoordinator:
         self.reducer.abandon(error)
         return True
 
+    @property
+    def repeats_step(self) -> bool:
+        """Return whether the step under way is computed again, as ranks were lost."""
+        return self._handler is not None and self._handler.repeats_step
+
     def decide(self, option: str, words: str) -> None:
         self.timings.decide(option, words, is_told=False)
 

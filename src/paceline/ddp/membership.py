@@ -39,6 +39,10 @@ class FaultHandler(Protocol):
     def is_recoverable(self, error: Exception) -> bool:
         """Return whether the step that raised this is computed again, with other ranks. May wait for the launcher."""
 
+    @property
+    def repeats_step(self) -> bool:
+        """Return whether the step under way is computed again."""
+
     def complete_window(self) -> None:
         """Follow the end of a window whose collectives the current stream has waited for. Collective.
 

@@ -214,8 +214,8 @@ class RankCheckpoints:
             raise ConfigurationError("checkpoint= of a model on an accelerator is a function, not a folder.")
         return None if not path else cls(Path(path), carried, card)
 
-    def resume(self) -> dict[str, Any] | None:
-        """Take the newest checkpoint. Return its tree, or None if there is none. Local.
+    def newest(self) -> dict[str, Any] | None:
+        """Return the tree of the newest checkpoint, or None if there is none. Local.
 
         Raises ConfigurationError if it is of another job, or damaged.
         """
@@ -230,7 +230,12 @@ class RankCheckpoints:
                 "learning rate belongs to a number of samples. Keep it by GlobalBatch.of(size, num_ranks), or name "
                 "another folder."
             )
-        self._carried.take(tree, is_new=True)
+        return tree
+
+    def resume(self) -> dict[str, Any] | None:
+        """Take the newest checkpoint, and return it as `newest` does. Local."""
+        if (tree := self.newest()) is not None:
+            self._carried.take(tree, is_new=True)
         return tree
 
     def save(self, position: TrainingPosition, batch: GlobalBatch, waits: bool) -> None:

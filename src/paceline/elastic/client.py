@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,13 +29,14 @@ from paceline.elastic.agent_connection import (
     AgentConnection,
     CaughtUp,
     Following,
+    Give,
     RankAssignment,
     StillReplaying,
     Stopped,
     Trouble,
 )
-from paceline.elastic.handover import Carried, RankStates, hand_over
-from paceline.elastic.replay import Giver, Replayed, Share, receive
+from paceline.elastic.handover import Carried, RankStates, hand_over, hand_over_to_all
+from paceline.elastic.replay import Giver, Replayed, Share, receive, state_of_shadow
 from paceline.elastic.rollback import TrainingPosition
 from paceline.elastic.shadow import Promotion
 from paceline.elastic.watcher import NO_EPOCH, OverError, Watcher
@@ -43,6 +45,7 @@ from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
 from paceline.observe import progress
 
 NOT_YET = -1  # steps of a rank that has yet to receive its state
+_SHADOW_S, _LOOK_S = 3.0, 0.002  # until a shadow follows the next membership
 _WORD_S = 1.0  # that the agent takes at most to hear of a death, for errors that may have another cause
 
 
@@ -70,6 +73,7 @@ class ElasticClient:
         self._shares = shares
         self._troubled_in = NO_EPOCH  # the last epoch whose failure was reported
         self._givers: list[Giver] = []
+        self._orders: list[tuple[Give, socket.socket, int | None]] = []  # for givers of the next step
         self._replayed: Replayed | None = None  # what this rank, which is new, has received until now
         if promotion is not None:
             self.watcher.begin_with(promotion.assignment)
@@ -124,6 +128,9 @@ class ElasticClient:
         for each in self._givers:
             each.end(position, self.first_batch)
         self._givers.clear()
+        for _, end, _ in self._orders:
+            end.close()
+        self._orders.clear()
         told, say = self.watcher.next_assignment(), self.connection.tell
         while not isinstance(told, RankAssignment):
             self._replayed = receive(
@@ -135,21 +142,40 @@ class ElasticClient:
     def give(self, position: TrainingPosition) -> None:
         """Begin a step at this position: send some of this rank's state to ranks and shadows that follow. Local."""
         while (given := self.watcher.to_give()) is not None:
-            order, end = given
+            self._orders.append((*given, None))
+        for order, end, asked_for in self._orders:
             share = Share(order.share, order.num_shares) if order.num_shares else None
-            self._givers.append(Giver(end, self.carried, share))
+            self._givers.append(Giver(end, self.carried, share, asked_for))
+        self._orders.clear()
         for each in self._givers:
             each.go_on(position, self.first_batch)
 
+    def state_of_shadow(self) -> dict[str, Any] | None:
+        """Return the whole state that a shadow holds, if one follows this membership. Local; blocks."""
+        until_s = time.monotonic() + _SHADOW_S
+        while time.monotonic() < until_s and not self.watcher.is_over:
+            if (given := self.watcher.to_give()) is None:
+                time.sleep(_LOOK_S)
+                continue
+            order, end = given
+            held, tree = state_of_shadow(end, self._limit_s) if order.num_shares else (None, None)
+            self._orders.append((order, end, held))
+            if tree is not None:
+                return tree
+        return None
+
     def drain(self) -> None:
-        """Let shadows read the last step, before this process may end. Local; blocks for a second at most."""
+        """Let shadows read the last step, before this process may end. Local; blocks for a limited time."""
         for each in self._givers:
             each.drain()
 
     # ---- the next one
 
-    def open(self, assignment: RankAssignment, step: int) -> RankStates:
-        """Open the group of an assignment, and tell each other how far all are. Collective; blocks."""
+    def open(self, assignment: RankAssignment, step: int, void: TrainingPosition | None = None) -> RankStates:
+        """Open the group of an assignment, and tell each other how far all are. Collective; blocks.
+
+        `void`: parts of this rank's state are lost, and its loop over steps has begun there.
+        """
         if not self.is_new and assignment.epoch <= self.watcher.epoch:
             raise OverError(
                 f"an assignment of epoch {assignment.epoch} came after epoch {self.watcher.epoch}"
@@ -173,16 +199,28 @@ class ElasticClient:
         if rank == 0 and assignment.num_new and step != NOT_YET:  # what new ranks have received is compared
             with contextlib.suppress(ConfigurationError):  # a state that cannot be sent was not
                 digest = self.carried.digest()
-        return RankStates.of(step, True, digest, self.carried.own_seeds, group)
+        return RankStates.of(step, True, digest, self.carried.own_seeds, group, void)
 
     def rebuild(
-        self, assignment: RankAssignment, states: RankStates, position: TrainingPosition
+        self,
+        assignment: RankAssignment,
+        states: RankStates,
+        position: TrainingPosition,
+        tree: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Let the model go on over the group; returns what this rank lacks of the furthest one's state. Collective."""
+        """Let the model go on over the group; returns what this rank lacks. Collective.
+
+        That is rank 0's `tree` if states are void, else of the furthest rank's state.
+        """
         group = dist.group.WORLD
         assert group is not None
         first = self.first_batch
-        given = aside(lambda: hand_over(self.carried, states, position, first, group))
+        if states.void:
+            given = aside(lambda: hand_over_to_all(tree or {}, group))
+            if "why" in given:
+                raise ConfigurationError(given["why"])
+        else:
+            given = aside(lambda: hand_over(self.carried, states, position, first, group))
         if given:
             self.first_batch = GlobalBatch.from_dict(given["batch"])
         if (mean := self._model.membership.model.logical) is not None:

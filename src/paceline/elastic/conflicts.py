@@ -18,9 +18,10 @@ from paceline.comm.device_steps import why_not_voted
 from paceline.comm.device_vote import why_not_left
 from paceline.data import GlobalShuffle
 from paceline.ddp import DistributedDataParallel
-from paceline.elastic.agent_connection import RESUME
+from paceline.elastic.agent_connection import RESUME, RankAssignment
 from paceline.errors import ConfigurationError
 from paceline.optim import ExchangingOptimizer
+from paceline.optim.shard import is_sharded, why_not_among_others
 from paceline.reductions import Mean
 
 _BACKENDS = ("gloo", "paceline")
@@ -44,7 +45,7 @@ def check(
         *_of_accelerate([model, *optimizers, *states]),
         *_of_sampler(model, sampler),
         *_of_group(model),
-        *_of_model(model),
+        *_of_model(model, any(map(is_sharded, optimizers))),
         *_of_optimizers(optimizers, is_accelerator(model.membership.device)),
         *(_of_determinism(model) if is_deterministic else ()),
     ):
@@ -109,11 +110,11 @@ def _of_device(
         )
 
 
-def _of_model(model: DistributedDataParallel) -> Iterator[str]:
+def _of_model(model: DistributedDataParallel, is_sharded: bool) -> Iterator[str]:
     steps = model.membership.model
     if why := steps.reduction.why_not_over(None):
         yield why
-    if why := model.membership.why_together:
+    if (why := model.membership.why_together) and not is_sharded:
         yield f"{why}. Train without it, or restart from checkpoints (torchrun --max-restarts)."
     if model.forward_overlap is not None or model.overlaps_forward:
         yield (
@@ -143,7 +144,9 @@ def _of_optimizers(optimizers: Sequence[object], on_device: bool) -> Iterator[st
                 f"{type(each).__name__} communicates in its step, or trains several steps apart: ranks cannot say "
                 "where a lost one was. Use an optimizer that steps on this rank alone."
             )
-        elif on_device and (why := why_not_voted(each)):
+        elif (is_sharded(each) and (why := why_not_among_others(each))) or (
+            on_device and (why := why_not_voted(each))
+        ):
             yield why
 
 
@@ -167,8 +170,13 @@ def _of_determinism(model: DistributedDataParallel) -> Iterator[str]:
         yield f"{words}gradients of complex parameters are not folded. Hold their real and imaginary parts."
 
 
-def check_given(checkpoint: object, notice: object, shadow: object = 0) -> None:
-    """Raise ConfigurationError if `checkpoint` or `notice` is neither path nor function, or `shadow` lacks a folder."""
+def check_given(
+    checkpoint: object, notice: object, shadow: object = 0, optimizers: Sequence[object] = ()
+) -> None:
+    """Raise ConfigurationError if `checkpoint` or `notice` is neither path nor function, or `shadow` lacks a folder.
+
+    A sharded optimizer needs a shadow.
+    """
     if not (checkpoint is None or callable(checkpoint) or isinstance(checkpoint, (str, os.PathLike))):
         raise ConfigurationError(
             f"Elastic(checkpoint={checkpoint!r:.60}): give a folder, or a function without arguments that saves a "
@@ -187,6 +195,22 @@ def check_given(checkpoint: object, notice: object, shadow: object = 0) -> None:
         raise ConfigurationError(
             'Elastic(shadow=1): a shadow needs a folder to write into. Pass Elastic(..., checkpoint="checkpoints", '
             "shadow=1)."
+        )
+
+    if not shadow and any(map(is_sharded, optimizers)):
+        raise ConfigurationError(
+            "Elastic: an optimizer is sharded, so a lost rank takes its part of the state with it. A shadow holds all "
+            'of it: pass Elastic(..., checkpoint="checkpoints", shadow=1).'
+        )
+
+
+def check_assignment(is_divided: bool, assignment: RankAssignment) -> None:
+    """Raise ConfigurationError if sharded optimizers would have ranks on several hosts. Local."""
+    if is_divided and assignment.num_here != assignment.size:
+        raise ConfigurationError(
+            f"Elastic: an optimizer is sharded among {assignment.size} ranks, and {assignment.num_here} of them are on "
+            "this host. A shadow follows the ranks of one host, and would lack the others' parts. Train on one host, "
+            "or leave out shard()."
         )
 
 

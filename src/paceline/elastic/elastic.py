@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import astuple
 from typing import Any, TypeVar
 
 import torch
@@ -39,7 +40,7 @@ from paceline.elastic.agent_connection import (
 )
 from paceline.elastic.checkpoints import RankCheckpoints
 from paceline.elastic.client import NOT_YET, ElasticClient
-from paceline.elastic.handover import Carried, gather_numbers
+from paceline.elastic.handover import Carried, RankStates, gather_numbers
 from paceline.elastic.late_start import LateStart
 from paceline.elastic.rollback import Rollback, TrainingPosition
 from paceline.elastic.shadow import Promotion, ShadowOrders
@@ -51,12 +52,14 @@ from paceline.errors import (
     ReplicaMismatchError,
     forget_frames,
 )
+from paceline.optim.shard import Sharded, divide_among_members
 from paceline.reductions.lossy import Lossy
 from paceline.reductions.ordered_mean import LogicalMean
 
 Batch = TypeVar("Batch")
 
 _in_use: list[Elastic] = []
+_PARTS_LOST = "Elastic: with a rank its part of a sharded optimizer's state was lost, and no shadow holds it."
 
 
 class Elastic:
@@ -68,7 +71,7 @@ class Elastic:
 
     Args:
         model: A `paceline.DistributedDataParallel` with `batch_sampler=sampler`, over the default group.
-        optimizer: Of its parameters; or a list of them.
+        optimizer: Of its parameters; or a list of them. One that went through `paceline.optim.shard` needs `shadow=1`.
         scheduler: What else a new rank must receive: learning-rate schedules, averages. One object with `state_dict`
             and `load_state_dict`, a list of them, or None. What is stepped behind a window belongs here, and a
             `GradScaler`.
@@ -121,7 +124,10 @@ class Elastic:
             is_guest = connection is not None and connection.is_guest
             _check_logical(sampler, is_guest=is_guest, is_plain=connection is None and orders is None)
             model.membership.model.reduce_by(LogicalMean(sampler.given.num_ranks))
-        conflicts.check_given(checkpoint, notice, shadow)
+        conflicts.check_given(checkpoint, notice, shadow, optimizers)
+        for each in optimizers:
+            if isinstance(each, Sharded):
+                each.keep_gradients_whole()
         self._model, self._sampler = model, sampler
         self._position = TrainingPosition(0, *sampler.next_loop)
         self._client: ElasticClient | None = None
@@ -163,6 +169,8 @@ class Elastic:
             self._device_steps = DeviceSteps(optimizers, has_scaler)
             model.membership.decide_steps(self._device_steps.how)
         self._is_given_up = False  # the step under way, or the last one
+        self._is_void = False  # parts of the state are lost (`handover.py`, rule 7)
+        self._loop_begin = self._position
         self._is_in_step = False
         self._agreed_at = NOT_YET  # the step at which all ranks were seen to be
         self._client = ElasticClient(connection, model, carried, sampler, promotion)
@@ -174,7 +182,8 @@ class Elastic:
         if promotion is None:
             folder = self._checkpoints.path if self._checkpoints is not None and shadow else ""
             card = f"{guest.facts_of(sys.argv[0] or 'python')}\n{card}" if connection.is_guest else card
-            connection.tell(Ready(card, saves=checkpoint is not None, shadow=str(folder)))
+            saves = checkpoint is not None and not carried.is_divided  # else the shadow does
+            connection.tell(Ready(card, saves, shadow=str(folder)))
         self._meet()
         if self._client.came_late or self._has_resumed:
             is_apart = self._client.came_late
@@ -194,8 +203,13 @@ class Elastic:
             Local; on any ranks.  Blocks: no.
 
         Raises:
-            ConfigurationError: There is no folder.
+            ConfigurationError: There is no folder, or an optimizer is sharded: then the shadow alone writes.
         """
+        if self._carried.is_divided:
+            raise ConfigurationError(
+                "Elastic.save: an optimizer is sharded, so this rank has a part of its state. The shadow has all, and "
+                "writes a checkpoint every 30 s. Leave out save()."
+            )
         if self._checkpoints is None:
             raise ConfigurationError(
                 'Elastic.save: there is no folder. Pass Elastic(..., checkpoint="checkpoints").'
@@ -243,7 +257,7 @@ class Elastic:
         connection = self._client.connection
         if self._device_steps is not None:
             self._device_steps.lead = lead
-        self._position = TrainingPosition(self.step, *self._sampler.next_loop)
+        self._position = self._loop_begin = TrainingPosition(self.step, *self._sampler.next_loop)
         connection.tell(InLoop(inside=True))
         is_through = False
         try:
@@ -338,6 +352,11 @@ class Elastic:
         """
         return self._client is None or self._device_steps is None or self._device_steps.has_kept_up(0)
 
+    @property
+    def repeats_step(self) -> bool:
+        """Return whether the step under way comes again: `FaultHandler`."""
+        return self._is_in_step and self._is_given_up
+
     def complete_window(self) -> None:
         """Follow the end of a window: `FaultHandler`."""
         is_good = self._device_steps.complete_window() if self._is_in_step and self._device_steps else None
@@ -392,6 +411,8 @@ class Elastic:
                 if leaving.told.saves:
                     self._save()
                 raise SystemExit(leaving.told.code) from None
+            if self._carried.is_divided and self._agreed_at != NOT_YET:  # it has had parts
+                self._is_void |= client.watcher.is_over or bool(assignment.lost or assignment.left)
             try:
                 with given_up_when(lambda: client.watcher.is_over):
                     self._follow(assignment)
@@ -406,6 +427,9 @@ class Elastic:
         """Make the checkpoint of the last completed step, and tell the agent how that went. Local."""
         assert self._client is not None
         sampler, position, why = self._sampler, self._position, ""
+        if self._carried.is_divided:
+            self._client.connection.tell(Saved("an optimizer is sharded, so the shadow makes it"))
+            return
         try:
             if self._is_given_up:
                 self._rollback.undo()
@@ -442,6 +466,27 @@ class Elastic:
             self._client.first_batch = GlobalBatch.from_dict(tree["batch"])  # its ranks are the logical ones
         return True
 
+    def _tree_for_all(self, states: RankStates) -> dict[str, Any]:
+        """Return the newest whole state, by the shadow or the folder, for ranks whose states are void. Blocks."""
+        assert self._client is not None
+        tree = self._client.state_of_shadow()
+        if tree is None and self._checkpoints is not None and (newest := self._checkpoints.newest()):
+            tree = newest
+        if tree is None:
+            return {
+                "why": f"{_PARTS_LOST} Nobody holds the rest: there is no checkpoint yet. Start the job again."
+            }
+        position = TrainingPosition(*tree["position"])
+        begin = max(states.void, key=lambda each: each.step)
+        if position.step == begin.step:  # the end of the epoch before, for a shadow
+            tree["position"] = [*astuple(begin)]
+        elif position.step < begin.step:
+            return {
+                "why": f"{_PARTS_LOST} The newest checkpoint is of step {position.step}, in an epoch that has ended "
+                "here. Start the job again, and it goes on from there."
+            }
+        return tree
+
     def _follow(self, assignment: RankAssignment) -> None:
         """Take this assignment (rules 1 and 3)."""
         client = self._client
@@ -454,18 +499,22 @@ class Elastic:
         elif client.is_new and client.connection.is_guest and assignment.rank != 0:
             # Guests have begun alone: what rank 0 has made or loaded counts.
             self._position = TrainingPosition(NOT_YET, 0, 0)
-        states = client.open(assignment, self.step)
+        conflicts.check_assignment(self._carried.is_divided, assignment)
+        states = client.open(assignment, self.step, self._loop_begin if self._is_void else None)
         if self._is_given_up and not states.lacks_something(assignment.rank):
             self._rollback.undo()
             self._is_given_up = False
-        given = client.rebuild(assignment, states, self._position)
+        tree = self._tree_for_all(states) if states.void and assignment.rank == 0 else None
+        given = client.rebuild(assignment, states, self._position, tree)
         if given:
             client.carried.take(given, is_new=self.step == NOT_YET)
             if isinstance(reduction := self._model.membership.model.reduction, Lossy):
                 reduction.reset()  # what it had not sent before that step, it may have sent in it
             self._position, self._is_given_up = TrainingPosition(*given["position"]), False
+        for each in self._carried.optimizers:
+            divide_among_members(each)
         client.go_on(assignment, states, self._position)
-        self._agreed_at = self.step
+        self._agreed_at, self._is_void = self.step, False
         if self._device_steps is not None:
             self._device_steps.begin(client.new_vote(), self.step)
 

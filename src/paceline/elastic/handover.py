@@ -10,6 +10,8 @@ Rules
 5. Schedules are loaded, not stepped: to step one as often gives other bits.
 6. No generator's state is sent. Each step seeds the generators from the rank's seeds and the place in the data. So a
    process that takes a lost rank's place draws the numbers that the lost rank would have drawn.
+7. A rank has parts of a sharded optimizer's state alone (`optim.shard`). If one is lost or leaves, or if a step was
+   given up, no rank holds a whole state. Then rank 0 receives the shadow's, and all ranks take that.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import itertools
 import random
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,8 @@ from paceline.elastic.rollback import (
     settings_of,
 )
 from paceline.elastic.state_tree import PackedState, empty_tensors, pack, unpack
+from paceline.optim.shard import Sharded, is_sharded
+from paceline.optim.shares import Part, memory_of
 
 _MESSAGE_BYTES = 16 << 20  # of tensors that are sent together
 _FACTOR, _MODULUS = 1_000_003, (1 << 61) - 1
@@ -51,18 +55,31 @@ _FACTOR, _MODULUS = 1_000_003, (1 << 61) - 1
 
 @dataclass(frozen=True)
 class RankStates:
-    """The state that each rank of a group holds: a row of steps completed, whether it holds all of it, and a digest."""
+    """The state that each rank of a group holds: a row of steps completed, whether it holds all of it, and a digest.
+
+    `void` has the places where the loops of ranks began that have lost parts of their state (rule 7).
+    """
 
     rows: tuple[tuple[int, ...], ...]
     seeds: tuple[tuple[int, ...], ...] = ()  # of each rank's script
+    void: tuple[TrainingPosition, ...] = ()
 
     @classmethod
     def of(
-        cls, step: int, is_whole: bool, digest: int, seeds: Sequence[int], group: ProcessGroup
+        cls,
+        step: int,
+        is_whole: bool,
+        digest: int,
+        seeds: Sequence[int],
+        group: ProcessGroup,
+        void: TrainingPosition | None = None,
     ) -> RankStates:
-        """Tell each other. Collective; blocks."""
-        rows = aside(lambda: gather_numbers([step, is_whole, digest, *seeds], group, HOST))
-        return cls(tuple(each[:3] for each in rows), tuple(each[3:] for each in rows))
+        """Tell each other. Collective; blocks. `void` is given if this rank has lost parts of its state."""
+        begin = astuple(void or TrainingPosition(0, 0, 0))
+        own = [step, is_whole, digest, void is not None, *begin, *seeds]
+        rows = aside(lambda: gather_numbers(own, group, HOST))
+        begins = tuple(TrainingPosition(*each[4:7]) for each in rows if each[3])
+        return cls(tuple(each[:3] for each in rows), tuple(each[7:] for each in rows), begins)
 
     @property
     def holder(self) -> int:
@@ -81,6 +98,19 @@ class RankStates:
     def lacks_something(self, rank: int) -> bool:
         """Return whether it has to receive at least the rest: buffers, random numbers, schedules, its position."""
         return not self.rows[rank][1] or self.lacks_all(rank)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter, or a run of its memory, with what optimizers keep for it: what is sent of a state at once.
+
+    `owner` and `part` say which sharded optimizer keeps that, and for which of its parts.
+    """
+
+    index: int  # of the parameter
+    run: tuple[int, int] | None = None  # of its elements; None: all
+    owner: int | None = None  # the optimizer's index
+    part: Part | None = None
 
 
 class Carried:
@@ -102,26 +132,85 @@ class Carried:
         groups = (group["params"] for each in self.optimizers for group in each.param_groups)
         return list(dict.fromkeys((*self._module.parameters(), *itertools.chain.from_iterable(groups))))
 
+    @property
+    def is_divided(self) -> bool:
+        """Return whether ranks have parts of an optimizer's state."""
+        return any(map(is_sharded, self.optimizers))
+
     def of(self, parameter: Parameter) -> list[Any]:
-        """Return one parameter and its state in each optimizer. Nothing is copied."""
-        return [parameter.detach(), *(each.state.get(parameter) for each in self.optimizers)]
+        """Return one parameter and its state in each optimizer, but for sharded ones. Nothing is copied."""
+        states = (
+            None if isinstance(each, Sharded) else each.state.get(parameter) or None
+            for each in self.optimizers
+        )
+        return [parameter.detach(), *states]
 
     def put(self, parameter: Parameter, given: Sequence[Any]) -> None:
-        """Take what `of` was on another rank."""
+        """Take what `of` was on another rank, but for sharded optimizers."""
         with torch.no_grad():
             parameter.copy_(given[0])
         for optimizer, state in zip(self.optimizers, given[1:], strict=True):
+            if isinstance(optimizer, Sharded):
+                continue
             optimizer.state.pop(parameter, None)
             if state is not None:
-                optimizer.state[parameter] = state
+                is_dict = isinstance(state, dict)
+                items = state.items() if is_dict else ()
+                laid = {name: laid_out_as(parameter, value) for name, value in items}
+                optimizer.state[parameter] = laid if is_dict else state
+
+    def pieces(self, choose: Callable[[Sequence[int]], Sequence[int]]) -> list[Piece]:
+        """Return what this rank sends. It may `choose` from what all ranks hold, by bytes. Local."""
+        parameters = self.parameters
+        index_of = {id(each): index for index, each in enumerate(parameters)}
+        own: list[Piece] = []
+        divided: set[int] = set()
+        for owner, optimizer in enumerate(self.optimizers):
+            if isinstance(optimizer, Sharded):
+                divided.update(index_of[id(each)] for each in optimizer.divided)
+                for parameter, part, is_whole in optimizer.held_parts():
+                    run = None if is_whole else (part.start, part.stop)
+                    own.append(Piece(index_of[id(parameter)], run, owner, part))
+        others = [index for index in range(len(parameters)) if index not in divided]
+        chosen = choose([parameters[index].nbytes for index in others])
+        return [*own, *(Piece(others[place]) for place in chosen)]
+
+    def of_piece(self, piece: Piece) -> list[Any]:
+        """Return the values of a piece, and its state in each optimizer. Nothing is copied."""
+        parameter = self.parameters[piece.index]
+        found = self.of(parameter)
+        if piece.run is not None:
+            found = [_run_of(each, parameter, piece.run) for each in found]
+        for place, optimizer in enumerate(self.optimizers):
+            if isinstance(optimizer, Sharded) and piece.owner in (None, place):
+                found[1 + place] = optimizer.held(parameter, piece.part) or None
+        return found
+
+    def put_piece(self, piece: Piece, given: Sequence[Any]) -> None:
+        """Take what `of_piece` was on another rank."""
+        parameter = self.parameters[piece.index]
+        if piece.run is None:
+            self.put(parameter, given)
+            return
+        start, stop = piece.run
+        memory_of(parameter)[start:stop].copy_(given[0])
+        for optimizer, state in zip(self.optimizers, given[1:], strict=True):
+            for name, value in (state or {}).items():
+                kept = optimizer.state[parameter]
+                if not isinstance(value, Tensor) or value.shape != (stop - start,):
+                    kept[name] = value
+                    continue
+                if not isinstance(kept.get(name), Tensor):
+                    kept[name] = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
+                memory_of(kept[name])[start:stop].copy_(value)
 
     def digest(self) -> int:
         """Return a number, not 0, that other bits of parameters or optimizers' states change. Local; reads all."""
         return _digest(self.whole())
 
-    def digest_of(self, parameter: Parameter) -> int:
-        """Return such a number of one parameter and its states in optimizers. Local."""
-        return _digest(pack(self.of(parameter)))
+    def digest_of(self, piece: Piece) -> int:
+        """Return such a number of one piece. Local."""
+        return _digest(pack(self.of_piece(piece)))
 
     def whole(self) -> PackedState:
         """Return parameters and optimizers' states, for a rank that lacks them. Called between two steps. Local."""
@@ -182,6 +271,11 @@ class Carried:
     def take(self, tree: Any, *, is_new: bool) -> None:
         """Take over the giver's state; if `is_new`, its place in the data too. A rank that is behind has one. Local."""
         if "parameters" in tree:
+            # First, as it waits for what a step that failed may still write into parameters.
+            for place, each in enumerate(self.optimizers, 1):
+                if isinstance(each, Sharded):
+                    states = zip(self.parameters, (its[place] for its in tree["parameters"]), strict=True)
+                    each.take_whole({parameter: state for parameter, state in states if state is not None})
             for each, own_state in zip(self.optimizers, tree["optimizers"], strict=True):
                 _put_own_state(each, own_state)
             for parameter, given in zip(self.parameters, tree["parameters"], strict=True):
@@ -234,6 +328,8 @@ def gather_numbers(own: Sequence[int], group: ProcessGroup, device: torch.device
 
 def _own_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return what an optimizer's class keeps or saves besides parameters' states and groups' settings."""
+    if isinstance(optimizer, Sharded):
+        return {"saved": {}, "kept": {}}
     saved = {} if _saves_as_torch_does(optimizer) else optimizer.state_dict()
     return {
         "saved": {name: each for name, each in saved.items() if name != "param_groups"},
@@ -243,6 +339,8 @@ def _own_state(optimizer: Optimizer) -> dict[str, Any]:
 
 def _put_own_state(optimizer: Optimizer, given: dict[str, Any]) -> None:
     """Take what `_own_state` was; parameters' states come later."""
+    if isinstance(optimizer, Sharded):
+        return
     if given["saved"]:
         optimizer.load_state_dict({**optimizer.state_dict(), **given["saved"]})
     optimizer.state.update(given["kept"])
@@ -252,6 +350,27 @@ def _saves_as_torch_does(optimizer: Optimizer) -> bool:
     kind, has_hooks = type(optimizer), bool(optimizer._optimizer_state_dict_post_hooks)
     methods = (kind.state_dict, kind.load_state_dict)
     return methods == (Optimizer.state_dict, Optimizer.load_state_dict) and not has_hooks
+
+
+def laid_out_as(parameter: Tensor, value: Any) -> Any:
+    """Return a value in the parameter's strides if it has its shape: reductions of an optimizer add in their order."""
+    is_other = (
+        isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride()
+    )
+    return (
+        torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+        if is_other
+        else value
+    )
+
+
+def _run_of(value: Any, parameter: Tensor, run: tuple[int, int]) -> Any:
+    """Return a run of a parameter's memory, or what an optimizer keeps for that run."""
+    if isinstance(value, dict):
+        return {name: _run_of(each, parameter, run) for name, each in value.items()}
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    return memory_of(value)[run[0] : run[1]]
 
 
 def bytes_of(tensor: Tensor) -> npt.NDArray[np.uint8]:
@@ -274,6 +393,15 @@ def _sum_of(found: npt.NDArray[np.uint8]) -> int:
     whole = len(found) // 8 * 8
     words = found[:whole].view(np.uint64)
     return int(words.sum(dtype=np.uint64)) + int.from_bytes(found[whole:].tobytes(), "big")
+
+
+def hand_over_to_all(tree: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
+    """Return rank 0's tree on every rank. Collective; blocks."""
+    is_giver = group.rank() == 0
+    if group.size() == 1:
+        return tree
+    given: dict[str, Any] = unpack(_pass_on(pack(tree) if is_giver else None, range(group.size()), group))
+    return given
 
 
 def hand_over(

@@ -27,7 +27,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,17 +37,21 @@ from torch.optim import Optimizer
 
 from paceline.comm.device import AsyncValue
 from paceline.data import GlobalBatch
-from paceline.elastic.handover import Carried, bytes_of
+from paceline.elastic.handover import Carried, Piece, bytes_of, laid_out_as
 from paceline.elastic.rollback import HOST, TrainingPosition, copied, settings_of
 from paceline.elastic.state_tree import PackedState, empty_tensors, pack, unpack
 from paceline.errors import ConfigurationError, PacelineError
+from paceline.optim.shares import memory_of
 
 _LEAST_BYTES = 16 << 20  # of the snapshot, that are copied in a step
 _NUM_STEPS = 8  # in which all of it is copied, if it is large
 _MOST_STATES = 2.0  # that may wait to be read
 _DIGEST_STEPS = 64  # in which a shadow confirms every parameter once
-_DRAIN_S, _LOOK_S = 1.0, 0.001
+_DRAIN_S, _CONFIRM_S, _LOOK_S = 1.0, 10.0, 0.001
 _LENGTH_BYTES = 8
+_NO_STEP = -1
+HELD_BYTES = 8  # of the number that a shadow says: the step that it holds as it begins, or -1
+CONFIRMED = -2  # minus the step whose turn it has applied
 _NO_SHADOW = "the ranks train on an accelerator, whose bits no CPU repeats. Save after elastic.synchronize()."
 _SAID = (
     "found_inf",
@@ -81,11 +85,17 @@ class Giver:
     A replacement is sent everything by one giver. A shadow is sent a `share` by each of several.
     """
 
-    def __init__(self, end: socket.socket, carried: Carried, share: Share | None = None) -> None:
+    def __init__(
+        self,
+        end: socket.socket,
+        carried: Carried,
+        share: Share | None = None,
+        asked_for: int | None = None,  # what the shadow has asked for already
+    ) -> None:
         self._end, self._carried, self._share = end, carried, share
         self._parameters, self._num_sent = carried.parameters, 0
         parts = Share(0, 1) if share is None else share
-        self._indices = parts.indices([_size(each) for each in self._parameters])
+        self._pieces = carried.pieces(parts.indices)
         self._measure()
         self._posted = self._sent = 0  # bytes; only the thread writes the second
         self._frames: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -94,34 +104,36 @@ class Giver:
         self._begun_at: int | None = None  # the step of the first turn
         self._turned_at = -1
         self._next_digest = 0
+        self._asked_for = asked_for  # the step behind which the shadow wants to follow, -1 for a snapshot
+        self._confirmed = _NO_STEP  # the last step that it has applied
         if share is not None:
-            self._num_sent = len(self._indices)  # until the shadow asks for a snapshot
-            self._post({"bytes": sum(map(self._size_of, range(len(self._parameters))))})
+            self._num_sent = len(self._pieces)  # until the shadow asks for a snapshot
+            self._post({"bytes": self._total * share.count})  # about
             if {each.device.type for each in self._parameters} - {"cpu"}:
                 self._post({"refused": _NO_SHADOW})
                 self._leave()
+        elif carried.is_divided:
+            self._leave()  # no rank has the whole state
         threading.Thread(target=self._send, name="paceline-giver", daemon=True).start()
 
-    def _size_of(self, index: int) -> int:
-        """Return the bytes of a parameter and its states in optimizers."""
-        return sum(
-            _size(each) for state in self._carried.of(self._parameters[index]) for each in _tensors_in(state)
-        )
+    def _size_of(self, piece: Piece) -> int:
+        return sum(_size(each) for state in self._carried.of_piece(piece) for each in _tensors_in(state))
 
     def _measure(self) -> None:
         """See how large the own share is. An optimizer has states only after its first step."""
-        self._total = sum(map(self._size_of, self._indices))
+        self._total = sum(map(self._size_of, self._pieces))
 
     def go_on(self, position: TrainingPosition, batch: GlobalBatch) -> None:
         """Begin a step at this position, and send some more of the state. Local. `batch` is the job's first one."""
         if self._share is not None:
             self._turn(position, batch)
         begun, stop = self._posted, max(_LEAST_BYTES, self._total // _NUM_STEPS)
-        while not self.is_over and self._num_sent < len(self._indices) and self._posted - begun < stop:
-            index = self._indices[self._num_sent]
-            self._post({"index": index, "state": copied(self._carried.of(self._parameters[index]))})
+        while not self.is_over and self._num_sent < len(self._pieces) and self._posted - begun < stop:
+            piece = self._pieces[self._num_sent]
+            state = copied(self._carried.of_piece(piece))
+            self._post({"index": piece.index, "run": piece.run, "state": state})
             self._num_sent += 1
-            if self._num_sent == len(self._indices):
+            if self._num_sent == len(self._pieces):
                 self._post({"is_whole": True})
 
     def end(self, position: TrainingPosition, batch: GlobalBatch) -> None:
@@ -135,10 +147,16 @@ class Giver:
     # ---- to a shadow
 
     def drain(self) -> None:
-        """Wait until the shadow has read all that was posted, for `_DRAIN_S` at most. Local; blocks."""
-        until_s = time.monotonic() + _DRAIN_S
-        while self._share is not None and not self.is_over and self._sent < self._posted:
-            if self._is_behind or time.monotonic() > until_s:
+        """Wait until the shadow has read all that was posted, for `_DRAIN_S` at most. Local; blocks.
+
+        If ranks have parts of the state, wait for up to `_CONFIRM_S` until it has applied the last step.
+        """
+        needs_word = self._carried.is_divided
+        until_s = time.monotonic() + (_CONFIRM_S if needs_word else _DRAIN_S)
+        while self._share is not None and not self.is_over and not self._is_behind:
+            self._hear()
+            is_there = self._confirmed >= self._turned_at if needs_word else self._sent >= self._posted
+            if is_there or time.monotonic() > until_s:
                 return
             time.sleep(_LOOK_S)
 
@@ -150,7 +168,8 @@ class Giver:
         is_first = self._begun_at is None
         if self._begun_at is None:
             self._begun_at = position.step
-        asked_for = self._asked_for()
+        self._hear()
+        asked_for, self._asked_for = self._asked_for, None
         is_anew = self._is_behind or asked_for not in (None, self._begun_at)
         if is_anew or self._turned_at in (-1, self._begun_at):
             self._measure()
@@ -161,28 +180,31 @@ class Giver:
         tree: dict[str, Any] = {"turn": position.step}
         if self._share.index == 0:
             tree["rest"] = copied(self._carried.rest_tree(position, batch))
-        if not is_first and self._num_sent == len(self._indices):
+        if not is_first and self._num_sent == len(self._pieces):
             tree["digests"] = self._some_digests()
         self._post(tree)
 
-    def _asked_for(self) -> int | None:
-        """Return the step behind which the shadow wants to follow: that which it holds, or -1; None: it did not ask."""
-        asked_for, words = None, bytearray(_LENGTH_BYTES)
+    def _hear(self) -> None:
+        """Take in what the shadow has said until now."""
+        words = bytearray(HELD_BYTES)
         with contextlib.suppress(OSError):
             while select.select([self._end], [], [], 0)[0] and _fill(self._end, memoryview(words)):
-                asked_for = int.from_bytes(words, "big", signed=True)
-        return asked_for
+                said = int.from_bytes(words, "big", signed=True)
+                if said <= CONFIRMED:
+                    self._confirmed = CONFIRMED - said
+                else:
+                    self._asked_for = said
 
-    def _some_digests(self) -> list[tuple[int, int]]:
-        """Return the digests of a few parameters, so that all have their turn in `_DIGEST_STEPS`."""
-        found: list[tuple[int, int]] = []
+    def _some_digests(self) -> list[tuple[int, tuple[int, int] | None, int]]:
+        """Return the digests of a few pieces, so that all have their turn in `_DIGEST_STEPS`."""
+        found: list[tuple[int, tuple[int, int] | None, int]] = []
         num_bytes = 0
-        while self._indices and (not found or num_bytes < self._total / _DIGEST_STEPS):
-            index = self._indices[self._next_digest % len(self._indices)]
-            found.append((index, self._carried.digest_of(self._parameters[index])))
-            num_bytes += self._size_of(index)
+        while self._pieces and (not found or num_bytes < self._total / _DIGEST_STEPS):
+            piece = self._pieces[self._next_digest % len(self._pieces)]
+            found.append((piece.index, piece.run, self._carried.digest_of(piece)))
+            num_bytes += self._size_of(piece)
             self._next_digest += 1
-            if len(found) == len(self._indices):
+            if len(found) == len(self._pieces):
                 break
         return found
 
@@ -194,9 +216,10 @@ class Giver:
             return  # a step that was given up: another rank may have completed it, and no share of it may look sent
         own = set(map(id, stepped))
         found = [
-            (index, gradient)
-            for index in self._indices[: self._num_sent]
-            if (gradient := self._parameters[index].grad) is not None and id(self._parameters[index]) in own
+            (piece, gradient)
+            for piece in self._pieces[: self._num_sent]
+            if (gradient := self._parameters[piece.index].grad) is not None
+            and id(self._parameters[piece.index]) in own
         ]
         if any(gradient.layout is not torch.strided for _, gradient in found):
             self._post({"refused": "sparse gradients are not sent. Leave out sparse=True."})
@@ -206,7 +229,9 @@ class Giver:
                 {
                     "optimizer": self._carried.optimizers.index(optimizer),
                     "settings": [settings_of(group) for group in optimizer.param_groups],
-                    "gradients": [(index, gradient.clone()) for index, gradient in found],
+                    "gradients": [
+                        (each.index, each.run, self._sent_part(each, gradient)) for each, gradient in found
+                    ],
                     "said": {
                         name: each.clone()
                         for name in _SAID
@@ -214,6 +239,14 @@ class Giver:
                     },
                 }
             )
+
+    def _sent_part(self, piece: Piece, gradient: Tensor) -> Tensor:
+        """Return a copy of the gradient of a piece, in the order of the parameter's memory."""
+        if piece.run is None:
+            return gradient.clone()
+        like = torch.empty_like(self._parameters[piece.index])
+        laid = gradient if gradient.stride() == like.stride() else like.copy_(gradient)
+        return memory_of(laid)[piece.run[0] : piece.run[1]].clone()
 
     def _post(self, tree: Any) -> None:
         if self._is_behind:
@@ -244,10 +277,8 @@ class Giver:
         with self._end, contextlib.suppress(OSError):
             while (frame := self._frames.get()) is not None:
                 words, tensors, num_bytes = frame
-                self._end.sendall(len(words).to_bytes(_LENGTH_BYTES, "big") + words)
-                for each in tensors:
-                    tensor = each.read() if isinstance(each, AsyncValue) else each
-                    self._end.sendall(bytes_of(tensor).data)
+                read = (each.read() if isinstance(each, AsyncValue) else each for each in tensors)
+                _send_frame(self._end, words, read)
                 self._sent += num_bytes
         self.is_over = True
 
@@ -293,20 +324,54 @@ def receive(
 def take(tree: Any, carried: Carried) -> None:
     """Carry out one frame. Local."""
     if "state" in tree:
-        carried.put(carried.parameters[tree["index"]], tree["state"])
+        run = tree["run"]
+        carried.put_piece(Piece(tree["index"], run and tuple(run)), tree["state"])
     elif "gradients" in tree:
         optimizer = carried.optimizers[tree["optimizer"]]
         for group, settings in zip(optimizer.param_groups, tree["settings"], strict=True):
             group.update(settings)
-        for index, gradient in tree["gradients"]:
-            carried.parameters[index].grad = gradient
+        for index, run, gradient in tree["gradients"]:
+            parameter = carried.parameters[index]
+            if run is None:
+                parameter.grad = laid_out_as(parameter, gradient)
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            memory_of(parameter.grad)[run[0] : run[1]] = gradient
         for name, value in tree["said"].items():
             setattr(optimizer, name, value)
         optimizer.step()
         for name in tree["said"]:
             delattr(optimizer, name)
-        for index, _ in tree["gradients"]:
+        for index, *_ in tree["gradients"]:
             carried.parameters[index].grad = None
+
+
+def send_frame(end: socket.socket, packed: PackedState) -> None:
+    """Send a frame. Blocks; raises OSError if the receiver is gone."""
+    _send_frame(end, packed.words, packed.tensors)
+
+
+def _send_frame(end: socket.socket, words: bytes, tensors: Iterable[Tensor]) -> None:
+    end.sendall(len(words).to_bytes(_LENGTH_BYTES, "big") + words)
+    for each in tensors:
+        end.sendall(bytes_of(each).data)
+
+
+def state_of_shadow(end: socket.socket, limit_s: float) -> tuple[int, dict[str, Any] | None]:
+    """Return the step that the shadow at this end holds, or -1, and its whole state. Before a giver begins; blocks."""
+    held = bytearray(HELD_BYTES)
+    end.settimeout(limit_s)
+    try:
+        step = int.from_bytes(held, "big", signed=True) if _fill(end, memoryview(held)) else _NO_STEP
+        if step == _NO_STEP:
+            return _NO_STEP, None
+        send_frame(end, pack({"wants_state": True}))
+        return step, read_frame(end)
+    except OSError:
+        return _NO_STEP, None
+    finally:
+        end.settimeout(None)
 
 
 def read_frame(end: socket.socket, device: torch.device = HOST) -> Any:

@@ -137,7 +137,7 @@ class Rollback:
             # What a masked step has made is not filled: fused SGD's momentum.
             for parameter, count in _filled(each).items():
                 if count != filled.get(parameter, 0):
-                    del each.state[parameter]
+                    del vars(each)["state"][parameter]
         for each, state in zip(self._others, note.states, strict=True):
             _put_state(each, copied(state))
         return note.position
@@ -156,7 +156,8 @@ class Rollback:
 
 
 def _filled(optimizer: Optimizer) -> dict[Tensor, int]:
-    return {key: len(kept) for key, kept in optimizer.state.items() if isinstance(key, Tensor)}
+    # Not by `state`, which a sharded optimizer refuses to show
+    return {key: len(kept) for key, kept in vars(optimizer)["state"].items() if isinstance(key, Tensor)}
 
 
 def _state_of(other: Any) -> Any:

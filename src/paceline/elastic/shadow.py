@@ -11,6 +11,7 @@ Rules
 5. When all ranks are gone, it writes what it holds.
 6. A spare is a shadow that the launch has started. The agent lets it take the place of a lost rank, if it holds the
    whole state. Then it is a member like others, and the launch starts another shadow.
+7. If an optimizer is sharded, the shadow stays one, and hands its state over to a rank that asks for it.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from paceline.elastic.agent_connection import (
     StillReplaying,
 )
 from paceline.elastic.checkpoints import CheckpointFolder, snapshot
-from paceline.elastic.handover import Carried
-from paceline.elastic.replay import Replayed, read_frame, take
+from paceline.elastic.handover import Carried, Piece
+from paceline.elastic.replay import CONFIRMED, HELD_BYTES, Replayed, read_frame, send_frame, take
+from paceline.elastic.state_tree import pack
 from paceline.errors import ConfigurationError, PacelineError, ReplicaMismatchError
 from paceline.host.processes import available_bytes
 
 _NO_STEP = -1
-_POSITION_BYTES = 8
 _MOST_DIFFERENCES, _ROW_STEPS = 3, 1000  # in a row, each within so many steps: then the script is at fault
 
 
@@ -103,8 +104,20 @@ class _Stream:
     def ask(self, step: int) -> None:
         """Say which step the shadow holds. A giver that is gone hears nothing."""
         self.asked_for = step
+        self._say(step)
+
+    def confirm(self, step: int) -> None:
+        """Say that this turn has been applied."""
+        self._say(CONFIRMED - step)
+
+    def _say(self, number: int) -> None:
         with contextlib.suppress(OSError):
-            self._end.sendall(step.to_bytes(_POSITION_BYTES, "big", signed=True))
+            self._end.sendall(number.to_bytes(HELD_BYTES, "big", signed=True))
+
+    def hand_over(self, tree: dict[str, Any]) -> None:
+        """Send a whole state. A giver that is gone hears nothing."""
+        with contextlib.suppress(OSError):
+            send_frame(self._end, pack(tree))
 
     def fill(self) -> Iterator[dict[str, Any]]:
         """Read up to the next turn, unless that is there. Blocks. Yields frames that are of neither kind."""
@@ -180,7 +193,10 @@ class Shadow:
         """Apply what comes next. Return False if nothing does: what a shadow holds then is a completed step."""
         for stream in self._streams:
             for tree in stream.fill():
-                self._check(tree)
+                if "wants_state" in tree:
+                    stream.hand_over({**self._carried.whole_tree(), **self._rest})
+                else:
+                    self._check(tree)
         ready = [each for each in self._streams if each.ahead.turn is not None]
         if not ready:
             return False
@@ -253,12 +269,14 @@ class Shadow:
             self._note(f"follows the training from step {turn} on")
         if self.is_whole:
             self._compare(bundles)
+        for each in self._streams:
+            each.confirm(turn)
 
     def _compare(self, bundles: Sequence[_Bundle]) -> None:
         """Compare digests of bits with those of the givers."""
         digests = [each for bundle in bundles for each in bundle.tree.get("digests", ())]
-        for place, theirs in digests:
-            if self._carried.digest_of(self._carried.parameters[place]) == theirs:
+        for place, run, theirs in digests:
+            if self._carried.digest_of(Piece(place, run)) == theirs:
                 continue
             name = self._carried.names()[place]
             words = f"{name}, or its state in the optimizer, has other bits than on the ranks after step {self.step}"
@@ -389,7 +407,7 @@ def run(orders: ShadowOrders, carried: Carried, card: str, saves: bool) -> Promo
         orders,
         lambda is_whole: connection.tell(CaughtUp() if is_whole else StillReplaying()),
     )
-    connection.tell(Ready(card, saves, is_spare=orders.is_spare))
+    connection.tell(Ready(card, saves, is_spare=orders.is_spare and not carried.is_divided))
     before = {number: signal.signal(number, _raise_terminated) for number in (signal.SIGTERM, signal.SIGINT)}
     with contextlib.suppress(_TerminatedError):
         if (assignment := _obey(connection, shadow)) is not None:

@@ -17,6 +17,7 @@ import functools
 import gc
 import inspect
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -27,7 +28,8 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.comm.collectives import can_all_to_all, shares_memory
-from paceline.errors import ConfigurationError
+from paceline.comm.device import is_accelerator
+from paceline.errors import ConfigurationError, forget_frames
 from paceline.optim.adopted_optimizer import (
     PER_ELEMENT,
     AdoptedOptimizer,
@@ -47,9 +49,10 @@ from paceline.optim.shard_state import (
     full_state,
     move,
     own_parts,
+    packed_groups,
 )
 from paceline.optim.sharded_step import Cut, Members, ShardedStep
-from paceline.optim.shares import is_dense
+from paceline.optim.shares import Part, is_dense
 from paceline.reductions.owned_mean import Owned, ScatteredParameter, for_owners
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -58,6 +61,7 @@ _WHY_ALL = (
     "the optimizer is sharded (paceline.optim.shard), so each rank takes part in every step and alone has its part of "
     "the state"
 )
+_LATER = "_divide_later"  # attribute of an optimizer that is sharded as soon as there are several ranks
 _owners = WeakIdKeyDictionary()  # of parameters: a weak reference to the sharded optimizer
 
 
@@ -106,21 +110,66 @@ def shard(
         Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stage 1.
     """
     _check(optimizer, model, per_parameter)
-    members = model.membership
-    if members.size > 1 or master_weights:
-        if whole_gradients is False and (why := _why_whole(optimizer, members)):
-            _refuse(f"whole_gradients=False is not possible, because {why}. Leave it out.")
-        is_whole, is_muon = type(optimizer) not in PER_ELEMENT, type(optimizer).__name__ == "Muon"
-        if whole_gradients and isinstance(members.model.reduction, Owned):  # an optimizer before had parts
-            members.model.reduction.disown(parameters_of(optimizer))
-        cut = Cut(is_whole=is_whole, is_muon=is_muon, has_masters=master_weights)
-        owned = (lambda: None) if whole_gradients else functools.partial(_owned_mean, optimizer, members)
-        overlap = getattr(model, "forward_overlap", None)
-        behind = None
-        if overlap is not None:
-            behind = BehindForward.of(overlap, f"paceline sharded steps of rank {members.rank}")
-        _adopt(optimizer, ShardedStep(members, cut, owned, functools.partial(_buckets_of, members), behind))
+    if model.membership.size > 1 or master_weights:
+        _divide(optimizer, model, master_weights, whole_gradients)
+    else:
+        optimizer.__dict__[_LATER] = functools.partial(_divide, optimizer, model, False, whole_gradients=True)
     return optimizer
+
+
+def _divide(
+    optimizer: Optimizer, model: Any, master_weights: bool, whole_gradients: bool | None = None
+) -> None:
+    members = model.membership
+    if whole_gradients is False and (why := _why_whole(optimizer, members)):
+        _refuse(f"whole_gradients=False is not possible, because {why}. Leave it out.")
+    is_whole, is_muon = type(optimizer) not in PER_ELEMENT, type(optimizer).__name__ == "Muon"
+    if whole_gradients and isinstance(members.model.reduction, Owned):  # an optimizer before had parts
+        members.model.reduction.disown(parameters_of(optimizer))
+    cut = Cut(is_whole=is_whole, is_muon=is_muon, has_masters=master_weights)
+    owned = (lambda: None) if whole_gradients else functools.partial(_owned_mean, optimizer, members)
+    overlap = getattr(model, "forward_overlap", None)
+    behind = None
+    if overlap is not None:
+        behind = BehindForward.of(overlap, f"paceline sharded steps of rank {members.rank}")
+    _adopt(optimizer, ShardedStep(members, cut, owned, functools.partial(_buckets_of, members), behind))
+
+
+def is_sharded(optimizer: object) -> bool:
+    """Return whether `shard` has taken this optimizer, also if it has left it as it was on one rank. Local."""
+    return isinstance(optimizer, Sharded) or _LATER in getattr(optimizer, "__dict__", ())
+
+
+def why_not_among_others(optimizer: Optimizer) -> str | None:
+    """Return why a sharded optimizer cannot go on among other ranks; None if it can. Local."""
+    found = parameters_of(optimizer)
+    if any(is_accelerator(each.device) for each in found):
+        return (
+            "an optimizer is sharded, and its parameters are on an accelerator, whose bits no shadow repeats. Leave "
+            "out shard()."
+        )
+    if isinstance(optimizer, Sharded) and optimizer._shares.cut.has_masters:
+        return "a sharded optimizer has master weights, which a shadow does not follow. Leave out master_weights=."
+    return None
+
+
+def divide_among_members(optimizer: Optimizer) -> None:
+    """Divide a sharded optimizer's state among the ranks that the model has now. Collective over them; blocks.
+
+    Each rank brings its parts, or all ranks bring the whole state. A rank that is new brings nothing.
+    """
+    later = vars(optimizer).get(_LATER)
+    if later is not None and later.args[1].membership.size > 1:
+        whole = dict(optimizer.state)
+        optimizer.state.clear()
+        del optimizer.__dict__[_LATER]
+        later()
+        assert isinstance(optimizer, Sharded)
+        optimizer._followed = ""
+        if whole:
+            optimizer.take_whole(whole)
+    if isinstance(optimizer, Sharded):
+        optimizer._follow_members()
 
 
 def full_state_dict(optimizer: Optimizer) -> dict[str, Any] | None:
@@ -152,11 +201,8 @@ def _check(optimizer: Any, model: Any, per_parameter: bool) -> None:
         )
     members: Members = model.membership  # type: ignore[assignment]
     if members.model.is_made_up_for:
-        _refuse(
-            "the model trains under paceline.Elastic, and a rank that is lost would take its part of the optimizer's "
-            "state with it. Leave out one of them."
-        )
-    if isinstance(optimizer, Sharded):
+        _refuse("the model is paceline.Elastic's already. Call shard() before paceline.Elastic(...).")
+    if is_sharded(optimizer):
         _refuse("this optimizer has been through shard() before. Call it once.")
     kind = getattr(optimizer, "_kind", type(optimizer))
     if not isinstance(optimizer, Optimizer) or kind is not type(optimizer):
@@ -278,11 +324,19 @@ class Sharded(AdoptedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._flush()
+        model = self._shares.members.model
+        if model.repeats_step:
+            return loss
         self._follow_members()
         behind = self._shares.behind
         with torch.no_grad():
             if behind is None or not self._may_defer():
-                self._shares.step(functools.partial(self._run, self.param_groups))
+                try:
+                    self._shares.step(functools.partial(self._run, self.param_groups))
+                except RuntimeError as error:
+                    if not model.is_recoverable(error):
+                        raise
+                    forget_frames(error)
             else:
                 groups = [
                     {**settings_of(group), "params": list(group["params"])} for group in self.param_groups
@@ -377,6 +431,44 @@ class Sharded(AdoptedOptimizer):
         if self._shares.members.name != self._followed:
             self._shares.divide_again()
             self._followed = self._shares.members.name
+
+    # ---- if ranks come and go (`paceline.Elastic`)
+
+    def keep_gradients_whole(self) -> None:
+        """Have every rank receive all gradients, from the next backward on. Local; on every rank."""
+        self._shares.keep_gradients_whole()
+
+    @property
+    def divided(self) -> list[Parameter]:
+        """Return the parameters that have parts, on any rank."""
+        left_out = {*self._shares.undivided}
+        return [each for index, each in enumerate(self._shares.parameters) if index not in left_out]
+
+    def held(self, parameter: Parameter, part: Part | None) -> Mapping[str, Any]:
+        """Return what this rank keeps for a part of a parameter, or for one without parts; nothing is copied. Local."""
+        if part is not None:
+            found: Mapping[str, Any] = self.__dict__["state"].get(self._shares.parts[part], {})
+            return found
+        waiting = (
+            kept for index, kept in self._waiting.items() if self._shares.parameters[index] is parameter
+        )
+        return next(waiting, {})
+
+    def held_parts(self) -> list[tuple[Parameter, Part, bool]]:
+        """Return each part of this rank with its parameter, and whether it is all of that. Local."""
+        shares = self._shares
+        return [(shares.parameters[each.index], each, shares.is_whole(each.index)) for each in shares.parts]
+
+    def take_whole(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Take this rank's parts of the whole state, by parameter and in its own dtypes. Local; on every rank."""
+        self._divide_without_state()
+        packed = {index: state[p] for index, p in enumerate(self._shares.parameters) if p in state}
+        given = {"state": packed, "param_groups": packed_groups(self.param_groups)}
+        cut, _, self._waiting = cut_state(self._shares, self.param_groups, given)
+        self.__dict__["state"] = defaultdict(
+            dict,
+            {own: cut["state"][n] for n, own in enumerate(self._shares.parts.values()) if n in cut["state"]},
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's parts of a state that is whole, or that `sharded_state_dict` returned. Local."""

@@ -72,7 +72,7 @@ def full_state(
         if sum(len(part) for part, _ in pieces[index]) != real_numel(shares.parameters[index]):
             raise _lost(index)
         whole[index] = _whole(shares, index, pieces[index])
-    return {"state": dict(sorted(whole.items())), "param_groups": _packed(groups)}
+    return {"state": dict(sorted(whole.items())), "param_groups": packed_groups(groups)}
 
 
 def _whole(shares: ShardedStep, index: int, parts: Sequence[tuple[Part, dict[str, Any]]]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _whole(shares: ShardedStep, index: int, parts: Sequence[tuple[Part, dict[str
     return {name: _shaped(each, parameter) for name, each in joined.items()}
 
 
-def _packed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def packed_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return groups with their parameters' numbers in the place of these, as torch saves them."""
     start, packed = 0, []
     for group in groups:

@@ -11,6 +11,7 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,6 +43,7 @@ Run = Callable[[Sequence[tuple[int, Parameter]]], None]
 """Steps parameters, each with the index of the optimizer's parameter that it is a part of."""
 
 _MOST_UNDER_WAY = 2
+_ENDED_S = 1.0  # until a collective of a group that has ended fails
 _NEWTON_SCHULZ_STEPS = 5
 
 
@@ -125,6 +127,7 @@ class ShardedStep:
         self.parts: dict[Part, Parameter] = {}
         self._divisions: list[Division] = []
         self._divided: set[int] = set()
+        self._given_up: list[Work] = []  # what was under way in a step that has failed
         self._buffers: dict[tuple[torch.dtype, torch.device, int | None], Tensor] = {}
 
     @property
@@ -191,12 +194,24 @@ class ShardedStep:
 
     def divide_again(self) -> None:
         """Divide all parameters among the ranks that there are now, without any state. Local."""
+        for (
+            work
+        ) in self._given_up:  # over groups that have ended: it shall not write into parameters any more
+            with contextlib.suppress(RuntimeError):
+                work.wait(_ENDED_S)
+        self._given_up = []
         self.parts, self._divisions, self._divided = {}, [], set()
         if self._owned is not None:
             self._owned.disown(self.parameters)
         self._owned = self._choose_owned()
         self._buffers.clear()
         self.follow(self.parameters)
+
+    def keep_gradients_whole(self) -> None:
+        """Have every rank receive all gradients, from the next backward on. Local; on every rank."""
+        if self._owned is not None:
+            self._owned.disown(self.parameters)
+        self._owned, self._choose_owned = None, lambda: None
 
     def is_whole(self, index: int) -> bool:
         """Return whether a parameter's part is the whole, in its own shape."""
@@ -228,16 +243,21 @@ class ShardedStep:
         """
         taken = () if self._owned is None else self._owned.take(self.parameters)
         under_way: list[_UnderWay] = []
-        for number, (exchange, parts) in enumerate(self._turns()):
-            self._lend_all(parts)
-            self._run(parts, run)
-            if self.num_ranks == 1:
-                continue
-            if len(under_way) == _MOST_UNDER_WAY:
-                self._finish(under_way.pop(0))
-            under_way.append(self._launch(exchange, number % _MOST_UNDER_WAY))
-        for launched in under_way:
-            self._finish(launched)
+        try:
+            for number, (exchange, parts) in enumerate(self._turns()):
+                self._lend_all(parts)
+                self._run(parts, run)
+                if self.num_ranks == 1:
+                    continue
+                if len(under_way) == _MOST_UNDER_WAY:
+                    self._finish(under_way[0])
+                    under_way.pop(0)
+                under_way.append(self._launch(exchange, number % _MOST_UNDER_WAY))
+            for launched in under_way:
+                self._finish(launched)
+        except RuntimeError:
+            self._given_up = [each.work for each in under_way]
+            raise
         for parameter in taken:  # which would seem to be whole
             parameter.grad = None
         torch.autograd.graph.increment_version([self.parameters[index] for index in sorted(self._divided)])

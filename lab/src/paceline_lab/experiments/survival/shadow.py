@@ -3,6 +3,7 @@
     paceline study shadow --cases 200          # seeds that the report has are left out
     paceline study shadow --cost --cases 5     # turns of 20 s a side: no shadow, a shadow, async_save, torch.save
     paceline study shadow --spare --cases 20   # ranks are killed one after the other: how long the others stand still
+    paceline study shadow --sharded --cases 50 # ranks with sharded steps are killed, which need the shadow's state
 
 A case kills all ranks at once, or ranks and shadow, or the shadow alone. Then the job is started again, and has to end
 with the bits of a run that lost nothing. In `--cost` one job trains on while the sides take turns.
@@ -36,6 +37,7 @@ _TRAINING = ["-m", "paceline_lab.experiments.survival.shadow_training"]
 _EPOCHS = 14  # of 15 steps
 _PACES_S = (0.02, 0.05, 0.1)
 _KINDS = ("ranks", "ranks", "ranks", "ranks and shadow", "shadow")
+_SHARDED_KINDS, _SHARDED_EPOCHS = ("killed", "two killed", "told"), 100
 _FOLLOWS = "follows the training"
 _TURN_S = 20.0
 
@@ -45,6 +47,7 @@ def main(
     first_seed: Annotated[int, typer.Option(help="Random seed of the first case. The others follow.")] = 0,
     cost: Annotated[bool, typer.Option(help="Instead: what a shadow costs.")] = False,
     spare: Annotated[bool, typer.Option(help="Instead: how fast it takes a lost rank's place.")] = False,
+    sharded: Annotated[bool, typer.Option(help="Instead: kill ranks whose steps are sharded.")] = False,
     quick: Quick = False,
     report_folder: ReportFolder = REPORT_FOLDER,
 ) -> None:
@@ -55,18 +58,19 @@ def main(
     if spare:
         _lose_ranks(2 if quick else cases, report_folder)
         return
-    path = report_folder / "shadow.jsonl"
+    path = report_folder / ("shadow-sharded.jsonl" if sharded else "shadow.jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
     stored = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     seeds = range(first_seed, first_seed + (2 if quick else cases))
     for seed in seeds:
         if seed not in {each["seed"] for each in stored}:
-            found = _case(seed)
+            found = _sharded_case(seed) if sharded else _case(seed)
             stored.append(found)
             with path.open("a") as lines:
                 lines.write(json.dumps(found) + "\n")
             print(found, flush=True)
-    print(_words([each for each in stored if each["seed"] in seeds]))
+    chosen = [each for each in stored if each["seed"] in seeds]
+    print(_sharded_words(chosen) if sharded else _words(chosen))
 
 
 def _words(found: Sequence[dict[str, Any]]) -> str:
@@ -134,11 +138,53 @@ def _case(seed: int) -> dict[str, Any]:
     }
 
 
+def _sharded_words(found: Sequence[dict[str, Any]]) -> str:
+    events = [event for each in found for event in each["events"]]
+    kinds = ", ".join(f"{events.count(kind)} {kind}" for kind in _SHARDED_KINDS)
+    return (
+        f"{len(found)} cases with {kinds}: {sum(each['is_equal'] for each in found)} ended with equal bits; completed "
+        f"steps that were undone: {sum(each['undone'] for each in found)}, most in a case "
+        f"{max(each['undone'] for each in found)}"
+    )
+
+
+def _sharded_case(seed: int) -> dict[str, Any]:
+    """Return what became of one job whose ranks are lost, or leave, one after the other."""
+    drawn = random.Random(f"sharded {seed}")
+    num_ranks, pace_s = drawn.randint(2, 4), drawn.choice(_PACES_S)
+    events = [drawn.choice(_SHARDED_KINDS) for _ in range(drawn.randint(1, 3))]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with terminal.started(_command(num_ranks, folder, "sharded", _SHARDED_EPOCHS, pace_s), folder) as job:
+            pids = [int(_after(job.stdout, r"pid (\d+)")) for _ in range(num_ranks)]
+            _after(job.stderr, f"({_FOLLOWS})")
+            for kind in events:
+                time.sleep(drawn.uniform(0.0, 2.0))
+                num_lost = min(2 if kind == "two killed" else 1, num_ranks - 1)
+                lost = [pids.pop(drawn.randrange(len(pids))) for _ in range(num_lost)]
+                _send(lost, signal.SIGTERM if kind == "told" else signal.SIGKILL)
+                pids += [int(_after(job.stdout, r"pid (\d+)")) for _ in lost]
+                _after(job.stderr, f"({num_ranks} ranks go on after step)")
+            (folder / "hurry").touch()
+            out, err = job.communicate(timeout=terminal.DEADLINE_S)
+    undone = [int(each) for each in re.findall(r"undone (\d+)", out)] or [-1]
+    return {
+        "seed": seed,
+        "num_ranks": num_ranks,
+        "pace_s": pace_s,
+        "events": events,
+        "undone": max(undone),
+        "is_equal": _bits(out) == _undisturbed(num_ranks, _SHARDED_EPOCHS, "logical"),
+        "said": err if min(undone) < 0 else "",
+        "load": os.getloadavg()[0],
+    }
+
+
 @functools.cache
-def _undisturbed(num_ranks: int, num_epochs: int) -> set[str]:
+def _undisturbed(num_ranks: int, num_epochs: int, kind: str = "small") -> set[str]:
     """Return the bits of a run that loses nothing."""
     with tempfile.TemporaryDirectory() as name:
-        return _bits(terminal.run(_command(num_ranks, Path(name), "small", num_epochs, 0.0), Path(name)).out)
+        return _bits(terminal.run(_command(num_ranks, Path(name), kind, num_epochs, 0.0), Path(name)).out)
 
 
 def _bits(out: str) -> set[str]:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.data import GlobalBatch, GlobalShuffle
+from paceline.optim import shard
 from paceline_lab.bench.layer_profile import default_profile
 from paceline_lab.bench.timed_model import TimedModel
 
@@ -60,6 +61,7 @@ class _Saves:
 
 def main() -> None:
     kind, folder, num_epochs, pace_s = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+    is_sharded = kind == "sharded"
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     is_timed = kind == "timed"
@@ -73,27 +75,34 @@ def main() -> None:
             each.data.zero_()
     model = paceline.DistributedDataParallel(net, batch_sampler=shuffle)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    if is_sharded:
+        shard(optimizer, model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
-    elastic = paceline.Elastic(model, optimizer, scheduler, shuffle)
+    more: dict[str, Any] = {"checkpoint": folder / "checkpoints", "shadow": 1} if is_sharded else {}
+    is_logical = kind in ("sharded", "logical")
+    elastic = paceline.Elastic(model, optimizer, scheduler, shuffle, deterministic=is_logical, **more)
     saves = _Saves(folder, net, optimizer) if is_timed else None
     sys.stdout.write(
         f"pid {os.getpid()} begins after step {elastic.step}\n"
     )  # in one write: ranks share the pipe
     sys.stdout.flush()
+    furthest = num_undone = 0
     with (folder / f"progress-{os.getpid()}").open("wb", buffering=0) as progress:
         for _ in range(shuffle.epoch, num_epochs):
             for batches in elastic.steps(DataLoader(data, batch_sampler=shuffle)):
                 os.pwrite(progress.fileno(), f"{elastic.step:12d}".encode(), 0)
+                num_undone += max(furthest - elastic.step, 0)
+                furthest = max(furthest, elastic.step)
                 if is_timed and dist.get_rank() == 0:
                     with (folder / "times").open("a") as times:
                         times.write(f"{time.time()}\n")
                 _train(model, batches, optimizer, is_timed)
-                time.sleep(pace_s)
+                time.sleep(0.0 if (folder / "hurry").exists() else pace_s)
                 scheduler.step()
                 if saves is not None and dist.get_rank() == 0:
                     saves.look()
     bits = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in net.parameters()))
-    sys.stdout.write(f"{elastic.step} steps, bits {bits.hexdigest()}\n")
+    sys.stdout.write(f"{elastic.step} steps, undone {num_undone}, bits {bits.hexdigest()}\n")
 
 
 def _train(model: Any, batches: Any, optimizer: torch.optim.Optimizer, is_timed: bool) -> None:
