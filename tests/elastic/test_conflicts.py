@@ -66,8 +66,8 @@ def said(_rank, num_ranks, cases):
         }
         try:
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            if case == "sharded":
-                shard(optimizer, model, master_weights=True)  # with one rank, else it is as it was
+            if case.startswith("sharded"):  # with one rank, else it is as it was
+                shard(optimizer, model, master_weights=case == "sharded with masters")
             sampler = others.get(case, shuffle)
             conflicts.check(model, [optimizer], [], sampler, is_deterministic)
             found[case] = conflicts.card(model, [optimizer], [], sampler)
@@ -88,18 +88,25 @@ def test_what_follows_and_what_is_refused():
         ("balance", False, {"balance": "auto"}),
         ("unused", False, {"skip_all_reduce_unused_params": True}),
         ("synchronized", False, {}),
+        ("sharded", False, {}),
     ]
     refused = [
         ("synchronized apart", False, {}),
         ("hook", False, {}),
         ("droppable", False, {}),
-        ("sharded", False, {}),
+        ("sharded with masters", False, {}),
         ("deterministic", True, {}),
         ("no sampler", False, {}),
         ("a stream", False, {}),
         ("another sampler", False, {}),
     ]
-    expected = ["process_group", "HookReduction", "droppable=", "alone has its part", "running statistics"]
+    expected = [
+        "process_group",
+        "HookReduction",
+        "droppable=",
+        "Leave out master_weights=",
+        "running statistics",
+    ]
     expected += [f"sampler={given} cannot move a lost rank's samples" for given in (None, "GlobalStream")]
     (found,) = pool(1).run(said, [*follow, *refused])
     assert all("GlobalShuffle of 8 samples" in found[case] for case, *_ in follow)
@@ -110,13 +117,27 @@ def test_what_follows_and_what_is_refused():
         assert words in found[case]
 
 
+def test_sharded_steps_need_a_shadow_and_one_host():
+    """Each refusal says what to do."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    conflicts.check_given("checkpoints", None, 0, [optimizer])
+    optimizer.__dict__["_divide_later"] = None  # as `shard` marks it on one rank
+    with pytest.raises(ConfigurationError, match="shadow=1"):
+        conflicts.check_given("checkpoints", None, 0, [optimizer])
+    conflicts.check_given("checkpoints", None, 1, [optimizer])
+    assignment = types.SimpleNamespace(num_here=2, size=4)
+    conflicts.check_assignment(False, assignment)
+    with pytest.raises(ConfigurationError, match="among 4 ranks, and 2 of them"):
+        conflicts.check_assignment(True, assignment)
+
+
 def outside_of_a_window(_rank, num_ranks):
     """What a model that outlives ranks says of a forward outside of windows."""
     net, data = nn.Linear(4, 2), [torch.ones(4)] * 8
     shuffle = GlobalShuffle(data, GlobalBatch.of(4, num_ranks))
     model = DistributedDataParallel(net, batch_sampler=shuffle)
     model._paceline_coordinator.handle_faults(object())
-    with pytest.raises(ConfigurationError, match="trains under"):
+    with pytest.raises(ConfigurationError, match=r"Call shard\(\) before paceline.Elastic"):
         shard(torch.optim.SGD(net.parameters(), lr=0.1), model)
     for batches in shuffle.steps(DataLoader(data, batch_sampler=shuffle)):
         try:
