@@ -18,7 +18,7 @@ from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.elastic import replay
 from paceline.elastic.checkpoints import CheckpointFolder
 from paceline.elastic.handover import Carried, hand_over_to_all
-from paceline.elastic.replay import Giver, Share, state_of_shadow
+from paceline.elastic.replay import CONFIRMED, HELD_BYTES, Giver, Share, state_of_shadow
 from paceline.elastic.rollback import TrainingPosition
 from paceline.elastic.shadow import Shadow, ShadowOrders
 from paceline.optim import full_state_dict, shard
@@ -177,6 +177,25 @@ def digest_of(state):
 def test_ranks_take_their_parts_of_a_whole_state():
     """Nothing is left of what they held, and they train on as the others do."""
     assert pool(2).run(take) == [[], []]
+
+
+def test_an_epoch_ends_when_the_shadow_has_applied_its_last_step():
+    """A rank that is lost afterwards takes its part along, and a loop that has ended cannot go back."""
+    it = Training("SGD", is_wrapped=False)
+    it.optimizer.__dict__["_divide_later"] = None  # as `shard` marks it on one rank
+    own, theirs = socket.socketpair()
+    giver = Giver(own, it.carried, Share(0, 1))
+    giver.go_on(TrainingPosition(5, 0, 40), BATCH)
+    waits = threading.Thread(target=giver.drain)
+    waits.start()
+    for step in (4, 5):
+        waits.join(0.2)
+        assert waits.is_alive()
+        theirs.sendall((CONFIRMED - step).to_bytes(HELD_BYTES, "big", signed=True))
+    waits.join(5)
+    assert not waits.is_alive()
+    giver.end(TrainingPosition(5, 0, 40), BATCH)
+    theirs.close()
 
 
 def test_a_shadow_that_holds_nothing_says_so():
