@@ -2,6 +2,7 @@
 
     paceline study shadow --cases 200          # seeds that the report has are left out
     paceline study shadow --cost --cases 5     # turns of 20 s a side: no shadow, a shadow, async_save, torch.save
+    paceline study shadow --cost --free-core   # ranks share the machine's cores but one, which the shadow has
     paceline study shadow --spare --cases 20   # ranks are killed one after the other: how long the others stand still
     paceline study shadow --sharded --cases 50 # ranks with sharded steps are killed, which need the shadow's state
 
@@ -46,6 +47,7 @@ def main(
     cases: Annotated[int, typer.Option(min=1, help="Number of cases, or of turns of each side.")] = 200,
     first_seed: Annotated[int, typer.Option(help="Random seed of the first case. The others follow.")] = 0,
     cost: Annotated[bool, typer.Option(help="Instead: what a shadow costs.")] = False,
+    free_core: Annotated[bool, typer.Option(help="With --cost: the shadow has a core of its own.")] = False,
     spare: Annotated[bool, typer.Option(help="Instead: how fast it takes a lost rank's place.")] = False,
     sharded: Annotated[bool, typer.Option(help="Instead: kill ranks whose steps are sharded.")] = False,
     quick: Quick = False,
@@ -53,7 +55,7 @@ def main(
 ) -> None:
     """Kill trainings that a shadow follows, or measure what it costs them."""
     if cost:
-        _measure(1 if quick else cases, report_folder)
+        _measure(1 if quick else cases, report_folder, free_core)
         return
     if spare:
         _lose_ranks(2 if quick else cases, report_folder)
@@ -248,19 +250,21 @@ def _stall(progress: Path, lost: int) -> float:
     return longest_s
 
 
-def _measure(num_turns: int, report_folder: Path) -> None:
+def _measure(num_turns: int, report_folder: Path, has_free_core: bool) -> None:
     """Print the steps of each side, and store all times."""
+    cores = sorted(os.sched_getaffinity(0))
+    theirs, the_shadows = (cores[:-1], cores[-1:]) if has_free_core else (cores, cores)
     windows: dict[str, list[tuple[float, float]]] = {"none": [], "shadow": [], "async": [], "plain": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "mode").write_text("none")
         command = _command(4, folder, "timed", 100_000, 0.0)
-        with terminal.started(command, folder) as job:
+        with terminal.started(_on(theirs, command), folder, cold=True) as job:
             for _ in range(4):
                 _after(job.stdout, r"pid (\d+)")
             for turn in range(num_turns):
                 for side in sorted(windows, key=lambda _: random.Random(turn).random()):
-                    windows[side].append(_one_turn(side, folder, command))
+                    windows[side].append(_one_turn(side, folder, command, the_shadows))
             _kill(terminal.alive(job))
         times = [float(line) for line in (folder / "times").read_text().splitlines()]
         saves = [json.loads(line) for line in (folder / "saves").read_text().splitlines()]
@@ -274,8 +278,9 @@ def _measure(num_turns: int, report_folder: Path) -> None:
         for side, own in windows.items()
     }
     report_folder.mkdir(parents=True, exist_ok=True)
-    record = {"steps_s": steps, "saves": saves, "load": os.getloadavg(), "cores": os.cpu_count()}
-    (report_folder / "shadow-cost.json").write_text(json.dumps(record))
+    record = {"steps_s": steps, "saves": saves, "load": os.getloadavg(), "cores": [theirs, the_shadows]}
+    name = "shadow-cost-free-core.json" if has_free_core else "shadow-cost.json"
+    (report_folder / name).write_text(json.dumps(record))
     base = statistics.median(steps["none"])
     for side, own in steps.items():
         ninety_nine = statistics.quantiles(own, n=100)[98]
@@ -287,10 +292,15 @@ def _measure(num_turns: int, report_folder: Path) -> None:
             f"{side}: {len(own)} steps, median {median * 1e3:.1f} ms ({median / base:.3f}), "
             f"p99 {ninety_nine / statistics.quantiles(steps['none'], n=100)[98]:.3f}, mean {mean:.3f}{age}"
         )
-    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    print(f"load {os.getloadavg()[0]:.1f}; ranks on cores {theirs}, the shadow on {the_shadows}")
 
 
-def _one_turn(side: str, folder: Path, command: Sequence[str]) -> tuple[float, float]:
+def _on(cores: Sequence[int], command: Sequence[str]) -> list[str]:
+    """Return a command that keeps to these cores, if it is no fork of another process."""
+    return ["taskset", "--cpu-list", ",".join(map(str, cores)), *command]
+
+
+def _one_turn(side: str, folder: Path, command: Sequence[str], cores: Sequence[int]) -> tuple[float, float]:
     """Return when the side began and ended."""
     if side != "shadow":
         (folder / "mode").write_text(side)
@@ -299,7 +309,7 @@ def _one_turn(side: str, folder: Path, command: Sequence[str]) -> tuple[float, f
         (folder / "mode").write_text("none")
         return begin, time.time()
     words = ["paceline", "shadow", "checkpoints", "--keep", "1", "--write-every", "10s", "--", *command[6:]]
-    with terminal.started(words, folder) as shadow:
+    with terminal.started(_on(cores, words), folder, cold=True) as shadow:
         _after(shadow.stderr, f"({_FOLLOWS})")
         begin = time.time()
         time.sleep(_TURN_S)
