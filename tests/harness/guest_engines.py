@@ -359,6 +359,12 @@ exit "$status"
 """
 
 
+def _tasks_of(numbers: str) -> list[str]:
+    """Return the numbers of the tasks in a record of an array. Those that have never run share one, `0-2,4`."""
+    found = re.findall(r"(\d+)-?(\d*)", numbers)
+    return [str(each) for first, last in found for each in range(int(first), int(last or first) + 1)]
+
+
 class SlurmArray(_OnCluster):
     """An array of Slurm tasks, of a node each, as in examples/clusters/elastic.sbatch."""
 
@@ -402,7 +408,8 @@ class SlurmArray(_OnCluster):
     def _look(self) -> None:
         said = self._slurm.say("scontrol", "show", "job", self._array)
         found = [dict(re.findall(r"(\w+)=(\S*)", each)) for each in said.split("\n\n")]
-        self._tasks |= {each["ArrayTaskId"]: each for each in found if "ArrayTaskId" in each}
+        for each in found:
+            self._tasks |= dict.fromkeys(_tasks_of(each.get("ArrayTaskId", "")), each)
         for number, task in self._tasks.items():
             name = f"{self._array}_{number}"
             is_due = time.monotonic() >= self._returns.get(name, 0.0) and not self.is_told

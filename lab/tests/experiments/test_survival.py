@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,3 +244,17 @@ def test_engines_take_turns_and_every_kind_of_event_happens() -> None:
         kind for kind, first in kinds if first
     }
     assert {"all told", "started after the end", "late name"} <= {kind for kind, _ in kinds}
+
+
+def test_an_array_has_ended_when_all_of_its_tasks_have() -> None:
+    """Slurm shows tasks that have never run in one record, and later each in a record of its own."""
+    shown = ["JobId=1 ArrayTaskId=0-1 JobState=PENDING"]
+    shown += [f"JobId={n} ArrayTaskId={n - 2} JobState=COMPLETED\n\n" for n in (2, 3)]
+    slurm = guests.SlurmArray.__new__(guests.SlurmArray)
+    slurm._tasks, slurm._array, slurm._returns, slurm.is_told = {}, "1", {}, False
+    ended = []
+    for said in (shown[0], shown[1] + shown[0].replace("0-1", "1"), shown[1] + shown[2]):
+        slurm._slurm = SimpleNamespace(say=lambda *_, said=said: said)  # type: ignore[assignment]
+        slurm._look()
+        ended.append(slurm.has_ended)
+    assert ended == [False, False, True]
