@@ -217,6 +217,8 @@ class Rank:
         notice = folder / f"notice-{node}"
         while notice.exists():
             time.sleep(0.1)
+        sys.executable = setting.pop("EXECUTABLE", sys.executable)  # that starts the agent
+        os.environ.pop("PYTHONBREAKPOINT", None)  # with this variable of Ray's a Python would not be warm
         os.environ.update(setting, PACELINE_LOCAL_ADDR=node, LOCAL_RANK=str(number))
         host = os.uname().nodename
         sys.argv = [each.replace("@HOST", host) for each in script]

@@ -478,8 +478,8 @@ class RayActors(_OnCluster):
         command = [sys.executable, str(self._folder / "driver.py"), self._cluster.address, str(self._folder)]
         command += [_TRAINING, *self.arguments("")]
         command[5] = str(self._folder / "@HOST")
-        setting = json.dumps(self.settings(f"file:{self._folder / 'peers'}"))
-        self._drivers.append(self._head.start(command, SETTING=setting))
+        setting = self.settings(f"file:{self._folder / 'peers'}") | {"EXECUTABLE": self._job.job.python}
+        self._drivers.append(self._head.start(command, SETTING=json.dumps(setting)))
 
     def _look(self) -> None:
         for name, at in list(self._returns.items()):
