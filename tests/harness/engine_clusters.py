@@ -216,6 +216,8 @@ class Rank:
         node = ray.util.get_node_ip_address()
         notice = folder / f"notice-{node}"
         while notice.exists():
+            if (folder / "stops").exists():  # all ranks are told to end: this one has not begun, and never does
+                return 143
             time.sleep(0.1)
         sys.executable = setting.pop("EXECUTABLE", sys.executable)  # that starts the agent
         os.environ.pop("PYTHONBREAKPOINT", None)  # with this variable of Ray's a Python would not be warm

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from harness.engine_clusters import RAY_DRIVER
 from paceline_lab.experiments.survival import cases, guests, study
 from paceline_lab.experiments.survival.job import Job, Outcome, problems, reference, trained
 from paceline_lab.experiments.survival.record import Case, Report, words
@@ -258,3 +262,31 @@ def test_an_array_has_ended_when_all_of_its_tasks_have() -> None:
         slurm._look()
         ended.append(slurm.has_ended)
     assert ended == [False, False, True]
+
+
+FAKE_RAY = """
+from types import SimpleNamespace
+util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
+exceptions = SimpleNamespace(RayError=RuntimeError)
+def init(**_): pass
+def wait(refs, **_): return refs, []
+def get(ref): return ref[0]
+def remote(**_):
+    def make(of):
+        def start():
+            return SimpleNamespace(train=SimpleNamespace(remote=lambda *words: (of().train(*words), object())))
+        return SimpleNamespace(remote=start)
+    return make
+"""
+
+
+def test_an_actor_that_begins_as_all_are_told_ends(tmp_path: Path) -> None:
+    """Its node has a notice, which never goes, because nothing is to run again."""
+    (tmp_path / "ray.py").write_text(FAKE_RAY)
+    (tmp_path / "driver.py").write_text(RAY_DRIVER)
+    (tmp_path / "ranks").write_text("1")
+    for name in ("notice-10.0.0.1", "stops"):
+        (tmp_path / name).touch()
+    command = [sys.executable, "-S", str(tmp_path / "driver.py"), "head:1", str(tmp_path), "a script"]
+    subprocess.run(command, env={"SETTING": "{}"}, timeout=60, check=True)
+    assert (tmp_path / "codes").read_text() == "[143]"
