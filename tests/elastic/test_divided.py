@@ -170,6 +170,38 @@ def take(rank, num_ranks):
     return wrong
 
 
+def gather(rank, num_ranks):
+    """Let all ranks hold the whole state between two steps; return what then differs."""
+    wrong = []
+    for kind in KINDS:
+        it, other = Training(kind), Training(kind)
+        for step in range(4):
+            it.train(rank)
+            other.train(rank)
+            if step == 2:
+                before = full_state_dict(it.optimizer)
+                it.optimizer.gather_whole()
+                held = {
+                    index: it.optimizer.whole(each)
+                    for index, each in enumerate(it.optimizer.param_groups[0]["params"])
+                }
+                held = {"state": {index: kept for index, kept in held.items() if kept}}
+                if before is not None and digest_of(held) != digest_of(before):
+                    wrong.append((kind, "whole"))
+                divide_among_members(it.optimizer)
+                after = full_state_dict(it.optimizer)
+                if before is not None and digest_of(after) != digest_of(before):
+                    wrong.append((kind, "divided"))
+        if not all(map(torch.equal, it.net.parameters(), other.net.parameters())):
+            wrong.append(kind)
+    return wrong
+
+
+def test_ranks_gather_the_state_before_some_leave():
+    """So a rank that is told to go takes nothing along, and one that comes receives all."""
+    assert pool(2).run(gather) == [[], []]
+
+
 def digest_of(state):
     return [(index, sorted(kept), digest(list(kept.values()))) for index, kept in state["state"].items()]
 

@@ -239,6 +239,21 @@ def test_ranks_with_sharded_steps_take_the_state_of_the_shadow(folder, undisturb
 
 
 @pytest.mark.slow
+def test_a_rank_with_sharded_steps_leaves_before_a_shadow_is_there(folder, undisturbed_logical):
+    """It takes nothing along. Another comes in, and has its part."""
+    with started(["paceline", *RUN, "names", "spare", "logical", "shard"], folder, SLOW) as job:
+        out, err = Read(job.stdout), Read(job.stderr)
+        pids = re.findall(r"pid (\d+)", out.wait_for(r"(?s)pid \d+ .*pid \d+ ")[0])
+        os.kill(int(pids[0]), signal.SIGTERM)
+        err.wait_for(r"1 ranks go on after step \d+, without rank")
+        assert "follows the training" not in err.text
+        err.wait_for(r"2 ranks go on after step \d+, with 1 that came in")
+        (folder / "hurry").touch()
+        assert job.wait(DEADLINE_S) == 0, err.text
+    assert bits_in(out.text) == undisturbed_logical
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # two shadows and four ranks begin
 @pytest.mark.parametrize("is_elsewhere", [False, pytest.param(True, id="elsewhere")])
 def test_ranks_of_an_engine_are_all_killed_and_those_that_it_starts_have_the_same_bits(

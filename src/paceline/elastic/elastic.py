@@ -150,6 +150,8 @@ class Elastic:
             )
         if connection is None:
             if self._resume():
+                for each in optimizers:
+                    divide_among_members(each)
                 self._late = LateStart(carried, sampler, own_epoch, self._position, self._rollback)
             else:
                 group = model.membership.process_group
@@ -401,6 +403,7 @@ class Elastic:
         assert client is not None
         while client.is_leaving:
             self._settle()
+            self._gather()
             try:
                 assignment = client.next_assignment(self._position)
             except EndedError:
@@ -412,7 +415,7 @@ class Elastic:
                     self._save()
                 raise SystemExit(leaving.told.code) from None
             if self._carried.is_divided and self._agreed_at != NOT_YET:  # it has had parts
-                self._is_void |= client.watcher.is_over or bool(assignment.lost or assignment.left)
+                self._is_void |= client.watcher.is_over
             try:
                 with given_up_when(lambda: client.watcher.is_over):
                     self._follow(assignment)
@@ -422,6 +425,21 @@ class Elastic:
                 if not client.is_over_because_of(error):
                     raise
                 forget_frames(error)
+
+    def _gather(self) -> None:
+        """Gather sharded optimizers' states before ranks leave or come in, unless one was lost. Collective; blocks."""
+        client = self._client
+        assert client is not None
+        if client.watcher.is_over or self._agreed_at == NOT_YET:
+            return
+        try:
+            for each in self._carried.optimizers:
+                if isinstance(each, Sharded):
+                    each.gather_whole()
+        except RuntimeError as error:
+            if not client.is_over_because_of(error):
+                raise
+            forget_frames(error)
 
     def _save(self) -> None:
         """Make the checkpoint of the last completed step, and tell the agent how that went. Local."""

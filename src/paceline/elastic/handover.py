@@ -10,8 +10,9 @@ Rules
 5. Schedules are loaded, not stepped: to step one as often gives other bits.
 6. No generator's state is sent. Each step seeds the generators from the rank's seeds and the place in the data. So a
    process that takes a lost rank's place draws the numbers that the lost rank would have drawn.
-7. A rank has parts of a sharded optimizer's state alone (`optim.shard`). If one is lost or leaves, or if a step was
-   given up, no rank holds a whole state. Then rank 0 receives the shadow's, and all ranks take that.
+7. A rank has parts of a sharded optimizer's state alone (`optim.shard`). If one is lost, or a step was given up, no
+   rank holds a whole state. Then rank 0 receives the shadow's, and all ranks take that. Before a rank leaves or comes
+   in, all ranks gather the whole state.
 """
 
 from __future__ import annotations
@@ -138,9 +139,9 @@ class Carried:
         return any(map(is_sharded, self.optimizers))
 
     def of(self, parameter: Parameter) -> list[Any]:
-        """Return one parameter and its state in each optimizer, but for sharded ones. Nothing is copied."""
+        """Return one parameter and its state in each optimizer; of a sharded one, what it has gathered. No copies."""
         states = (
-            None if isinstance(each, Sharded) else each.state.get(parameter) or None
+            (each.whole(parameter) if isinstance(each, Sharded) else each.state.get(parameter)) or None
             for each in self.optimizers
         )
         return [parameter.detach(), *states]
@@ -275,7 +276,7 @@ class Carried:
             for place, each in enumerate(self.optimizers, 1):
                 if isinstance(each, Sharded):
                     states = zip(self.parameters, (its[place] for its in tree["parameters"]), strict=True)
-                    each.take_whole({parameter: state for parameter, state in states if state is not None})
+                    each.hold_whole({parameter: state for parameter, state in states if state is not None})
             for each, own_state in zip(self.optimizers, tree["optimizers"], strict=True):
                 _put_own_state(each, own_state)
             for parameter, given in zip(self.parameters, tree["parameters"], strict=True):

@@ -400,7 +400,13 @@ def run(orders: ShadowOrders, carried: Carried, card: str, saves: bool) -> Promo
     """
     folder = CheckpointFolder(orders.folder, card, orders.keep)
     folder.open()
-    connection = AgentConnection.to_job(orders.job)
+    try:
+        connection = AgentConnection.to_job(orders.job)
+    except ConfigurationError:
+        if not orders.is_spare:
+            raise
+        sys.stderr.write("paceline shadow: the job ended before its shadow was there\n")
+        raise SystemExit(0) from None
     shadow = Shadow(
         carried,
         folder,

@@ -50,6 +50,7 @@ from paceline.optim.shard_state import (
     move,
     own_parts,
     packed_groups,
+    state_of_all,
 )
 from paceline.optim.sharded_step import Cut, Members, ShardedStep
 from paceline.optim.shares import Part, is_dense
@@ -154,9 +155,9 @@ def why_not_among_others(optimizer: Optimizer) -> str | None:
 
 
 def divide_among_members(optimizer: Optimizer) -> None:
-    """Divide a sharded optimizer's state among the ranks that the model has now. Collective over them; blocks.
+    """Divide a sharded optimizer's state among the ranks that the model has now. Collective over them; may block.
 
-    Each rank brings its parts, or all ranks bring the whole state. A rank that is new brings nothing.
+    Every rank brings the whole state (`gather_whole`, `hold_whole`). Or none does, and their parts move.
     """
     later = vars(optimizer).get(_LATER)
     if later is not None and later.args[1].membership.size > 1:
@@ -165,11 +166,12 @@ def divide_among_members(optimizer: Optimizer) -> None:
         del optimizer.__dict__[_LATER]
         later()
         assert isinstance(optimizer, Sharded)
-        optimizer._followed = ""
-        if whole:
-            optimizer.take_whole(whole)
+        optimizer._gathered, optimizer._followed = whole, ""
     if isinstance(optimizer, Sharded):
-        optimizer._follow_members()
+        if optimizer._gathered:
+            optimizer._cut_gathered(optimizer._gathered)
+        else:
+            optimizer._follow_members()
 
 
 def full_state_dict(optimizer: Optimizer) -> dict[str, Any] | None:
@@ -302,7 +304,7 @@ def _buckets_of(members: Members) -> list[list[Parameter]]:
 def _adopt(optimizer: Optimizer, shares: ShardedStep) -> None:
     begun, members = optimizer.state_dict() if optimizer.state else None, shares.members
     followed = members.name if members.epoch == 0 else ""
-    adopt(optimizer, Sharded, "shard", _shares=shares, _waiting={}, _followed=followed)
+    adopt(optimizer, Sharded, "shard", _shares=shares, _waiting={}, _followed=followed, _gathered=None)
     members.keep_together(_WHY_ALL)
     for parameter in parameters_of(optimizer):
         _owners[parameter] = weakref.ref(optimizer)
@@ -317,6 +319,7 @@ class Sharded(AdoptedOptimizer):
     _shares: ShardedStep
     _waiting: Waiting  # state of parameters that have no parts yet
     _followed: str  # the name of the membership for whose ranks the state is divided
+    _gathered: Mapping[Tensor, Mapping[str, Any]] | None  # the whole state, between two memberships
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -444,6 +447,16 @@ class Sharded(AdoptedOptimizer):
         left_out = {*self._shares.undivided}
         return [each for index, each in enumerate(self._shares.parameters) if index not in left_out]
 
+    def gather_whole(self) -> None:
+        """Let every rank hold the whole state until `divide_among_members`. Collective; blocks."""
+        shares = self._shares
+        found = state_of_all(shares, self.__dict__["state"], self._waiting)
+        self._gathered = {shares.parameters[index]: kept for index, kept in found.items()}
+
+    def whole(self, parameter: Parameter) -> Mapping[str, Any] | None:
+        """Return what was gathered of a parameter's state; None if nothing was. Local."""
+        return None if self._gathered is None else self._gathered.get(parameter)
+
     def held(self, parameter: Parameter, part: Part | None) -> Mapping[str, Any]:
         """Return what this rank keeps for a part of a parameter, or for one without parts; nothing is copied. Local."""
         if part is not None:
@@ -459,16 +472,19 @@ class Sharded(AdoptedOptimizer):
         shares = self._shares
         return [(shares.parameters[each.index], each, shares.is_whole(each.index)) for each in shares.parts]
 
-    def take_whole(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Take this rank's parts of the whole state, by parameter and in its own dtypes. Local; on every rank."""
+    def hold_whole(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Hold this whole state, by parameter and in its own dtypes, until `divide_among_members`. Local."""
+        self._shares.end_failed_step()
+        self._gathered = state
+
+    def _cut_gathered(self, whole: Mapping[Tensor, Mapping[str, Any]]) -> None:
         self._divide_without_state()
-        packed = {index: state[p] for index, p in enumerate(self._shares.parameters) if p in state}
+        self._gathered, shares = None, self._shares
+        packed = {index: whole[each] for index, each in enumerate(shares.parameters) if each in whole}
         given = {"state": packed, "param_groups": packed_groups(self.param_groups)}
-        cut, _, self._waiting = cut_state(self._shares, self.param_groups, given)
-        self.__dict__["state"] = defaultdict(
-            dict,
-            {own: cut["state"][n] for n, own in enumerate(self._shares.parts.values()) if n in cut["state"]},
-        )
+        cut, _, self._waiting = cut_state(shares, self.param_groups, given)
+        own = {part: cut["state"][n] for n, part in enumerate(shares.parts.values()) if n in cut["state"]}
+        self.__dict__["state"] = defaultdict(dict, own)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's parts of a state that is whole, or that `sharded_state_dict` returned. Local."""

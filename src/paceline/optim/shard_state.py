@@ -200,6 +200,17 @@ def move(shares: ShardedStep, state: defaultdict[Tensor, Any], waiting: Waiting)
             waiting[index] = _whole(shares, index, pieces[index])
 
 
+def state_of_all(
+    shares: ShardedStep, state: Mapping[Tensor, Any], waiting: Waiting
+) -> dict[int, dict[str, Any]]:
+    """Return the whole state by the indices of parameters, on every rank. Collective; blocks."""
+    own, pieces = _own(shares, state), Pieces()
+    for source in range(shares.num_ranks):
+        for part, kept in _broadcast(shares, own, source):
+            pieces.setdefault(part.index, []).append((part, kept))
+    return {**waiting, **{index: _whole(shares, index, parts) for index, parts in pieces.items()}}
+
+
 def _without_master(shares: ShardedStep, part: Part, own: Parameter, kept: dict[str, Any]) -> dict[str, Any]:
     """Give a master weight what was kept for it, and return the rest."""
     master = kept.pop(MASTER, None)

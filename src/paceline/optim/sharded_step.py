@@ -192,14 +192,15 @@ class ShardedStep:
                     runs.append((rank, part.start, part.stop))
         return owners
 
-    def divide_again(self) -> None:
-        """Divide all parameters among the ranks that there are now, without any state. Local."""
-        for (
-            work
-        ) in self._given_up:  # over groups that have ended: it shall not write into parameters any more
+    def end_failed_step(self) -> None:
+        """Wait until what was under way in a step that has failed writes into no parameter any more. Local."""
+        for work in self._given_up:
             with contextlib.suppress(RuntimeError):
                 work.wait(_ENDED_S)
         self._given_up = []
+
+    def divide_again(self) -> None:
+        """Divide all parameters among the ranks that there are now, without any state. Local."""
         self.parts, self._divisions, self._divided = {}, [], set()
         if self._owned is not None:
             self._owned.disown(self.parameters)
