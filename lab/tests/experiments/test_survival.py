@@ -280,6 +280,7 @@ def remote(**_):
 """
 
 
+@pytest.mark.processes
 def test_an_actor_that_begins_as_all_are_told_ends(tmp_path: Path) -> None:
     """Its node has a notice, which never goes, because nothing is to run again."""
     (tmp_path / "ray.py").write_text(FAKE_RAY)
