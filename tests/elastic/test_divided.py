@@ -120,6 +120,7 @@ def follow(rank, num_ranks, path):
         if thread is None:
             continue
         thread.join(30)
+        shadow.finish()  # else it may still write as the folder is removed
         if (shadow.is_whole, shadow.step) != (True, 14) or shadow._num_differences:
             wrong.append((kind, shadow.is_whole, shadow.step, shadow._num_differences))
         if not all(map(torch.equal, it.net.parameters(), followed.net.parameters())):
