@@ -310,11 +310,13 @@ def test_the_first_host_beyond_the_most_is_the_shadow(folder, undisturbed_alike)
     """Of two hosts one may train. It is lost, and the other goes on from what its shadow writes: with the same bits."""
     hosts = ["127.77.0.1", "127.77.0.2"]
     job = SLOW | {"PACELINE_PEERS": ",".join(hosts), "PACELINE_NODES": "1:1", "PACELINE_RANKS_PER_HOST": "2"}
-    job |= {"PACELINE_JOB": str(folder), "PACELINE_LOST_AFTER": "300", "PACELINE_JOIN_TIMEOUT": "1"}
+    job |= {"PACELINE_JOB": str(folder), "PACELINE_LOST_AFTER": "300"}
     command = ["python", "train.py", "names", "spare"]
 
     def begin(host):
-        ranks = [started(command, folder, job | {"PACELINE_LOCAL_ADDR": hosts[host]}) for _ in range(2)]
+        timeout = ("1", "15")[host]  # or the second one begins a job, too
+        own = {"PACELINE_LOCAL_ADDR": hosts[host], "PACELINE_JOIN_TIMEOUT": timeout}
+        ranks = [started(command, folder, job | own) for _ in range(2)]
         return [stack.enter_context(rank) for rank in ranks]
 
     with contextlib.ExitStack() as stack:
