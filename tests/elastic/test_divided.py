@@ -105,6 +105,7 @@ def follow(rank, num_ranks, path):
             end, ends = ends_of(rank, num_ranks, f"{path}/{kind}")
             if ends:
                 followed = Training(kind, is_wrapped=False)
+                followed.optimizer.__dict__["_divide_later"] = None  # as `shard` marks it on one rank
                 folder = CheckpointFolder(Path(path) / f"{kind}-checkpoints", "a card")
                 shadow = Shadow(followed.carried, folder, ShadowOrders("", 3, 1000.0, "none"))
                 shadow.begin(ends)

@@ -269,7 +269,8 @@ class Shadow:
             self._note(f"follows the training from step {turn} on")
         if self.is_whole:
             self._compare(bundles)
-        for each in self._streams:
+        # Else no rank reads it, and a rank that dies with unread words takes along what it has not sent over TCP.
+        for each in self._streams if self._carried.is_divided else ():
             each.confirm(turn)
 
     def _compare(self, bundles: Sequence[_Bundle]) -> None:
