@@ -14,11 +14,13 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from harness import warm
+from paceline.elastic.agent_connection import RESUME
 from paceline.launch import command_line
 from paceline.launch.agent import _ranks_failed
 from paceline.launch.elastic.agent import Agent
 from paceline.launch.elastic.local_ranks import Phase
-from paceline.launch.elastic.plan import Address, Decider, Member, OneHost, Plan, Proposal, Start
+from paceline.launch.elastic.plan import NOT_STARTED, Address, Decider, Member, OneHost, Plan, Proposal, Start
+from paceline.launch.elastic.shadows import Shadows, ShadowStart
 from paceline.launch.elastic.starting import Starter
 from paceline.launch.launch_errors import LaunchError
 
@@ -299,6 +301,27 @@ class OthersFirst(Decider):
         return False
 
 
+class Spare(OthersFirst):
+    """There is room for this host once the other one is lost. Its ranks begin anew then."""
+
+    others_are_lost = False
+
+    def decide(self, proposal: Proposal) -> Plan | None:
+        if not self.others_are_lost:
+            return super().decide(proposal)
+        members = tuple(proposal.steps)
+        return Plan(proposal.epoch, members, NOT_STARTED, Address("127.0.0.1", 7), num_new=len(members))
+
+    def is_spare(self) -> bool:
+        return not self.others_are_lost
+
+    def may_come_in(self) -> bool:
+        return self.others_are_lost
+
+    def why_over(self, epoch: int) -> str | None:
+        return "there is not heard any more" if self.others_are_lost and epoch < 5 else None
+
+
 MOST_LOOKS = 6000  # of at least 5 ms each
 
 
@@ -397,6 +420,45 @@ def test_a_plan_that_counts_on_ranks_that_have_left_is_ended(
     finally:
         agent.end(signal.SIGTERM)
     assert [epoch for epoch, _ in decider.asked] == [0, 5, 6, 7]
+
+
+# In the place of python, for a shadow.
+WRITES = """#!/bin/sh
+trap 'sleep 0.2; touch written; exit' TERM
+touch follows
+while :; do sleep 0.01; done
+"""
+
+
+@pytest.mark.processes
+def test_a_spare_begins_anew_when_its_shadow_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shadow had not been told to end if the plan came in the same moment as the loss: all waited for ever."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(RESUME, "")  # is set below
+    decider = Spare()
+    agent, notes = made(tmp_path, monkeypatch, RANK, decider, 1)
+    shadow = tmp_path / "shadow"
+    shadow.write_text(WRITES)
+    shadow.chmod(0o700)
+    start = ShadowStart(["train.py"], 5.0, "checkpoints", "127.0.0.1:9")
+    try:
+        while not agent._ranks.in_phase(Phase.WAITING):
+            agent.look()
+        monkeypatch.setattr("sys.executable", str(shadow))
+        with Shadows(f"paceline-test/{os.getpid()}", start, notes.append) as agent.shadows:
+            while not (tmp_path / "follows").exists():
+                agent.look()
+            decider.others_are_lost = True
+            looks = 0
+            while not agent.is_over and looks < MOST_LOOKS:
+                agent.look()
+                looks += 1
+            assert (agent.is_over, (tmp_path / "written").exists()) == (True, True)
+    finally:
+        agent.end(signal.SIGTERM)
+    assert "1 ranks begin again: those before them were all lost" in notes
 
 
 class Connected(OthersFirst):

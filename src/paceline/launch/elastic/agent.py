@@ -431,12 +431,15 @@ class Agent:
         plan = self._decider.decide(
             Proposal(self._epoch + 1, steps, store, self._is_pausing, leaves, can_save, left)
         )
-        is_writing = self.shadows is not None and self.shadows.is_writing
-        if plan is not None and plan.num_new == len(plan.members) and is_writing:
-            return  # these ranks begin anew from what it writes
-        if plan is not None:
+        if plan is not None and not self._awaits_shadow(plan):
             self._count_tries(plan)
             self._follow(plan)
+
+    def _awaits_shadow(self, plan: Plan) -> bool:
+        """Return whether ranks of this host begin anew from what a shadow still writes. It is told to end."""
+        is_here = any(member.host == self._decider.name for member in plan.members)
+        begins_anew = is_here and plan.num_new == len(plan.members)
+        return begins_anew and self.shadows is not None and not self.shadows.finish()
 
     def _has_gathered(self, waiting: list[Rank]) -> bool:
         """Return whether enough ranks of this host wait for training to begin."""

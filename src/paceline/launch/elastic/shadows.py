@@ -114,8 +114,7 @@ class Shadows:
         self._listener.close()
         for shadow in self._shadows:
             shadow.process.close()
-        if self._how.is_elsewhere:
-            self._end_started()
+        self.finish()
         for each in self._started:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 each.wait(_FINISH_S)
@@ -147,27 +146,26 @@ class Shadows:
             if shadow in self._shadows and epoch != NOT_STARTED:
                 self._serve(shadow, training, epoch, card)
 
-    @property
-    def is_writing(self) -> bool:
-        """Return whether a shadow that was started here, and follows other hosts, may still write what it holds."""
-        return self._how.is_elsewhere and any(each.poll() is None for each in self._started)
+    def finish(self) -> bool:
+        """Have a shadow that was started here and follows other hosts write and end. Return whether it has."""
+        if self._how.is_elsewhere:
+            self._end_started()
+        return not self._how.is_elsewhere or all(each.poll() is not None for each in self._started)
 
     def _start(self, folder: str) -> None:
         """Start the shadow that was asked for."""
         how = self._how
         command = [sys.executable, "-m", "paceline", "shadow", folder, *how.command]
-        environment = {**os.environ, LOST_AFTER: f"{how.lost_after_s:g}"}
         has_terminal = how.peers is None
-        if not has_terminal:  # the shadow is no rank of the engine
-            environment = {name: each for name, each in environment.items() if name not in (PEERS, PREPARED)}
-        said = None if has_terminal else subprocess.PIPE
+        dropped = () if has_terminal else (PEERS, PREPARED)  # the shadow is no rank of the engine
+        environment = {name: each for name, each in os.environ.items() if name not in dropped}
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=said,
+            stdout=None if has_terminal else subprocess.PIPE,
             stderr=None if has_terminal else subprocess.STDOUT,
             start_new_session=True,
-            env=environment,
+            env=environment | {LOST_AFTER: f"{how.lost_after_s:g}"},
         )
         self._started.append(process)
         self._is_wanted = self._is_ending = False
@@ -175,8 +173,9 @@ class Shadows:
             threading.Thread(target=self._pass_on, args=(process.stdout,), daemon=True).start()
 
     def _pass_on(self, said: IO[bytes]) -> None:
-        for line in said:
-            self._note(line.decode(errors="replace").rstrip())
+        with said:
+            for line in said:
+                self._note(line.decode(errors="replace").rstrip())
 
     def _look_at_started(self, is_due: bool) -> None:
         """End a shadow that is not due any more. One that has ended may be needed again: training begins anew."""
