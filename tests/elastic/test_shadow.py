@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 import types
 
 import pytest
@@ -12,7 +13,8 @@ from paceline.elastic.checkpoints import CheckpointFolder
 from paceline.elastic.handover import Carried
 from paceline.elastic.replay import Giver, Share
 from paceline.elastic.rollback import TrainingPosition
-from paceline.elastic.shadow import Shadow, ShadowOrders
+from paceline.elastic.shadow import Shadow, ShadowOrders, _Stream
+from paceline.elastic.shared_memory import SharedMemory
 from paceline.errors import ConfigurationError, ReplicaMismatchError
 
 BATCH = GlobalBatch((4, 4))
@@ -49,7 +51,8 @@ def train(it):
 class Job:
     """Ranks, and a shadow that follows them in a thread."""
 
-    def __init__(self, folder, num_ranks=3, write_every_s=1000.0):
+    def __init__(self, folder, num_ranks=3, write_every_s=1000.0, pair=socket.socketpair):
+        self.pair = pair
         self.ranks = [training() for _ in range(num_ranks)]
         self.ranks[0].carried.seeds = ((1, 2, 3), (4, 5, 6))
         self.followed = training()
@@ -62,7 +65,7 @@ class Job:
     def begin(self, ranks=None):
         """Let the shadow follow these ranks: a membership."""
         self.members = self.ranks if ranks is None else ranks
-        pairs = [socket.socketpair() for _ in self.members]
+        pairs = [self.pair() for _ in self.members]
         for index, (rank, pair) in enumerate(zip(self.members, pairs, strict=True)):
             rank.givers = [Giver(pair[0], rank.carried, Share(index, len(pairs)))]
 
@@ -133,6 +136,61 @@ def test_it_follows_while_others_train_and_writes_the_last_step(tmp_path, capfd)
     assert job.is_equal(10)
     assert len([*tmp_path.glob("step-*")]) == 2  # one as soon as it follows
     assert "follows the training from step" in capfd.readouterr().err
+
+
+def over_tcp():
+    """A connection as between two hosts."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        return server.accept()[0], theirs
+
+
+@pytest.mark.parametrize(
+    ("pair", "confirms", "num_shared"),
+    [(socket.socketpair, True, 18), (socket.socketpair, False, 0), (over_tcp, True, 0)],
+)
+def test_gradients_are_in_shared_memory_on_one_host(tmp_path, monkeypatch, pair, confirms, num_shared):
+    """Two optimizers' for nine steps. The socket takes them between hosts, and where the shadow confirms nothing."""
+    job, put, found = Job(tmp_path, num_ranks=1, pair=pair), SharedMemory.put, []
+
+    def noted(*words):
+        found.append(put(*words))
+        return found[-1]
+
+    monkeypatch.setattr(SharedMemory, "put", noted)
+    if not confirms:
+        monkeypatch.setattr(_Stream, "confirm", lambda *_: None)
+    train(job.ranks[0])
+    job.begin()
+    job.train(1)
+    while not job.shadow.is_whole:  # it follows from here on: what is confirmed does not depend on its speed
+        job.train(1)
+    found.clear()
+    for step in range(job.ranks[0].step, 9 + job.ranks[0].step):
+        job.train(1)
+        while confirms and job.shadow.step < step:
+            time.sleep(0.001)
+    job.end()
+    assert job.is_equal(job.ranks[0].step)
+    assert sum(each is not None for each in found) == num_shared
+
+
+def test_what_is_in_shared_memory_stays_until_it_is_confirmed():
+    """Also empty tensors, and those with gaps; beyond the memory is an error."""
+    here, there = socket.socketpair()
+    with here, there:
+        memory = SharedMemory.sent(here, b"words", [20, 8])
+        words, (descriptor,), *_ = socket.recv_fds(there, 99, 1)
+    theirs, first = SharedMemory(descriptor), [torch.arange(5.0), torch.ones(0), torch.arange(8)[::2][:2]]
+    begin = memory.put(first, 3, confirmed=-1)
+    assert (words, memory.put([torch.ones(5)], 4, -1) is not None) == (b"words", True)
+    assert memory.put([torch.ones(5)], 5, confirmed=2) is None
+    assert all(map(torch.equal, theirs.at(begin, first), first))
+    assert memory.put([torch.ones(5)], 5, confirmed=3) == begin
+    assert memory.put([torch.ones(4096)], 5, confirmed=3) is None  # no room
+    assert torch.equal(theirs.at(begin, first)[0], torch.ones(5))
+    with pytest.raises(ValueError, match="offset"):
+        theirs.at(1 << 20, first)
 
 
 def test_it_goes_on_with_fewer_ranks_without_a_snapshot(tmp_path, capfd):

@@ -17,6 +17,7 @@ Rules
 6. A shadow says which step it holds. A giver that begins behind the same step sends no snapshot. A frame "snapshot"
    says that one begins: what this giver has sent before, and was not applied, is void. A giver with too many unread
    frames drops the later ones, and begins a snapshot when the others are read.
+7. A giver and a shadow on one host share memory, in which gradients travel (`shared_memory.py`). The frame says where.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import contextlib
 import queue
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -39,8 +41,9 @@ from paceline.comm.device import AsyncValue
 from paceline.data import GlobalBatch
 from paceline.elastic.handover import Carried, Piece, bytes_of, laid_out_as
 from paceline.elastic.rollback import HOST, TrainingPosition, copied, settings_of
+from paceline.elastic.shared_memory import SharedMemory
 from paceline.elastic.state_tree import PackedState, empty_tensors, pack, unpack
-from paceline.errors import ConfigurationError, PacelineError
+from paceline.errors import ConfigurationError, PacelineError, ProtocolError
 from paceline.optim.shares import memory_of
 
 _LEAST_BYTES = 16 << 20  # of the snapshot, that are copied in a step
@@ -48,7 +51,8 @@ _NUM_STEPS = 8  # in which all of it is copied, if it is large
 _MOST_STATES = 2.0  # that may wait to be read
 _DIGEST_STEPS = 64  # in which a shadow confirms every parameter once
 _DRAIN_S, _CONFIRM_S, _LOOK_S = 1.0, 10.0, 0.001
-_LENGTH_BYTES = 8
+_HEADER = struct.Struct("!qq")  # how many bytes of words follow, and where the tensors are in shared memory
+_INLINE = -1  # the tensors follow the words
 _NO_STEP = -1
 HELD_BYTES = 8  # of the number that a shadow says: the step that it holds as it begins, or -1
 CONFIRMED = -2  # minus the step whose turn it has applied
@@ -114,7 +118,18 @@ class Giver:
                 self._leave()
         elif carried.is_divided:
             self._leave()  # no rank has the whole state
+        self._memory = None if self.is_over or share is None else self._share_memory()
         threading.Thread(target=self._send, name="paceline-giver", daemon=True).start()
+
+    def _share_memory(self) -> SharedMemory | None:
+        """Send a shadow on this host the memory for its gradients. None: it is on another, or there is none."""
+        sizes = [_gradient_bytes(self._parameters[each.index], each) for each in self._pieces]
+        if self._end.family != socket.AF_UNIX or not any(sizes):
+            return None
+        words = pack({}).words
+        with contextlib.suppress(OSError):
+            return SharedMemory.sent(self._end, _HEADER.pack(len(words), _INLINE) + words, sizes)
+        return None
 
     def _size_of(self, piece: Piece) -> int:
         return sum(_size(each) for state in self._carried.of_piece(piece) for each in _tensors_in(state))
@@ -230,25 +245,25 @@ class Giver:
                     "optimizer": self._carried.optimizers.index(optimizer),
                     "settings": [settings_of(group) for group in optimizer.param_groups],
                     "gradients": [
-                        (each.index, each.run, self._sent_part(each, gradient)) for each, gradient in found
+                        (each.index, each.run, self._part(each, gradient)) for each, gradient in found
                     ],
                     "said": {
-                        name: each.clone()
-                        for name in _SAID
-                        if (each := getattr(optimizer, name, None)) is not None
+                        name: each for name in _SAID if (each := getattr(optimizer, name, None)) is not None
                     },
-                }
+                },
+                is_live=True,
             )
 
-    def _sent_part(self, piece: Piece, gradient: Tensor) -> Tensor:
-        """Return a copy of the gradient of a piece, in the order of the parameter's memory."""
+    def _part(self, piece: Piece, gradient: Tensor) -> Tensor:
+        """Return the gradient of a piece, in the order of the parameter's memory."""
         if piece.run is None:
-            return gradient.clone()
+            return gradient
         like = torch.empty_like(self._parameters[piece.index])
         laid = gradient if gradient.stride() == like.stride() else like.copy_(gradient)
-        return memory_of(laid)[piece.run[0] : piece.run[1]].clone()
+        return memory_of(laid)[piece.run[0] : piece.run[1]]
 
-    def _post(self, tree: Any) -> None:
+    def _post(self, tree: Any, is_live: bool = False) -> None:
+        """Have the thread send a frame. `is_live`: its tensors are the training's own, and are copied here."""
         if self._is_behind:
             return
         try:
@@ -256,11 +271,17 @@ class Giver:
         except ConfigurationError:  # nothing that can be sent
             self._leave()
             return
-        num_bytes = len(packed.words) + sum(map(_size, packed.tensors))
+        tensors, begin = packed.tensors, _INLINE
+        if is_live and self._memory is not None:
+            self._hear()
+            found = self._memory.put(tensors, self._turned_at + 1, self._confirmed)
+            tensors, begin = (tensors, _INLINE) if found is None else ([], found)
+        num_bytes = len(packed.words) + sum(map(_size, tensors))
         if self._posted + num_bytes - self._sent <= _MOST_STATES * self._total + _LEAST_BYTES:
             self._posted += num_bytes
-            tensors = [t if t.is_cpu else AsyncValue(t) for t in packed.tensors]
-            self._frames.put((packed.words, tensors, num_bytes))
+            copies = [each.clone() for each in tensors] if is_live else tensors
+            sent = [t if t.is_cpu else AsyncValue(t) for t in copies]
+            self._frames.put((packed.words, sent, begin, num_bytes))
         elif self._share is None:
             self._leave()
         else:
@@ -276,9 +297,9 @@ class Giver:
     def _send(self) -> None:
         with self._end, contextlib.suppress(OSError):
             while (frame := self._frames.get()) is not None:
-                words, tensors, num_bytes = frame
+                words, tensors, begin, num_bytes = frame
                 read = (each.read() if isinstance(each, AsyncValue) else each for each in tensors)
-                _send_frame(self._end, words, read)
+                _send_frame(self._end, words, read, begin)
                 self._sent += num_bytes
         self.is_over = True
 
@@ -352,8 +373,8 @@ def send_frame(end: socket.socket, packed: PackedState) -> None:
     _send_frame(end, packed.words, packed.tensors)
 
 
-def _send_frame(end: socket.socket, words: bytes, tensors: Iterable[Tensor]) -> None:
-    end.sendall(len(words).to_bytes(_LENGTH_BYTES, "big") + words)
+def _send_frame(end: socket.socket, words: bytes, tensors: Iterable[Tensor], begin: int = _INLINE) -> None:
+    end.sendall(_HEADER.pack(len(words), begin) + words)
     for each in tensors:
         end.sendall(bytes_of(each).data)
 
@@ -376,18 +397,35 @@ def state_of_shadow(end: socket.socket, limit_s: float) -> tuple[int, dict[str, 
 
 def read_frame(end: socket.socket, device: torch.device = HOST) -> Any:
     """Return the next frame, its tensors where they were on the giver; None if the giver has ended. Blocks."""
-    length = bytearray(_LENGTH_BYTES)
-    if not _fill(end, memoryview(length)):
-        return None
-    words = bytearray(int.from_bytes(length, "big"))
-    tensors: list[Tensor] = []
-    if not _fill(end, memoryview(words)):
-        return None
-    for tensor in empty_tensors(bytes(words)):
-        tensors.append(tensor)
-        if not _fill(end, bytes_of(tensor).data):
+    return FrameReader(end, device).read()
+
+
+class FrameReader:
+    """Reads frames of a giver, which may share memory with this process."""
+
+    def __init__(self, end: socket.socket, device: torch.device = HOST) -> None:
+        self._end, self._device = end, device
+        self._memory: SharedMemory | None = None
+
+    def read(self) -> Any:
+        """Return the next frame, its tensors where they were on the giver; None if the giver has ended. Blocks."""
+        header, descriptors, *_ = socket.recv_fds(self._end, _HEADER.size, 1, socket.MSG_WAITALL)
+        if descriptors:
+            self._memory = SharedMemory(descriptors[0])
+        if len(header) < _HEADER.size:
             return None
-    return unpack(PackedState(bytes(words), tensors), device)
+        num_words, begin = _HEADER.unpack(header)
+        words = bytearray(num_words)
+        if not _fill(self._end, memoryview(words)):
+            return None
+        tensors = empty_tensors(bytes(words))
+        if begin != _INLINE:
+            if self._memory is None:
+                raise ProtocolError("another rank has gradients in memory that it does not share.")
+            tensors = self._memory.at(begin, tensors)
+        elif not all(_fill(self._end, bytes_of(each).data) for each in tensors):
+            return None
+        return unpack(PackedState(bytes(words), tensors), self._device)
 
 
 def _fill(end: socket.socket, room: memoryview) -> bool:
@@ -404,6 +442,11 @@ def _tensors_in(state: Any) -> list[Tensor]:
     if isinstance(state, dict):
         return [each for each in state.values() if isinstance(each, Tensor)]
     return [state] if isinstance(state, Tensor) else []
+
+
+def _gradient_bytes(parameter: Tensor, piece: Piece) -> int:
+    count = parameter.numel() if piece.run is None else piece.run[1] - piece.run[0]
+    return count * parameter.element_size()
 
 
 def _size(tensor: Tensor) -> int:

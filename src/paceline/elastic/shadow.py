@@ -43,7 +43,7 @@ from paceline.elastic.agent_connection import (
 )
 from paceline.elastic.checkpoints import CheckpointFolder, snapshot
 from paceline.elastic.handover import Carried, Piece
-from paceline.elastic.replay import CONFIRMED, HELD_BYTES, Replayed, read_frame, send_frame, take
+from paceline.elastic.replay import CONFIRMED, HELD_BYTES, FrameReader, Replayed, send_frame, take
 from paceline.elastic.state_tree import pack
 from paceline.errors import ConfigurationError, PacelineError, ReplicaMismatchError
 from paceline.host.processes import available_bytes
@@ -95,6 +95,7 @@ class _Stream:
 
     def __init__(self, end: socket.socket, index: int) -> None:
         self._end, self.index = end, index
+        self._reader = FrameReader(end)
         self.ahead, self.asked_for = _Bundle(), _NO_STEP
         self.is_first = True  # nothing was applied yet
         self.is_valid = False  # the shadow holds its parameters as they were behind the last turn
@@ -107,8 +108,12 @@ class _Stream:
         self._say(step)
 
     def confirm(self, step: int) -> None:
-        """Say that this turn has been applied."""
-        self._say(CONFIRMED - step)
+        """Say that this turn has been applied, to a giver on this host.
+
+        One on another host, which does not read it, would take along by its death what it has not sent over TCP.
+        """
+        if self._end.family == socket.AF_UNIX:
+            self._say(CONFIRMED - step)
 
     def _say(self, number: int) -> None:
         with contextlib.suppress(OSError):
@@ -126,7 +131,7 @@ class _Stream:
             tree = None
             # The giver may have been killed, or the peer may be no giver.
             with contextlib.suppress(OSError, PacelineError, ValueError):
-                tree = read_frame(self._end)
+                tree = self._reader.read()
             if tree is None:
                 self.has_ended = True
             elif "turn" in tree:
@@ -269,8 +274,7 @@ class Shadow:
             self._note(f"follows the training from step {turn} on")
         if self.is_whole:
             self._compare(bundles)
-        # Else no rank reads it, and a rank that dies with unread words takes along what it has not sent over TCP.
-        for each in self._streams if self._carried.is_divided else ():
+        for each in self._streams:
             each.confirm(turn)
 
     def _compare(self, bundles: Sequence[_Bundle]) -> None:
