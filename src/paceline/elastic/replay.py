@@ -44,11 +44,12 @@ from paceline.elastic.rollback import HOST, TrainingPosition, copied, settings_o
 from paceline.elastic.shared_memory import SharedMemory
 from paceline.elastic.state_tree import PackedState, empty_tensors, pack, unpack
 from paceline.errors import ConfigurationError, PacelineError, ProtocolError
-from paceline.optim.shares import memory_of
+from paceline.optim.shares import is_dense, memory_of
 
 _LEAST_BYTES = 16 << 20  # of the snapshot, that are copied in a step
 _NUM_STEPS = 8  # in which all of it is copied, if it is large
 _MOST_STATES = 2.0  # that may wait to be read
+_DIGEST_NUMBERS = 1 << 17  # of a parameter, at once
 _DIGEST_STEPS = 64  # in which a shadow confirms every parameter once
 _DRAIN_S, _CONFIRM_S, _LOOK_S = 1.0, 10.0, 0.001
 _HEADER = struct.Struct("!qq")  # how many bytes of words follow, and where the tensors are in shared memory
@@ -137,6 +138,17 @@ class Giver:
     def _measure(self) -> None:
         """See how large the own share is. An optimizer has states only after its first step."""
         self._total = sum(map(self._size_of, self._pieces))
+        self._compared = [each for piece in self._pieces for each in self._runs_of(piece)]
+
+    def _runs_of(self, piece: Piece) -> list[Piece]:
+        """Return runs of a large piece, so that no step takes long for its digest."""
+        parameter = self._parameters[piece.index]
+        if piece.run is not None or not is_dense(parameter):
+            return [piece]
+        count = memory_of(parameter).numel()
+        starts = range(0, count, _DIGEST_NUMBERS)
+        runs = [(start, min(start + _DIGEST_NUMBERS, count)) for start in starts]
+        return [Piece(piece.index, run) for run in runs] if len(runs) > 1 else [piece]
 
     def go_on(self, position: TrainingPosition, batch: GlobalBatch) -> None:
         """Begin a step at this position, and send some more of the state. Local. `batch` is the job's first one."""
@@ -214,13 +226,11 @@ class Giver:
         """Return the digests of a few pieces, so that all have their turn in `_DIGEST_STEPS`."""
         found: list[tuple[int, tuple[int, int] | None, int]] = []
         num_bytes = 0
-        while self._pieces and (not found or num_bytes < self._total / _DIGEST_STEPS):
-            piece = self._pieces[self._next_digest % len(self._pieces)]
+        while len(found) < len(self._compared) and num_bytes < self._total / _DIGEST_STEPS:
+            piece = self._compared[self._next_digest % len(self._compared)]
             found.append((piece.index, piece.run, self._carried.digest_of(piece)))
             num_bytes += self._size_of(piece)
             self._next_digest += 1
-            if len(found) == len(self._pieces):
-                break
         return found
 
     # ---- frames
