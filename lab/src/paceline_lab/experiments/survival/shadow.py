@@ -3,6 +3,7 @@
     paceline study shadow --cases 200          # seeds that the report has are left out
     paceline study shadow --cost --cases 5     # turns of 20 s a side: no shadow, a shadow, async_save, torch.save
     paceline study shadow --cost --free-core   # ranks share the machine's cores but one, which the shadow has
+    paceline study shadow --cost --free-core --hosts   # as root: four emulated hosts of 1 Gbit/s, with a rank each
     paceline study shadow --spare --cases 20   # ranks are killed one after the other: how long the others stand still
     paceline study shadow --sharded --cases 50 # ranks with sharded steps are killed, which need the shadow's state
 
@@ -10,6 +11,7 @@ A case kills all ranks at once, or ranks and shadow, or the shadow alone. Then t
 with the bits of a run that lost nothing. In `--cost` one job trains on while the sides take turns.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -21,13 +23,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from paceline_lab.checkout import in_repository
+from paceline_lab.emulation import ClusterSpec, EmulatedCluster
 from paceline_lab.experiments.options import REPORT_FOLDER, Quick, ReportFolder
 
 sys.path.insert(0, str(in_repository("tests", "a Python that starts at once (tests/harness)")))
@@ -48,6 +51,7 @@ def main(
     first_seed: Annotated[int, typer.Option(help="Random seed of the first case. The others follow.")] = 0,
     cost: Annotated[bool, typer.Option(help="Instead: what a shadow costs.")] = False,
     free_core: Annotated[bool, typer.Option(help="With --cost: the shadow has a core of its own.")] = False,
+    hosts: Annotated[bool, typer.Option(help="With --cost: ranks on emulated hosts. As root.")] = False,
     spare: Annotated[bool, typer.Option(help="Instead: how fast it takes a lost rank's place.")] = False,
     sharded: Annotated[bool, typer.Option(help="Instead: kill ranks whose steps are sharded.")] = False,
     quick: Quick = False,
@@ -55,7 +59,7 @@ def main(
 ) -> None:
     """Kill trainings that a shadow follows, or measure what it costs them."""
     if cost:
-        _measure(1 if quick else cases, report_folder, free_core)
+        _measure(1 if quick else cases, report_folder, free_core, hosts)
         return
     if spare:
         _lose_ranks(2 if quick else cases, report_folder)
@@ -252,7 +256,35 @@ def _stall(progress: Path, lost: int) -> float:
     return longest_s
 
 
-def _measure(num_turns: int, report_folder: Path, has_free_core: bool) -> None:
+@contextlib.contextmanager
+def _timed_job(
+    folder: Path, cores: Sequence[int], on_hosts: bool
+) -> Iterator[tuple[list[str], Callable[[Sequence[str]], list[str]]]]:
+    """Start a job of four ranks. Yield the script, and a function: the command that runs another beside rank 0."""
+    with contextlib.ExitStack() as stack:
+        commands, environment = [_on(cores, _command(4, folder, "timed", 100_000, 0.0))], dict[str, str]()
+        beside: Callable[[Sequence[str]], list[str]] = list
+        if on_hosts:
+            cluster = stack.enter_context(EmulatedCluster(ClusterSpec.parse(hosts=4, rate="1Gbit")))
+            commands, environment = [], {"PACELINE_TOKEN": "of the study"}
+            for host in cluster.hosts:
+                command = _command(1, folder, "timed", 100_000, 0.0)
+                first = cluster.hosts[0].address
+                options = f"--nnodes 4 --node-rank {host.index} --master-addr {first} --master-port 29500"
+                command[2:2] = [*options.split(), "--local-addr", host.address]
+                commands.append(host.command(_on(cores, command)))
+            beside = cluster.hosts[0].command
+        jobs = [
+            stack.enter_context(terminal.started(each, folder, environment, cold=True)) for each in commands
+        ]
+        for rank in range(4):
+            _after(jobs[rank % len(jobs)].stdout, r"pid (\d+)")
+        yield commands[0][-len(_TRAINING) - 4 :], beside
+        for each in jobs:
+            _kill(terminal.alive(each))
+
+
+def _measure(num_turns: int, report_folder: Path, has_free_core: bool, on_hosts: bool) -> None:
     """Print the steps of each side, and store all times."""
     cores = sorted(os.sched_getaffinity(0))
     theirs, the_shadows = (cores[:-1], cores[-1:]) if has_free_core else (cores, cores)
@@ -260,14 +292,10 @@ def _measure(num_turns: int, report_folder: Path, has_free_core: bool) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "mode").write_text("none")
-        command = _command(4, folder, "timed", 100_000, 0.0)
-        with terminal.started(_on(theirs, command), folder, cold=True) as job:
-            for _ in range(4):
-                _after(job.stdout, r"pid (\d+)")
+        with _timed_job(folder, theirs, on_hosts) as (script, beside):
             for turn in range(num_turns):
                 for side in sorted(windows, key=lambda _: random.Random(turn).random()):
-                    windows[side].append(_one_turn(side, folder, command, the_shadows))
-            _kill(terminal.alive(job))
+                    windows[side].append(_one_turn(side, folder, script, the_shadows, beside))
         times = [float(line) for line in (folder / "times").read_text().splitlines()]
         saves = [json.loads(line) for line in (folder / "saves").read_text().splitlines()]
     steps = {
@@ -281,8 +309,8 @@ def _measure(num_turns: int, report_folder: Path, has_free_core: bool) -> None:
     }
     report_folder.mkdir(parents=True, exist_ok=True)
     record = {"steps_s": steps, "saves": saves, "load": os.getloadavg(), "cores": [theirs, the_shadows]}
-    name = "shadow-cost-free-core.json" if has_free_core else "shadow-cost.json"
-    (report_folder / name).write_text(json.dumps(record))
+    name = "shadow-cost" + "-free-core" * has_free_core + "-4x1-1000mbit" * on_hosts
+    (report_folder / f"{name}.json").write_text(json.dumps(record))
     base = statistics.median(steps["none"])
     for side, own in steps.items():
         ninety_nine = statistics.quantiles(own, n=100)[98]
@@ -302,7 +330,13 @@ def _on(cores: Sequence[int], command: Sequence[str]) -> list[str]:
     return ["taskset", "--cpu-list", ",".join(map(str, cores)), *command]
 
 
-def _one_turn(side: str, folder: Path, command: Sequence[str], cores: Sequence[int]) -> tuple[float, float]:
+def _one_turn(
+    side: str,
+    folder: Path,
+    script: Sequence[str],
+    cores: Sequence[int],
+    beside: Callable[[Sequence[str]], list[str]],
+) -> tuple[float, float]:
     """Return when the side began and ended."""
     if side != "shadow":
         (folder / "mode").write_text(side)
@@ -310,8 +344,8 @@ def _one_turn(side: str, folder: Path, command: Sequence[str], cores: Sequence[i
         time.sleep(_TURN_S)
         (folder / "mode").write_text("none")
         return begin, time.time()
-    words = ["paceline", "shadow", "checkpoints", "--keep", "1", "--write-every", "10s", "--", *command[6:]]
-    with terminal.started(_on(cores, words), folder, cold=True) as shadow:
+    words = ["paceline", "shadow", "checkpoints", "--keep", "1", "--write-every", "10s", "--", *script]
+    with terminal.started(beside(_on(cores, words)), folder, cold=True) as shadow:
         _after(shadow.stderr, f"({_FOLLOWS})")
         begin = time.time()
         time.sleep(_TURN_S)
