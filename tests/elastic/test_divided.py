@@ -17,7 +17,7 @@ from paceline import DistributedDataParallel
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.elastic import replay
 from paceline.elastic.checkpoints import CheckpointFolder
-from paceline.elastic.handover import Carried, hand_over_to_all
+from paceline.elastic.handover import Carried, Piece, hand_over_to_all
 from paceline.elastic.replay import CONFIRMED, HELD_BYTES, Giver, Share, state_of_shadow
 from paceline.elastic.rollback import TrainingPosition
 from paceline.elastic.shadow import Shadow, ShadowOrders
@@ -229,6 +229,20 @@ def test_an_epoch_ends_when_the_shadow_has_applied_its_last_step():
     waits.join(5)
     assert not waits.is_alive()
     giver.end(TrainingPosition(5, 0, 40), BATCH)
+    theirs.close()
+
+
+def test_a_run_of_a_gradient_is_in_the_order_of_the_parameters_memory():
+    """A script may have put a gradient into other strides."""
+    it = Training("SGD", is_wrapped=False)
+    own, theirs = socket.socketpair()
+    giver = Giver(own, it.carried, Share(0, 1))
+    index = next(index for index, each in enumerate(it.carried.parameters) if each.ndim == 2)
+    gradient = torch.randn(it.carried.parameters[index].shape)
+    turned = gradient.t().contiguous().t()
+    assert turned.stride() != gradient.stride()
+    assert torch.equal(giver._part(Piece(index, (1, 4)), turned), gradient.flatten()[1:4])
+    giver.end(TrainingPosition(0, 0, 0), BATCH)
     theirs.close()
 
 

@@ -1,5 +1,6 @@
 """A shadow holds the bits of the last completed step, whoever dies; otherwise it knows that it does not."""
 
+import os
 import socket
 import threading
 import time
@@ -191,6 +192,7 @@ def test_what_is_in_shared_memory_stays_until_it_is_confirmed():
     assert torch.equal(theirs.at(begin, first)[0], torch.ones(5))
     with pytest.raises(ValueError, match="offset"):
         theirs.at(1 << 20, first)
+    os.close(descriptor)
 
 
 def test_it_goes_on_with_fewer_ranks_without_a_snapshot(tmp_path, capfd):

@@ -23,6 +23,7 @@ Rules
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import select
 import socket
@@ -419,10 +420,12 @@ class FrameReader:
 
     def read(self) -> Any:
         """Return the next frame, its tensors where they were on the giver; None if the giver has ended. Blocks."""
-        header, descriptors, *_ = socket.recv_fds(self._end, _HEADER.size, 1, socket.MSG_WAITALL)
-        if descriptors:
-            self._memory = SharedMemory(descriptors[0])
-        if len(header) < _HEADER.size:
+        first, descriptors, *_ = socket.recv_fds(self._end, _HEADER.size, 1)
+        for each in descriptors:
+            with os.fdopen(each, "r+b"):
+                self._memory = SharedMemory(each)
+        header = bytearray(first.ljust(_HEADER.size))
+        if not first or not _fill(self._end, memoryview(header)[len(first) :]):
             return None
         num_words, begin = _HEADER.unpack(header)
         words = bytearray(num_words)

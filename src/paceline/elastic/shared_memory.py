@@ -27,21 +27,20 @@ def _aligned(num_bytes: int) -> int:
 
 
 class SharedMemory:
-    """The memory of this descriptor, which it closes."""
+    """The memory of this descriptor, which may be closed then."""
 
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, 0)
-        os.close(descriptor)
         self._half = len(self._map) // 2
         self._steps, self._used = [-1, -1], [0, 0]  # of each half: whose gradients it has, and their bytes
 
     @classmethod
     def sent(cls, end: socket.socket, words: bytes, sizes: Iterable[int]) -> SharedMemory:
         """Make memory for gradients of these sizes, and send words with its descriptor. Raises OSError if it cannot."""
-        descriptor = os.memfd_create("paceline-gradients")
-        os.ftruncate(descriptor, 2 * (_MORE + sum(map(_aligned, sizes))))
-        socket.send_fds(end, [words], [descriptor])
-        return cls(descriptor)
+        with os.fdopen(os.memfd_create("paceline-gradients"), "r+b") as file:
+            file.truncate(2 * (_MORE + sum(map(_aligned, sizes))))
+            socket.send_fds(end, [words], [file.fileno()])
+            return cls(file.fileno())
 
     def put(self, tensors: Sequence[Tensor], step: int, confirmed: int) -> int | None:
         """Copy the tensors of a step. Return where they begin; None: there is no room.
