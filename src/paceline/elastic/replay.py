@@ -144,12 +144,11 @@ class Giver:
     def _runs_of(self, piece: Piece) -> list[Piece]:
         """Return runs of a large piece, so that no step takes long for its digest."""
         parameter = self._parameters[piece.index]
-        if piece.run is not None or not is_dense(parameter):
+        count = memory_of(parameter).numel() if is_dense(parameter) else 0
+        if piece.run is not None or count <= _DIGEST_NUMBERS:
             return [piece]
-        count = memory_of(parameter).numel()
         starts = range(0, count, _DIGEST_NUMBERS)
-        runs = [(start, min(start + _DIGEST_NUMBERS, count)) for start in starts]
-        return [Piece(piece.index, run) for run in runs] if len(runs) > 1 else [piece]
+        return [Piece(piece.index, (start, min(start + _DIGEST_NUMBERS, count))) for start in starts]
 
     def go_on(self, position: TrainingPosition, batch: GlobalBatch) -> None:
         """Begin a step at this position, and send some more of the state. Local. `batch` is the job's first one."""
