@@ -172,7 +172,7 @@ def test_a_rank_that_waits_for_the_server_which_misses_it_is_named():
             link = ServerLink(addresses, Identity(rank, 2, "session", 1.0, ""))
             awaited.append((link, ResponseFuture(1)))
             link.ask(0, Frame(Kind.PUSH, rank, 0, DType.FLOAT32, (values,)), awaited[-1][1])
-        missed = "rank 1 .* has not pushed piece 0|rank 0 .* has not pushed piece 1"  # by which push came first
+        missed = "rank 1 .* has not pushed piece 0|rank 0 .* has not pushed piece 1"
         for _, answers in awaited:
             with pytest.raises(PeerLostError, match=missed):
                 answers.wait(20.0)
