@@ -16,11 +16,12 @@ from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.elastic import replay
+from paceline.elastic.agent_connection import ShadowOrders
 from paceline.elastic.checkpoints import CheckpointFolder
 from paceline.elastic.handover import Carried, Piece, hand_over_to_all
 from paceline.elastic.replay import CONFIRMED, HELD_BYTES, Giver, Share, state_of_shadow
 from paceline.elastic.rollback import TrainingPosition
-from paceline.elastic.shadow import Shadow, ShadowOrders
+from paceline.elastic.shadow import Shadow
 from paceline.optim import full_state_dict, shard
 from paceline.optim.shard import divide_among_members
 

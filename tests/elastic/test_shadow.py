@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from paceline.data import GlobalBatch, GlobalShuffle
+from paceline.elastic.agent_connection import ShadowOrders
 from paceline.elastic.checkpoints import CheckpointFolder
 from paceline.elastic.handover import Carried
 from paceline.elastic.replay import Giver, Share
 from paceline.elastic.rollback import TrainingPosition
-from paceline.elastic.shadow import Shadow, ShadowOrders, _Stream
+from paceline.elastic.shadow import Shadow, _Stream
 from paceline.elastic.shared_memory import SharedMemory
 from paceline.errors import ConfigurationError, ReplicaMismatchError
 

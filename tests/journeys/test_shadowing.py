@@ -253,6 +253,47 @@ def test_a_rank_with_sharded_steps_leaves_before_a_shadow_is_there(folder, undis
     assert bits_in(out.text) == undisturbed_logical
 
 
+def free_port(host):
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_a_shadow_follows_sharded_ranks_of_two_hosts(folder, undisturbed_logical):
+    """The other host's rank is lost with its part of the state, then the one beside the shadow.
+
+    The second time rank 0, which asks for the state, is on the other host.
+    """
+    hosts, words = ["127.78.0.1", "127.78.0.2"], ["names", "spare", "logical", "shard"]
+    port = str(free_port(hosts[0]))
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--min-ranks", "1", "--master-addr", hosts[0]]
+    options += ["--master-port", port, "--local-addr"]
+    with contextlib.ExitStack() as stack:
+        jobs = [
+            stack.enter_context(
+                started(
+                    ["paceline", "run", "--node-rank", str(n), *options, host, "train.py", *words],
+                    folder,
+                    SLOW,
+                )
+            )
+            for n, host in enumerate(hosts)
+        ]
+        out, err = ([Read(getattr(each, name)) for each in jobs] for name in ("stdout", "stderr"))
+        pids = [int(each.wait_for(r"pid (\d+) begins after step 0")[1]) for each in out]
+        err[0].wait_for("follows the training from step")
+        for lost in (1, 0):
+            os.kill(pids[lost], signal.SIGKILL)
+            err[1 - lost].wait_for(r"1 ranks go on after step \d+, without rank")
+            err[1 - lost].wait_for(r"2 ranks go on after step \d+, with 1 that came in")
+            out[lost].wait_for(r"pid \d+ begins after step")  # until then the other one alone has the state
+        (folder / "hurry").touch()
+        assert [each.wait(DEADLINE_S) for each in jobs] == [0, 0], [each.text for each in err]
+    assert [bits_in(each.text) for each in out] == [undisturbed_logical] * 2
+    assert "fell behind" not in err[0].text
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # two shadows and four ranks begin
 @pytest.mark.parametrize("is_elsewhere", [False, pytest.param(True, id="elsewhere")])

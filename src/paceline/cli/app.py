@@ -101,27 +101,24 @@ def _shadow(
     spare: Annotated[
         bool, typer.Option(help="Take the place of a lost rank. Set by `paceline run`.", hidden=True)
     ] = False,
+    agent: Annotated[
+        str | None, typer.Option(help="Socket of the agent that starts this, which sets it.", hidden=True)
+    ] = None,
 ) -> None:
     """Follow every step of a job, and write checkpoints without stopping it.
 
     `paceline shadow checkpoints -- train.py ARGS` follows `paceline run --min-ranks 2 train.py ARGS`. It runs the same
     script up to `paceline.Elastic`. If all ranks are lost, it writes the last completed step.
     """
+    from paceline.elastic.agent_connection import ShadowOrders
     from paceline.launch.shadow_command import follow
 
     words = context.meta[doctor.COMMAND]
     write_every_s = seconds(write_every, "--write-every", is_bare_possible=True)
     if write_every_s < 0:
         raise ConfigurationError(f"--write-every {write_every} is negative. Pass a time such as 30s.")
-    follow(
-        folder,
-        keep,
-        write_every_s,
-        words or [],
-        lambda line: print(f"paceline shadow: {line}", file=sys.stderr),
-        spare,
-        peers,
-    )
+    orders = ShadowOrders(str(folder), keep, write_every_s, agent or "", spare, is_started=agent is not None)
+    follow(orders, words or [], lambda line: print(f"paceline shadow: {line}", file=sys.stderr), peers)
 
 
 app.command("doctor", cls=doctor.TakesACommand)(doctor.doctor)

@@ -35,6 +35,24 @@ _MOST_BYTES = 64 * 1024
 _FINISH_S = 20.0  # that the agent may take to end, once all its ranks have
 
 
+@dataclass(frozen=True)
+class ShadowOrders:
+    """The task of a shadow, as `paceline shadow` writes it into the environment."""
+
+    folder: str  # where it writes checkpoints
+    keep: int  # how many it keeps
+    write_every_s: float
+    job: str = ""  # name of the socket at which the agent listens
+    is_spare: bool = False  # whether it takes the place of a lost rank
+    is_started: bool = False  # by an agent, which does not know whether the job has a shadow already
+
+    @classmethod
+    def of_this_process(cls) -> ShadowOrders | None:
+        """Return the orders of this process; None: it is no shadow."""
+        words = os.environ.get(SHADOW)
+        return None if words is None else cls(**json.loads(words))
+
+
 class Message:
     """A message between a rank and its agent: a frozen dataclass of plain values."""
 
@@ -50,6 +68,7 @@ class Ready(Message):
     saves: bool = False  # whether it makes a checkpoint, if training cannot go on
     shadow: str = ""  # the folder into which a shadow shall write; empty: the script asks for none
     is_spare: bool = False  # a shadow says: it takes the place of a lost rank
+    follows_all: bool = False  # a shadow says: it needs the shares of all hosts' ranks
 
 
 @dataclass(frozen=True)
@@ -127,10 +146,14 @@ class Give(Message):
 
 @dataclass(frozen=True)
 class Receive(Message):
-    """Receive a rank's state over the end of a socket that comes with this; with `num_shares` a share of it."""
+    """Receive a rank's state over the end of a socket that comes with this.
+
+    With `num_shares` the receiver is a shadow, and this is one share of so many, in this epoch.
+    """
 
     share: int = 0
     num_shares: int = 0
+    epoch: int = 0
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from paceline.observe import progress
 
 NOT_YET = -1  # steps of a rank that has yet to receive its state
 _SHADOW_S, _LOOK_S = 3.0, 0.002  # until a shadow follows the next membership
+_SHARES_S = 1.0  # that ranks with parts of the state wait for a shadow, before they train on
 _WORD_S = 1.0  # that the agent takes at most to hear of a death, for errors that may have another cause
 
 
@@ -79,7 +80,7 @@ class ElasticClient:
             self.watcher.begin_with(promotion.assignment)
             self._replayed = promotion.held
         self.came_late = False  # while the others trained
-        self._others_ended = False
+        self._others_ended = self._awaits_shadow = False
         self._shares.pause_when(lambda: self.watcher.wants_pause)
 
     # ---- the end of a membership
@@ -140,7 +141,17 @@ class ElasticClient:
         return told
 
     def give(self, position: TrainingPosition) -> None:
-        """Begin a step at this position: send some of this rank's state to ranks and shadows that follow. Local."""
+        """Begin a step at this position: send some of this rank's state to ranks and shadows that follow. Local.
+
+        Ranks with parts of the state wait for their shadow at the first step of a membership, for `_SHARES_S` at most.
+        It would lack the share of one that begins to give later.
+        """
+        until_s = time.monotonic() + _SHARES_S * self._awaits_shadow
+        while not (self._orders or self.watcher.has_to_give or self.watcher.is_over):
+            if time.monotonic() >= until_s:
+                break
+            time.sleep(_LOOK_S)
+        self._awaits_shadow = False
         while (given := self.watcher.to_give()) is not None:
             self._orders.append((*given, None))
         for order, end, asked_for in self._orders:
@@ -151,10 +162,16 @@ class ElasticClient:
             each.go_on(position, self.first_batch)
 
     def state_of_shadow(self) -> dict[str, Any] | None:
-        """Return the whole state that a shadow holds, if one follows this membership. Local; blocks."""
+        """Return the whole state that a shadow holds, if one follows this membership. Local; blocks.
+
+        Raises OverError if the membership ends meanwhile. It does if ranks are to come in: while their agents vote for
+        the next one, a shadow there does not follow this one.
+        """
         until_s = time.monotonic() + _SHADOW_S
         while time.monotonic() < until_s and not self.watcher.is_over:
             if (given := self.watcher.to_give()) is None:
+                if self.watcher.wants_pause:
+                    self._tell_trouble("no shadow follows while ranks are to come in")
                 time.sleep(_LOOK_S)
                 continue
             order, end = given
@@ -162,6 +179,8 @@ class ElasticClient:
             self._orders.append((order, end, held))
             if tree is not None:
                 return tree
+        if self.watcher.is_over:
+            raise OverError("this membership ended before a shadow gave its state")
         return None
 
     def drain(self) -> None:
@@ -246,6 +265,7 @@ class ElasticClient:
         if change is not None:
             self._model.membership.note(change)
         self._others_ended = assignment.others_ended
+        self._awaits_shadow = self.carried.is_divided
         self.connection.tell(Following(assignment.epoch))
 
     def new_vote(self) -> DeviceVote:

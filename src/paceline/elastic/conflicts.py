@@ -18,7 +18,7 @@ from paceline.comm.device_steps import why_not_voted
 from paceline.comm.device_vote import why_not_left
 from paceline.data import GlobalShuffle
 from paceline.ddp import DistributedDataParallel
-from paceline.elastic.agent_connection import RESUME, RankAssignment
+from paceline.elastic.agent_connection import RESUME
 from paceline.errors import ConfigurationError
 from paceline.optim import ExchangingOptimizer
 from paceline.optim.shard import is_sharded, why_not_among_others
@@ -201,16 +201,6 @@ def check_given(
         raise ConfigurationError(
             "Elastic: an optimizer is sharded, so a lost rank takes its part of the state with it. A shadow holds all "
             'of it: pass Elastic(..., checkpoint="checkpoints", shadow=1).'
-        )
-
-
-def check_assignment(is_divided: bool, assignment: RankAssignment) -> None:
-    """Raise ConfigurationError if sharded optimizers would have ranks on several hosts. Local."""
-    if is_divided and assignment.num_here != assignment.size:
-        raise ConfigurationError(
-            f"Elastic: an optimizer is sharded among {assignment.size} ranks, and {assignment.num_here} of them are on "
-            "this host. A shadow follows the ranks of one host, and would lack the others' parts. Train on one host, "
-            "or leave out shard()."
         )
 
 

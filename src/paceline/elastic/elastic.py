@@ -37,13 +37,14 @@ from paceline.elastic.agent_connection import (
     RankAssignment,
     Ready,
     Saved,
+    ShadowOrders,
 )
 from paceline.elastic.checkpoints import RankCheckpoints
 from paceline.elastic.client import NOT_YET, ElasticClient
 from paceline.elastic.handover import Carried, RankStates, gather_numbers
 from paceline.elastic.late_start import LateStart
 from paceline.elastic.rollback import Rollback, TrainingPosition
-from paceline.elastic.shadow import Promotion, ShadowOrders
+from paceline.elastic.shadow import Promotion
 from paceline.elastic.shadow import run as run_shadow
 from paceline.elastic.watcher import EndedError, LeavingError
 from paceline.errors import (
@@ -116,6 +117,9 @@ class Elastic:
     ) -> None:
         optimizers: list[Any] = _listed(optimizer)
         others = _listed(scheduler)
+        for each in optimizers:
+            if isinstance(each, Sharded):
+                each.keep_gradients_whole()
         conflicts.check(model, optimizers, others, sampler, deterministic)
         assert sampler is not None
         orders = ShadowOrders.of_this_process()
@@ -125,9 +129,6 @@ class Elastic:
             _check_logical(sampler, is_guest=is_guest, is_plain=connection is None and orders is None)
             model.membership.model.reduce_by(LogicalMean(sampler.given.num_ranks))
         conflicts.check_given(checkpoint, notice, shadow, optimizers)
-        for each in optimizers:
-            if isinstance(each, Sharded):
-                each.keep_gradients_whole()
         self._model, self._sampler = model, sampler
         self._position = TrainingPosition(0, *sampler.next_loop)
         self._client: ElasticClient | None = None
@@ -498,7 +499,7 @@ class Elastic:
         begin = max(states.void, key=lambda each: each.step)
         if position.step == begin.step:  # the end of the epoch before, for a shadow
             tree["position"] = [*astuple(begin)]
-        elif position.step < begin.step:
+        elif position.epoch < begin.epoch:
             return {
                 "why": f"{_PARTS_LOST} The newest checkpoint is of step {position.step}, in an epoch that has ended "
                 "here. Start the job again, and it goes on from there."
@@ -517,7 +518,6 @@ class Elastic:
         elif client.is_new and client.connection.is_guest and assignment.rank != 0:
             # Guests have begun alone: what rank 0 has made or loaded counts.
             self._position = TrainingPosition(NOT_YET, 0, 0)
-        conflicts.check_assignment(self._carried.is_divided, assignment)
         states = client.open(assignment, self.step, self._loop_begin if self._is_void else None)
         if self._is_given_up and not states.lacks_something(assignment.rank):
             self._rollback.undo()

@@ -11,9 +11,9 @@ Rules
    it wait for an accelerator: copies are on their way to the host, and the sending thread waits for them.
 4. Frames are JSON and tensors as they are. Nothing is unpickled. Between hosts the agents connect the two, and have
    made sure that both are of the job (`launch/elastic/links.py`).
-5. A shadow (`shadow.py`) has one giver for each rank of its host, and each gives its `Share`. Between two steps a frame
-   "turn" follows the gradients. It has the step and digests of some parameters. The first giver adds the rest of the
-   state. A shadow applies a step only when this frame is there.
+5. A shadow (`shadow.py`) has one giver for each rank that it follows, and each gives its `Share`. Between two steps a
+   frame "turn" follows the gradients. It has the step and digests of some parameters. The first giver adds the rest of
+   the state. A shadow applies a step only when this frame is there.
 6. A shadow says which step it holds. A giver that begins behind the same step sends no snapshot. A frame "snapshot"
    says that one begins: what this giver has sent before, and was not applied, is void. A giver with too many unread
    frames drops the later ones, and begins a snapshot when the others are read.
@@ -178,7 +178,9 @@ class Giver:
 
         If ranks have parts of the state, wait for up to `_CONFIRM_S` until it has applied the last step.
         """
-        needs_word = self._carried.is_divided
+        needs_word = self._share is not None and self._carried.is_divided
+        if needs_word:
+            self._post({"wants_word": True})
         until_s = time.monotonic() + (_CONFIRM_S if needs_word else _DRAIN_S)
         while self._share is not None and not self.is_over and not self._is_behind:
             self._hear()

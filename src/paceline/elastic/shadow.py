@@ -2,7 +2,8 @@
 
 Rules
 1. The shadow runs the script up to `Elastic(...)`, as a replacement does. It is no member: no rank waits for it, and no
-   vote counts it. The agent of its host hands it one connection to each rank there (`launch/elastic/shadows.py`).
+   vote counts it. The agent of its host hands it one connection to each rank there, or on all hosts
+   (`launch/elastic/shadows.py`, rule 3).
 2. A step is applied when all givers have sent their gradients and the turn behind them (`replay.py`, rule 5). So
    the shadow always holds the state after a completed step, except while it takes a snapshot.
 3. If the shadow is at the step with which a new membership begins, it goes on. Otherwise it writes its state, and takes
@@ -18,30 +19,29 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
-import os
+import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 from paceline.elastic.agent_connection import (
-    SHADOW,
     AgentConnection,
     CaughtUp,
     RankAssignment,
     Ready,
     Receive,
     Refused,
+    ShadowOrders,
     StillReplaying,
 )
-from paceline.elastic.checkpoints import CheckpointFolder, snapshot
+from paceline.elastic.checkpoints import CheckpointFolder, FolderInUseError, snapshot
 from paceline.elastic.handover import Carried, Piece
 from paceline.elastic.replay import CONFIRMED, HELD_BYTES, FrameReader, Replayed, send_frame, take
 from paceline.elastic.state_tree import pack
@@ -50,23 +50,6 @@ from paceline.host.processes import available_bytes
 
 _NO_STEP = -1
 _MOST_DIFFERENCES, _ROW_STEPS = 3, 1000  # in a row, each within so many steps: then the script is at fault
-
-
-@dataclass(frozen=True)
-class ShadowOrders:
-    """The task of a shadow, as `paceline shadow` writes it into the environment."""
-
-    folder: str  # where it writes checkpoints
-    keep: int  # how many it keeps
-    write_every_s: float
-    job: str  # name of the socket at which the agent listens
-    is_spare: bool = False  # whether it takes the place of a lost rank
-
-    @classmethod
-    def of_this_process(cls) -> ShadowOrders | None:
-        """Return the orders of this process; None: it is no shadow."""
-        words = os.environ.get(SHADOW)
-        return None if words is None else cls(**json.loads(words))
 
 
 @dataclass(frozen=True)
@@ -107,13 +90,18 @@ class _Stream:
         self.asked_for = step
         self._say(step)
 
-    def confirm(self, step: int) -> None:
-        """Say that this turn has been applied, to a giver on this host.
+    @property
+    def is_here(self) -> bool:
+        """Return whether the giver is on this host."""
+        return self._end.family == socket.AF_UNIX
 
-        One on another host, which does not read it, would take along by its death what it has not sent over TCP.
+    def confirm(self, step: int) -> None:
+        """Say that this turn has been applied.
+
+        A giver on another host is told only if it asks. One that dies with unread bytes resets its connection, and
+        what it has not sent over TCP is lost.
         """
-        if self._end.family == socket.AF_UNIX:
-            self._say(CONFIRMED - step)
+        self._say(CONFIRMED - step)
 
     def _say(self, number: int) -> None:
         with contextlib.suppress(OSError):
@@ -124,29 +112,36 @@ class _Stream:
         with contextlib.suppress(OSError):
             send_frame(self._end, pack(tree))
 
-    def fill(self) -> Iterator[dict[str, Any]]:
-        """Read up to the next turn, unless that is there. Blocks. Yields frames that are of neither kind."""
-        bundle = self.ahead
-        while bundle.turn is None and not self.has_ended:
-            tree = None
-            # The giver may have been killed, or the peer may be no giver.
-            with contextlib.suppress(OSError, PacelineError, ValueError):
-                tree = self._reader.read()
-            if tree is None:
-                self.has_ended = True
-            elif "turn" in tree:
-                bundle.turn, bundle.tree = tree["turn"], tree
-            elif "snapshot" in tree:
-                bundle.is_snapshot, bundle.is_whole = True, False
-                bundle.parts, bundle.gradients = [], []
-            elif "is_whole" in tree:
-                bundle.is_whole = True
-            elif "state" in tree:
-                bundle.parts.append(tree)
-            elif "gradients" in tree:
-                bundle.gradients.append(tree)
-            else:
-                yield tree
+    @property
+    def lacks_turn(self) -> bool:
+        """Return whether the next turn may come, and is not there yet."""
+        return self.ahead.turn is None and not self.has_ended
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def read(self) -> dict[str, Any] | None:
+        """Take in a frame. Return it if it is neither of a step nor of a snapshot. Blocks."""
+        bundle, tree = self.ahead, None
+        # The giver may have been killed, or the peer may be no giver.
+        with contextlib.suppress(OSError, PacelineError, ValueError):
+            tree = self._reader.read()
+        if tree is None:
+            self.has_ended = True
+        elif "turn" in tree:
+            bundle.turn, bundle.tree = tree["turn"], tree
+        elif "snapshot" in tree:
+            bundle.is_snapshot, bundle.is_whole = True, False
+            bundle.parts, bundle.gradients = [], []
+        elif "is_whole" in tree:
+            bundle.is_whole = True
+        elif "state" in tree:
+            bundle.parts.append(tree)
+        elif "gradients" in tree:
+            bundle.gradients.append(tree)
+        else:
+            return {**tree}
+        return None
 
     def close(self) -> None:
         self._end.close()
@@ -196,12 +191,12 @@ class Shadow:
 
     def _advance(self) -> bool:
         """Apply what comes next. Return False if nothing does: what a shadow holds then is a completed step."""
-        for stream in self._streams:
-            for tree in stream.fill():
-                if "wants_state" in tree:
-                    stream.hand_over({**self._carried.whole_tree(), **self._rest})
-                else:
-                    self._check(tree)
+        while waiting := {each.fileno(): each for each in self._streams if each.lacks_turn}:
+            poll = select.poll()
+            for number in waiting:
+                poll.register(number, select.POLLIN)
+            for number, _ in poll.poll():
+                self._read(waiting[number])
         ready = [each for each in self._streams if each.ahead.turn is not None]
         if not ready:
             return False
@@ -224,6 +219,16 @@ class Shadow:
         ]
         self._apply(turn, [*taken, *salvaged])
         return True
+
+    def _read(self, stream: _Stream) -> None:
+        """Read a frame of a giver, and answer what it asks. Blocks until all of it is there."""
+        tree = stream.read() or {}
+        if "wants_state" in tree:
+            stream.hand_over({**self._carried.whole_tree(), **self._rest})
+        elif "wants_word" in tree:
+            stream.confirm(self.step)
+        elif tree:
+            self._check(tree, stream.is_here)
 
     def _lacking(self, turn: int, taken: Sequence[_Stream]) -> list[_Stream]:
         """Return the streams without which this turn cannot be applied to a whole state."""
@@ -275,7 +280,8 @@ class Shadow:
         if self.is_whole:
             self._compare(bundles)
         for each in self._streams:
-            each.confirm(turn)
+            if each.is_here:
+                each.confirm(turn)
 
     def _compare(self, bundles: Sequence[_Bundle]) -> None:
         """Compare digests of bits with those of the givers."""
@@ -315,14 +321,17 @@ class Shadow:
             each.is_valid = each.is_complete = False
             each.ask(_NO_STEP)
 
-    def _check(self, tree: dict[str, Any]) -> None:
-        """Refuse what cannot be followed, by what a giver says at first."""
+    def _check(self, tree: dict[str, Any], is_here: bool) -> None:
+        """Refuse what cannot be followed, by what a giver says at first. One that `is_here` shares memory."""
         if "refused" in tree:
             raise ConfigurationError(f"the shadow cannot follow: {tree['refused']}")
         if self._rest or "bytes" not in tree:
             return
-        if why := _lacks_memory(2 * tree["bytes"]):
-            raise ConfigurationError(f"the shadow holds the state, and a copy that is written: it {why}")
+        gradients = 2 * is_here * sum(each.nbytes for each in self._carried.parameters)
+        if why := _lacks_memory(2 * tree["bytes"] + gradients):
+            raise ConfigurationError(
+                f"the shadow holds the state, a copy that is written, and gradients of two steps: it {why}"
+            )
 
     # ---- writing
 
@@ -404,7 +413,13 @@ def run(orders: ShadowOrders, carried: Carried, card: str, saves: bool) -> Promo
         ReplicaMismatchError: This process has another model, version or data set than the ranks.
     """
     folder = CheckpointFolder(orders.folder, card, orders.keep)
-    folder.open()
+    try:
+        folder.open()
+    except FolderInUseError as error:
+        if not orders.is_started:
+            raise
+        sys.stderr.write(f"paceline shadow: ends, because {error}\n")
+        raise SystemExit(0) from None
     try:
         connection = AgentConnection.to_job(orders.job)
     except ConfigurationError:
@@ -418,7 +433,8 @@ def run(orders: ShadowOrders, carried: Carried, card: str, saves: bool) -> Promo
         orders,
         lambda is_whole: connection.tell(CaughtUp() if is_whole else StillReplaying()),
     )
-    connection.tell(Ready(card, saves, is_spare=orders.is_spare and not carried.is_divided))
+    is_divided = carried.is_divided
+    connection.tell(Ready(card, saves, is_spare=orders.is_spare and not is_divided, follows_all=is_divided))
     before = {number: signal.signal(number, _raise_terminated) for number in (signal.SIGTERM, signal.SIGINT)}
     with contextlib.suppress(_TerminatedError):
         if (assignment := _obey(connection, shadow)) is not None:
@@ -437,7 +453,8 @@ def _raise_terminated(number: int, _: FrameType | None) -> None:
 
 def _obey(connection: AgentConnection, shadow: Shadow) -> RankAssignment | None:
     """Follow one membership after the other, as the agent says. Return a place in one; None: the agent is gone."""
-    ends: list[socket.socket] = []
+    ends: dict[int, socket.socket] = {}  # by share
+    epoch = 0
     while (message := connection.hear()) is not None:
         if isinstance(message, Refused):
             raise ReplicaMismatchError(message.why)
@@ -446,13 +463,16 @@ def _obey(connection: AgentConnection, shadow: Shadow) -> RankAssignment | None:
         if not isinstance(message, Receive):
             continue
         end = connection.handed.popleft()
-        if message.share == 0:
-            for each in ends:
+        if message.epoch < epoch:  # from another host, which had not heard of its end
+            end.close()
+            continue
+        if message.epoch > epoch:
+            for each in ends.values():
                 each.close()
-            ends = []
-        ends.append(end)
+            ends, epoch = {}, message.epoch
+        ends[message.share] = end
         if len(ends) == message.num_shares:
-            shadow.begin(ends)
+            shadow.begin([ends[share] for share in sorted(ends)])
             shadow.follow()
-            ends = []
+            ends = {}
     return None

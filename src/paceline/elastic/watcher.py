@@ -174,6 +174,11 @@ class Watcher:
         with self._changed:
             return self._changed.wait_for(lambda: self.is_over or self._is_alone, limit_s) and self.is_over
 
+    @property
+    def has_to_give(self) -> bool:
+        """Return whether `to_give` returns something."""
+        return bool(self._to_give)
+
     def to_give(self) -> tuple[Give, socket.socket] | None:
         """Return an order to give this rank's state to another process, and the socket for that; once each."""
         with self._changed:

@@ -11,8 +11,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from paceline.comm import TOKEN
 from paceline.elastic.agent_connection import (
@@ -21,6 +21,7 @@ from paceline.elastic.agent_connection import (
     Ready,
     Receive,
     Refused,
+    ShadowOrders,
     difference,
 )
 from paceline.elastic.discovery import Discovery
@@ -28,31 +29,21 @@ from paceline.elastic.guest import JOB_PREFIX, PEERS, GuestSetting, facts_of, jo
 from paceline.errors import ConfigurationError
 from paceline.launch.agent import launch
 from paceline.launch.command_line import parse
-from paceline.launch.elastic.links import call_for_state, hear_about
+from paceline.launch.elastic.givers import call_host, call_others
 from paceline.launch.elastic.plan import Address
 
 _NAMES = Path("/proc/net/unix")
-_LOOK_S = 0.2  # between two calls of other hosts
+_LOOK_S = 0.05  # between two calls of other hosts
+_SAY_S = 10.0  # that one of them does not answer, before people are told
 
 
-def follow(
-    folder: Path,
-    keep: int,
-    write_every_s: float,
-    words: list[str],
-    note: Callable[[str], None],
-    is_spare: bool,
-    peers: str | None,
-) -> None:
+def follow(orders: ShadowOrders, words: list[str], note: Callable[[str], None], peers: str | None) -> None:
     """Run a script as the shadow of the job that trains it; blocks until the job has ended.
 
     Args:
-        folder: Where it writes checkpoints.
-        keep: How many it keeps, at least 1.
-        write_every_s: Seconds between two of them.
+        orders: The task. Without a `job` it is found.
         words: The script and its arguments, as `paceline run` was given them; before it `-m` for a module.
         note: Called with a line for the user.
-        is_spare: Whether it takes the place of a lost rank.
         peers: Where agents of the job's hosts may be; None: the job trains on this host.
 
     Raises:
@@ -69,7 +60,7 @@ def follow(
     arguments = parse(["--nproc-per-node", "1", "--hang-after", "0", *words])
     script, script_arguments = arguments.script, arguments.torchrun.training_script_args
     if peers is None:
-        name = _job_of(job_name(script, script_arguments), script)
+        name = orders.job or _job_of(job_name(script, script_arguments), script)
         line = AgentConnection.to_job(name)
         note("waits for the job's ranks to reach paceline.Elastic")
         if line.hear() is None:
@@ -81,14 +72,7 @@ def follow(
     else:
         facts = "" if arguments.torchrun.module else facts_of(script)
         name = _Relay(GuestSetting.of(given, script, facts), note).name
-    orders = {
-        "folder": str(folder),
-        "keep": keep,
-        "write_every_s": write_every_s,
-        "job": name,
-        "is_spare": is_spare,
-    }
-    os.environ[SHADOW] = json.dumps(orders)
+    os.environ[SHADOW] = json.dumps(asdict(replace(orders, job=name)))
     launch(arguments, note)
 
 
@@ -110,7 +94,7 @@ class _Relay:
 
     def _serve(self) -> None:
         with self._listener, contextlib.closing(AgentConnection(self._listener.accept()[0])) as shadow:
-            said = shadow.hear()
+            said, epoch = shadow.hear(), 0
             while isinstance(said, Ready) and (found := self._call_all()) is not None:
                 ends, card = found
                 theirs, _, card = card.partition("\n")
@@ -119,10 +103,11 @@ class _Relay:
                         f"the shadow runs another script or model: {why}. Start it as the ranks were started."
                     )
                     shadow.tell(Refused(words))
-                for share, end in enumerate(ends):
-                    shadow.tell(Receive(share, len(ends)), handing=end)
+                epoch += 1  # the job's may begin at 0 again
                 poll = select.poll()
-                poll.register(ends[0], select.POLLRDHUP)
+                for share, end in enumerate(ends):
+                    shadow.tell(Receive(share, len(ends), epoch), handing=end)
+                    poll.register(end, select.POLLRDHUP)
                 poll.poll()
                 for end in ends:
                     end.close()
@@ -132,26 +117,28 @@ class _Relay:
             )
 
     def _call_all(self) -> tuple[list[socket.socket], str] | None:
-        """Return a connection to each rank of one host, and their card. None if no agent has answered. Blocks."""
-        heard_s = time.monotonic()
+        """Return a connection to each rank of the job, and their card. None if no agent has answered. Blocks."""
+        began_s = heard_s = time.monotonic()
+        why, has_said = "", False
         while time.monotonic() - heard_s < self._setting.lost_after_s:
             found: Sequence[tuple[str, int]] = ()
             with contextlib.suppress(OSError):
                 found = self._discovery.find()
             for address in found:
-                ends: list[socket.socket] = []
-                with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as closes:
-                    first: dict[str, Any] = {"num_shares": 1}
-                    while len(ends) < first["num_shares"]:
-                        end = closes.enter_context(call_for_state(Address(*address), self._token, len(ends)))
-                        told = hear_about(end)
-                        ends.append(end)
-                        heard_s, first = time.monotonic(), told if len(ends) == 1 else first
-                        if told != first:
-                            raise ConnectionResetError("the membership has changed")
-                    if first["num_shares"]:
+                with contextlib.ExitStack() as closes, contextlib.suppress(OSError, ValueError):
+                    givers, here = call_host(Address(*address), self._token, closes)
+                    heard_s = time.monotonic()
+                    try:
+                        ends = call_others(givers, here, self._token, closes)
+                    except OSError as error:
+                        why = str(error)
+                        raise
+                    if ends:
                         closes.pop_all()
-                        return ends, first["card"]
+                        return ends, givers.card
+            if why and not has_said and time.monotonic() - began_s > _SAY_S:
+                has_said = True
+                self._note(f"the shadow cannot follow yet, it needs the ranks of all hosts: {why}")
             time.sleep(_LOOK_S)
         return None
 

@@ -291,8 +291,10 @@ def _owned_mean(optimizer: Optimizer, members: Members) -> Owned | None:
     """Return what reduces each gradient for its owner; None: gradients are whole. Local; the same on every rank."""
     if _why_whole(optimizer, members):
         return None
-    owned = for_owners(members.model.reduction)
-    if owned is not members.model.reduction:
+    plain = members.model.reduction
+    owned = for_owners(plain)
+    if owned is not None and owned is not plain:
+        owned.in_place_of = plain
         members.model.reduce_by(owned)
     return owned
 

@@ -212,6 +212,8 @@ class ShardedStep:
         """Have every rank receive all gradients, from the next backward on. Local; on every rank."""
         if self._owned is not None:
             self._owned.disown(self.parameters)
+            if self._owned.in_place_of is not None:
+                self.members.model.reduce_by(self._owned.in_place_of)
         self._owned, self._choose_owned = None, lambda: None
 
     def is_whole(self, index: int) -> bool:

@@ -118,6 +118,8 @@ class Owned(Reduction):
     """The part of a mean for owners that does not depend on what is sent. Put in front of the mean's class."""
 
     pieces_at_once = 0
+    in_place_of: Reduction | None = None
+    """The mean that the model had before."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)

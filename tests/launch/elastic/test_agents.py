@@ -261,14 +261,14 @@ def test_a_shadow_of_another_host_asks_for_a_share(start: Start) -> None:
     """It hears from the agent how many there are, before a rank sends anything."""
     first = start(needs=TWO)
     meet([first, start(first, needs=TWO)])
-    with links.call_for_state(first.address, "t", share=3) as asking:
+    with links.call_for_state(first.address, "t", place=3) as asking:
         given: list[tuple[socket.socket, int | None]] = []
         until(lambda: given or given.extend(filter(None, [first.to_give()])))
         with given[0][0] as end:
             assert given[0][1] == 3
-            links.tell_about(end, {"num_shares": 4})
+            links.tell_about(end, {"epoch": 4})
             end.sendall(b"state")
-        assert links.hear_about(asking) == {"num_shares": 4}
+        assert links.hear_about(asking) == {"epoch": 4}
         assert asking.recv(5, socket.MSG_WAITALL) == b"state"
 
 
@@ -291,7 +291,7 @@ def test_a_call_that_is_cut_short_ends_its_own_connection_alone(start: Start) ->
         end.sendall(links.frame_of(b"t", nonce, 0, b"share "))
         assert end.recv(1) == b""
     assert first.to_give() is None
-    with links.call_for_state(first.address, "t", share=0):
+    with links.call_for_state(first.address, "t", place=0):
         pass
 
 

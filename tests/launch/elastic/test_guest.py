@@ -21,6 +21,7 @@ from paceline.elastic.guest import GuestSetting, PeerProcess
 from paceline.errors import ConfigurationError, PeerLostError
 from paceline.host.processes import Vitals
 from paceline.launch.elastic import rank_process
+from paceline.launch.elastic.council import Council
 from paceline.launch.elastic.guest import Door, Voice, deciding, lead_as
 from paceline.launch.elastic.record import JobRecord
 
@@ -345,6 +346,39 @@ def test_after_the_ranks_of_all_hosts_were_lost_others_begin_again(
     for each in hosts:
         each.start("stay", "2,2")
     assert [[code for _, code in each.ends()] for each in hosts] == [[-9, 0], [-9, 0]]
+
+
+@pytest.mark.processes
+def test_a_spare_host_joins_before_the_last_one_with_a_vote_ends(
+    host: Callable[..., Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It joins late here. The other one had ended in between, and the spare said that no agent answers."""
+    waits, asked_s = threading.Event(), list[float]()
+    propose, join = Council._propose, Council._ask_to_join
+
+    def notes_spare(council: Council, now_s: float) -> None:
+        if council.is_full and not council.is_member:
+            waits.set()
+        propose(council, now_s)
+
+    def joins_late(council: Council, now_s: float) -> None:
+        if waits.is_set():
+            asked_s.append(now_s)
+        if not asked_s or now_s - asked_s[0] > 1.0:
+            join(council, now_s)
+
+    monkeypatch.setattr(Council, "_propose", notes_spare)
+    monkeypatch.setattr(Council, "_ask_to_join", joins_late)
+    setting = of_several(tmp_path, least_nodes=1, most_nodes=1, join_timeout_s=0.0)
+    first = host(local_addr="127.0.0.1", **setting)
+    lost = first.start("stay", "")
+    assert lost.stdout is not None
+    lost.stdout.readline()  # it trains
+    spare = host(local_addr="127.0.0.2", **setting)
+    spare.start("stay", "1,1")
+    assert waits.wait(30)
+    lost.kill()
+    assert [code for _, code in spare.ends()] == [0], spare.notes
 
 
 @pytest.mark.processes

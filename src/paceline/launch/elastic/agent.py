@@ -37,6 +37,7 @@ from paceline.elastic.agent_connection import (
     Trouble,
     difference,
 )
+from paceline.launch.elastic.givers import Givers
 from paceline.launch.elastic.links import tell_about
 from paceline.launch.elastic.local_ranks import (
     LOOK_S,
@@ -47,7 +48,7 @@ from paceline.launch.elastic.local_ranks import (
     Source,
 )
 from paceline.launch.elastic.plan import NOT_STARTED, Decider, Member, Plan, Proposal, Start
-from paceline.launch.elastic.shadows import Shadows
+from paceline.launch.elastic.shadows import Followed, Shadows
 from paceline.launch.elastic.starting import EpochStores
 from paceline.launch.launch_errors import InterruptedLaunchError, LaunchError
 
@@ -149,8 +150,9 @@ class Agent:
         self._let_in()
         self._decide()
         if self.shadows is not None and not self._is_stopping:
-            is_spare = self._decider.is_spare()
-            self.shadows.look(ranks.training, self._epoch, self._card, self._shadow_folder, is_spare)
+            size, ask_others = len(self._members), self._decider.ask_for_shares
+            followed = Followed(self._epoch, ranks.training, size, self._card, ask_others)
+            self.shadows.look(followed, self._shadow_folder, self._decider.is_spare())
         self._tell_who_waits()
         is_done = not ranks.in_phase(Phase.TRAINING, Phase.LOST, Phase.LEAVING) and not ranks.dying
         if is_done and ranks.finished and (self._epoch != NOT_STARTED or not list(ranks)):
@@ -333,16 +335,18 @@ class Agent:
     def _give_to_others(self) -> None:
         """Let ranks that wait on other hosts have the state of one that trains here, and shadows that of all."""
         while (asked := self._decider.to_give()) is not None:
-            end, share = asked
+            end, place = asked
             with end:
-                if share is None:
+                if place is None:
                     self._give(end, self._num_given)
                     self._num_given += 1
                     continue
-                givers = [] if self._is_stopping else self._ranks.training
-                tell_about(end, {"epoch": self._epoch, "num_shares": len(givers), "card": self._card})
-                if share < len(givers):
-                    givers[share].process.tell(Give(self._epoch, share, len(givers)), handing=end)
+                ranks = [] if self._is_stopping else self._ranks.training
+                size, others = len(self._members), tuple(self._decider.trainers())
+                numbers = tuple(each.rank for each in ranks)
+                tell_about(end, Givers(self._epoch, numbers, size, others, self._card or "").as_dict())
+                if place < len(ranks):
+                    ranks[place].process.tell(Give(self._epoch, ranks[place].rank, size), handing=end)
 
     def _let_in(self) -> None:
         """Have the membership pause for ranks that wait, once all of these have caught up."""

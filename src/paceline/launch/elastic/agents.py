@@ -25,6 +25,7 @@ from paceline.errors import ConfigurationError, ProtocolError
 from paceline.host.addresses import is_loopback
 from paceline.launch.elastic.council import Beginning, Council
 from paceline.launch.elastic.decision import AgentInfo, Decision
+from paceline.launch.elastic.givers import call_host
 from paceline.launch.elastic.links import (
     Closed,
     Links,
@@ -41,6 +42,7 @@ from paceline.launch.elastic.wire import Packet, decode, encode
 from paceline.launch.launch_errors import LaunchError
 
 _TURN_S = 0.1
+_CALL_S = 0.01  # between two calls of an agent that has not heard of a membership yet
 _FIND_S = 1.0  # between two questions to the source of addresses, which may be a cluster's controller
 _CONFLICT_S = 2.0  # until the other host has heard, too, that the scripts differ
 _MOST_SAID = 20  # messages about hosts that do not fit
@@ -126,7 +128,7 @@ class Agents(Decider):
         self._council = Council(own, setting.needs, setting.first, time.monotonic(), guest)
         self._lock = threading.Lock()
         self._names: dict[int, str] = {}  # of incoming connections
-        # To ranks of other hosts, and to shadows, of which each asks for a share
+        # To ranks of other hosts, and to shadows, which ask for the states of all ranks here
         self._to_give: deque[tuple[socket.socket, int | None]] = deque()
         self._waits_since_s: float | None = None
         self._has_said_missing = False
@@ -190,6 +192,13 @@ class Agents(Decider):
         with self._lock:
             decision = self._council.decision
         return decision is not None and decision.names == (self.name,)
+
+    def is_awaited(self) -> bool:
+        """Return whether a host waits to join that needs this one for it: no other has a vote."""
+        with self._lock:
+            peers = self._council.peers.values()
+            others = any(each.agent.name != self.name and not each.is_missing for each in peers)
+        return others and self.is_only_one()
 
     @property
     def address(self) -> Address:
@@ -294,6 +303,34 @@ class Agents(Decider):
             other.close()
         with end:
             take(end)
+
+    def ask_for_shares(self, epoch: int, take: Callable[[int, socket.socket], object]) -> bool:
+        threading.Thread(
+            target=self._call_all, args=(epoch, take), name="paceline calls", daemon=True
+        ).start()
+        return True
+
+    def _call_all(self, epoch: int, take: Callable[[int, socket.socket], object]) -> None:
+        """Call every agent whose ranks train, until each has answered in this epoch, or that is over."""
+        answered: set[Address] = set()
+        while waiting := self._trainers_in(epoch) - answered:
+            for address in waiting:
+                with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as closes:
+                    givers, ends = call_host(address, self._setting.token, closes)
+                    if givers.epoch == epoch and ends:
+                        answered.add(address)
+                        for rank, end in ends.items():
+                            take(rank, end)
+            time.sleep(_CALL_S)
+
+    def _trainers_in(self, epoch: int) -> set[Address]:
+        with self._lock:
+            is_over = self._ends or self._council.is_over(epoch)
+            return set() if is_over else {*self._council.trainers()}
+
+    def trainers(self) -> list[Address]:
+        with self._lock:
+            return self._council.trainers()
 
     def to_give(self) -> tuple[socket.socket, int | None] | None:
         with self._lock:

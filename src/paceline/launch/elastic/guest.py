@@ -34,6 +34,7 @@ from paceline.launch.elastic.vote import NEVER, Quorum
 from paceline.launch.launch_errors import LaunchError
 
 _LINGER_S = 2.0  # without a rank: its engine may be about to start another one
+_JOIN_S = 10.0  # that a host takes at most to join, before the only one with a vote ends
 # Of the time after which a rank is lost: how long to wait for addresses, hosts or ranks
 _PATIENCE_RATIO = 10.0
 _GONE_S = 30.0  # that ranks take at most to end after the job's end
@@ -134,6 +135,7 @@ def lead(job: Job, door: Door, voice: Voice, told: Sequence[int], shadows: Shado
         """Return whether the state is lost: ranks that its engine starts now begin anew, with another agent."""
         return agent.has_begun and not agent.trains and job.others is not None and job.others.is_only_one()
 
+    retires_s = 0.0
     try:
         while not agent.is_over:
             agent.look()
@@ -147,8 +149,15 @@ def lead(job: Job, door: Door, voice: Voice, told: Sequence[int], shadows: Shado
                 return
             if told:
                 agent.leave(f"{signal.Signals(told[0]).name} received by the agent of this host")
-            if (door.is_left or (not door.ranks and (told or has_lost_job()))) and agent.may_retire():
-                return
+            is_deserted = door.is_left or (not door.ranks and (told or has_lost_job()))
+            if is_deserted and agent.may_retire():
+                retires_s = retires_s or time.monotonic()
+                if (
+                    time.monotonic() - retires_s > _JOIN_S
+                    or job.others is None
+                    or not job.others.is_awaited()
+                ):
+                    return
             if job.others is not None and door.ranks:  # else there is no rank that would hear why
                 job.others.check_job()
     except LaunchError as error:

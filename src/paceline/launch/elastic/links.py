@@ -6,8 +6,8 @@
 To get the state of a rank that trains on the listener's host, a process calls (`call_for_state`):
 
     listener  greeting, random bytes
-    caller    one frame: `_ASKS`, or `_SHADOWS` and the number of a share; random bytes of its own
-    listener  a code over these; for a shadow also a length and JSON: how many ranks give, and their card
+    caller    one frame: `_ASKS`, or `_SHADOWS` and the place of a rank on its host; random bytes of its own
+    listener  a code over these; for a shadow also a length and JSON (`givers.py`)
               what follows is what the rank sends (`elastic/replay.py`), not encrypted
 
 Rules
@@ -37,7 +37,7 @@ from typing import Any
 
 from paceline.launch.elastic.plan import Address
 
-GREETING = b"paceline agents 4\n"
+GREETING = b"paceline agents 5\n"
 NONCE_BYTES = CODE_BYTES = 32
 MOST_BYTES = 1 << 20  # of a body
 MOST_FIRST_BYTES = 1 << 16  # of the first one: what a stranger can make us hold
@@ -63,10 +63,10 @@ def _code_of(key: bytes, nonce: bytes, number: int, body: bytes) -> bytes:
     return hmac.new(key, nonce + _NUMBER.pack(number) + body, hashlib.sha256).digest()
 
 
-def call_for_state(address: Address, token: str, share: int | None = None) -> socket.socket:
+def call_for_state(address: Address, token: str, place: int | None = None) -> socket.socket:
     """Ask the agent that listens there; returns the connection over which a rank's state comes.
 
-    A shadow asks for a `share`, and calls `hear_about` next.
+    A shadow asks for that of the rank at a `place` on its host, and calls `hear_about` next.
 
     Blocks, for some `CONNECT_S`. Raises OSError if no agent that knows the token answers.
     """
@@ -74,7 +74,7 @@ def call_for_state(address: Address, token: str, share: int | None = None) -> so
         end = closes.enter_context(socket.create_connection(address, CONNECT_S))
         key, mine = token.encode(), secrets.token_bytes(NONCE_BYTES)
         nonce = _read(end, len(GREETING) + NONCE_BYTES)[len(GREETING) :]
-        asks = _ASKS if share is None else _SHADOWS + bytes([share])
+        asks = _ASKS if place is None else _SHADOWS + bytes([place])
         end.sendall(frame_of(key, nonce, 0, asks + mine))
         if not hmac.compare_digest(_read(end, CODE_BYTES), _code_of(key, mine, 0, _GIVES)):
             raise ConnectionRefusedError("what listens there does not know the job's token")
@@ -104,7 +104,7 @@ def asks_for_state(body: bytes) -> bool:
 
 
 def tell_about(end: socket.socket, told: dict[str, Any]) -> None:
-    """Tell a shadow what it has to know before its share comes."""
+    """Tell a shadow what it has to know before the state comes."""
     words = json.dumps(told).encode()
     with contextlib.suppress(OSError):  # the rank that has it next sees that
         end.sendall(_LENGTH.pack(len(words)) + words)
@@ -240,7 +240,7 @@ class Links:
     def hand_over(self, connection: int, asked: bytes) -> tuple[socket.socket, int | None] | None:
         """Prove to a caller that the token is known here, and return the connection, let go; None: it is closed.
 
-        With it the number of the share, if a shadow asks.
+        With it the place of the rank on this host, if a shadow asks.
         """
         if connection not in self._incoming:
             return None

@@ -111,10 +111,21 @@ class Decider(ABC):
         """
         return False
 
+    def ask_for_shares(self, epoch: int, take: Callable[[int, socket.socket], object]) -> bool:
+        """Have ranks of other hosts give their states to a shadow of this host; False: there are none. Local.
+
+        `take` is given each rank's number and a socket, on another thread, as long as this epoch lasts.
+        """
+        return False
+
+    def trainers(self) -> list[Address]:
+        """Return where agents of other hosts listen whose ranks train. Local."""
+        return []
+
     def to_give(self) -> tuple[socket.socket, int | None] | None:
         """Return a connection to a process of another host that needs a state from here, once each; or None. Local.
 
-        A shadow asks for a share of it, whose number is returned as well.
+        A shadow asks for that of one rank of this host, whose place is returned as well.
         """
         return None
 

@@ -5,13 +5,14 @@ Rules
    the agent's pid. `paceline shadow` finds it in /proc/net/unix. The kernel removes the name with the agent.
 2. Both ends ask the kernel for the other's user. A process of another user is not heard.
 3. In each membership every rank of this host gets an end of a connection to each shadow, and sends its share. The agent
-   hands the ends over, and never waits for a shadow.
+   hands the ends over, and never waits for a shadow. If an optimizer is sharded, the ranks of all hosts do: each has a
+   part of the state. Else those of this host suffice, whose gradients take no network.
 4. With `--shadow FOLDER`, or if the script asks for it, the agent of rank 0 starts a `paceline shadow`, when training
-   has begun. This one is a spare: it takes the place of a lost rank, and the agent starts another one.
-5. Where an engine starts the ranks of several hosts, a host for which there is no room starts the shadow. The folder's
-   lock keeps a second one out. The shadow follows the ranks of the other hosts, and ends when its own host trains.
-   It is no spare: the engine replaces lost ranks. If all ranks of the other hosts are lost, those of this host begin
-   anew from what the shadow has written.
+   has begun, and another one if that has died. It is a spare: it takes the place of a lost rank, and the agent starts
+   another one. The folder's lock keeps a second one out.
+5. Where an engine starts the ranks of several hosts, a host for which there is no room starts the shadow. The shadow
+   follows the ranks of all other hosts, and ends when its own host trains. It is no spare: the engine replaces lost
+   ranks. If all ranks of the other hosts are lost, those of this host begin anew from what the shadow has written.
 """
 
 from __future__ import annotations
@@ -79,11 +80,21 @@ class ShadowStart:
         """Return whether it follows the ranks of other hosts."""
         return self.peers not in (None, LOCAL)
 
-    @property
-    def command(self) -> list[str]:
-        """Return the options of `paceline shadow` behind the folder, and the script."""
+    def command(self, name: str) -> list[str]:
+        """Return the options of `paceline shadow` behind the folder, and the script. `name` is the agent's socket's."""
         options = ["--peers", str(self.peers)] if self.is_elsewhere else []
-        return [*options, *["--spare"] * (self.peers is None), "--", *self.words]
+        return [*options, "--agent", name, *["--spare"] * (self.peers is None), "--", *self.words]
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A membership, as the shadows of one host follow it."""
+
+    epoch: int
+    ranks: Sequence[Rank]  # of this host, by their numbers
+    size: int  # how many ranks there are on all hosts
+    card: str | None  # what the ranks have in common
+    ask_others: Callable[[int, Callable[[int, socket.socket], object]], object]  # `Decider.ask_for_shares`
 
 
 class Shadows:
@@ -97,7 +108,8 @@ class Shadows:
         if start.folder:
             os.environ[RESUME] = start.folder
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(f"\0{name}/{os.getpid()}.{secrets.token_hex(4)}")
+        self._name = f"{name}/{os.getpid()}.{secrets.token_hex(4)}"
+        self._listener.bind(f"\0{self._name}")
         self._listener.listen(_MOST_WAITING)
         self._listener.setblocking(False)
         self._shadows: list[_Shadow] = []
@@ -119,19 +131,18 @@ class Shadows:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 each.wait(_FINISH_S)
 
-    def look(
-        self, training: Sequence[Rank], epoch: int, card: str | None, folder: str, is_spare: bool
-    ) -> None:
-        """Hear new shadows, and let those that are ready follow these ranks. Local; never blocks.
+    def look(self, followed: Followed, folder: str, is_spare: bool) -> None:
+        """Hear new shadows, and let those that are ready follow this membership. Local; never blocks.
 
         `folder` is where the script wants a shadow to write; empty: it does not. `is_spare` says whether this
         host waits because there is no room.
         """
+        training = followed.ranks
         is_led = bool(training) and training[0].rank == 0 and training[0].follows
         is_due = is_spare and not training if self._how.is_elsewhere else is_led
         if self._is_wanted and is_due and (folder := self._how.folder or folder):
             self._start(folder)
-        elif self._how.is_elsewhere:
+        else:
             self._look_at_started(is_due)
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -143,8 +154,8 @@ class Shadows:
                     end.close()
         for shadow in list(self._shadows):
             self._hear_all_of(shadow)
-            if shadow in self._shadows and epoch != NOT_STARTED:
-                self._serve(shadow, training, epoch, card)
+            if shadow in self._shadows and shadow.epoch != followed.epoch != NOT_STARTED:
+                self._serve(shadow, followed)
 
     def finish(self) -> bool:
         """Have a shadow that was started here and follows other hosts write and end. Return whether it has."""
@@ -155,7 +166,7 @@ class Shadows:
     def _start(self, folder: str) -> None:
         """Start the shadow that was asked for."""
         how = self._how
-        command = [sys.executable, "-m", "paceline", "shadow", folder, *how.command]
+        command = [sys.executable, "-m", "paceline", "shadow", folder, *how.command(self._name)]
         has_terminal = how.peers is None
         dropped = () if has_terminal else (PEERS, PREPARED)  # the shadow is no rank of the engine
         environment = {name: each for name, each in os.environ.items() if name not in dropped}
@@ -178,9 +189,9 @@ class Shadows:
                 self._note(line.decode(errors="replace").rstrip())
 
     def _look_at_started(self, is_due: bool) -> None:
-        """End a shadow that is not due any more. One that has ended may be needed again: training begins anew."""
+        """End one that follows other hosts and is not due any more. One that has ended or died is started again."""
         now_s = time.monotonic()
-        if not is_due:
+        if self._how.is_elsewhere and not is_due:
             self._end_started()
         if self._started and self._started[-1].poll() is not None and now_s >= self._again_s:
             self._started.clear()
@@ -217,22 +228,24 @@ class Shadows:
                 shadow.process.close()
                 return
 
-    def _serve(self, shadow: _Shadow, training: Sequence[Rank], epoch: int, card: str | None) -> None:
-        if shadow.epoch == epoch:
-            return
+    def _serve(self, shadow: _Shadow, followed: Followed) -> None:
+        epoch, card, tell = followed.epoch, followed.card, shadow.process.tell
+        shadow.epoch = epoch
         if shadow.said is None:  # it asks whether the job has begun
-            shadow.epoch = epoch
-            shadow.process.tell(Following(epoch))
+            tell(Following(epoch))
             return
         if card is not None and self._how.peers is not None:
             card = card.partition("\n")[2]  # its first line is for other hosts
         if card is not None and (why := difference(card, shadow.said.card)) is not None:
             words = f"the shadow runs another script or model: {why}. Start it as the ranks were started."
-            shadow.process.tell(Refused(words))
-        else:
-            for share, rank in enumerate(training):
-                ends = socket.socketpair()
-                with ends[0], ends[1]:
-                    shadow.process.tell(Receive(share, len(training)), handing=ends[0])
-                    rank.process.tell(Give(epoch, share, len(training)), handing=ends[1])
-        shadow.epoch = epoch
+            tell(Refused(words))
+            return
+        follows_all = shadow.said.follows_all
+        size = followed.size if follows_all else len(followed.ranks)
+        for place, rank in enumerate(followed.ranks):
+            share, ends = rank.rank if follows_all else place, socket.socketpair()
+            with ends[0], ends[1]:
+                tell(Receive(share, size, epoch), handing=ends[0])
+                rank.process.tell(Give(epoch, share, size), handing=ends[1])
+        if len(followed.ranks) < size:
+            followed.ask_others(epoch, lambda share, end: tell(Receive(share, size, epoch), handing=end))

@@ -4,8 +4,10 @@
     paceline study shadow --cost --cases 5     # turns of 20 s a side: no shadow, a shadow, async_save, torch.save
     paceline study shadow --cost --free-core   # ranks share the machine's cores but one, which the shadow has
     paceline study shadow --cost --free-core --hosts   # as root: four emulated hosts of 1 Gbit/s, with a rank each
+    paceline study shadow --cost --free-core --apart   # the same, and the shadow on a fifth
     paceline study shadow --spare --cases 20   # ranks are killed one after the other: how long the others stand still
     paceline study shadow --sharded --cases 50 # ranks with sharded steps are killed, which need the shadow's state
+    paceline study shadow --sharded --hosts    # ranks of two or three hosts, which are addresses of this machine
 
 A case kills all ranks at once, or ranks and shadow, or the shadow alone. Then the job is started again, and has to end
 with the bits of a run that lost nothing. In `--cost` one job trains on while the sides take turns.
@@ -19,6 +21,7 @@ import os
 import random
 import re
 import signal
+import socket
 import statistics
 import sys
 import tempfile
@@ -42,6 +45,7 @@ _EPOCHS = 14  # of 15 steps
 _PACES_S = (0.02, 0.05, 0.1)
 _KINDS = ("ranks", "ranks", "ranks", "ranks and shadow", "shadow")
 _SHARDED_KINDS, _SHARDED_EPOCHS = ("killed", "two killed", "told"), 100
+_HOST = "host lost"  # which has no shadow
 _FOLLOWS = "follows the training"
 _TURN_S = 20.0
 
@@ -51,7 +55,8 @@ def main(
     first_seed: Annotated[int, typer.Option(help="Random seed of the first case. The others follow.")] = 0,
     cost: Annotated[bool, typer.Option(help="Instead: what a shadow costs.")] = False,
     free_core: Annotated[bool, typer.Option(help="With --cost: the shadow has a core of its own.")] = False,
-    hosts: Annotated[bool, typer.Option(help="With --cost: ranks on emulated hosts. As root.")] = False,
+    hosts: Annotated[bool, typer.Option(help="With --cost or --sharded: ranks on several hosts.")] = False,
+    apart: Annotated[bool, typer.Option(help="With --cost: a host for the shadow, four for ranks.")] = False,
     spare: Annotated[bool, typer.Option(help="Instead: how fast it takes a lost rank's place.")] = False,
     sharded: Annotated[bool, typer.Option(help="Instead: kill ranks whose steps are sharded.")] = False,
     quick: Quick = False,
@@ -59,18 +64,18 @@ def main(
 ) -> None:
     """Kill trainings that a shadow follows, or measure what it costs them."""
     if cost:
-        _measure(1 if quick else cases, report_folder, free_core, hosts)
+        _measure(1 if quick else cases, report_folder, free_core, 5 if apart else 4 * hosts)
         return
     if spare:
         _lose_ranks(2 if quick else cases, report_folder)
         return
-    path = report_folder / ("shadow-sharded.jsonl" if sharded else "shadow.jsonl")
+    path = report_folder / f"shadow{'-sharded' * sharded}{'-hosts' * (sharded and hosts)}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     stored = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     seeds = range(first_seed, first_seed + (2 if quick else cases))
     for seed in seeds:
         if seed not in {each["seed"] for each in stored}:
-            found = _sharded_case(seed) if sharded else _case(seed)
+            found = _sharded_case(seed, hosts) if sharded else _case(seed)
             stored.append(found)
             with path.open("a") as lines:
                 lines.write(json.dumps(found) + "\n")
@@ -146,7 +151,7 @@ def _case(seed: int) -> dict[str, Any]:
 
 def _sharded_words(found: Sequence[dict[str, Any]]) -> str:
     events = [event for each in found for event in each["events"]]
-    kinds = ", ".join(f"{events.count(kind)} {kind}" for kind in _SHARDED_KINDS)
+    kinds = ", ".join(f"{events.count(kind)} {kind}" for kind in (*_SHARDED_KINDS, _HOST))
     return (
         f"{len(found)} cases with {kinds}: {sum(each['is_equal'] for each in found)} ended with equal bits; completed "
         f"steps that were undone: {sum(each['undone'] for each in found)}, most in a case "
@@ -154,31 +159,58 @@ def _sharded_words(found: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _sharded_case(seed: int) -> dict[str, Any]:
+def _sharded_case(seed: int, on_hosts: bool) -> dict[str, Any]:
     """Return what became of one job whose ranks are lost, or leave, one after the other."""
-    drawn = random.Random(f"sharded {seed}")
-    num_ranks, pace_s = drawn.randint(2, 4), drawn.choice(_PACES_S)
-    events = [drawn.choice(_SHARDED_KINDS) for _ in range(drawn.randint(1, 3))]
-    with tempfile.TemporaryDirectory() as name:
+    drawn = random.Random(f"sharded {seed} {on_hosts}")
+    num_hosts = drawn.randint(2, 3) if on_hosts else 1
+    ranks_per_host = drawn.randint(1, 2) if on_hosts else drawn.randint(2, 4)
+    num_ranks, pace_s = num_hosts * ranks_per_host, drawn.choice(_PACES_S)
+    kinds = (*_SHARDED_KINDS, *[_HOST] * on_hosts)
+    events = [drawn.choice(kinds) for _ in range(drawn.randint(1, 3))]
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        with terminal.started(_command(num_ranks, folder, "sharded", _SHARDED_EPOCHS, pace_s), folder) as job:
-            pids = [int(_after(job.stdout, r"pid (\d+)")) for _ in range(num_ranks)]
-            _after(job.stderr, f"({_FOLLOWS})")
-            for kind in events:
-                time.sleep(drawn.uniform(0.0, 2.0))
-                num_lost = min(2 if kind == "two killed" else 1, num_ranks - 1)
-                lost = [pids.pop(drawn.randrange(len(pids))) for _ in range(num_lost)]
-                _send(lost, signal.SIGTERM if kind == "told" else signal.SIGKILL)
-                pids += [int(_after(job.stdout, r"pid (\d+)")) for _ in lost]
-                _after(job.stderr, f"({num_ranks} ranks go on after step)")
-            (folder / "hurry").touch()
-            out, err = job.communicate(
-                timeout=3 * terminal.DEADLINE_S
-            )  # a busy machine takes long for so many steps
+        command = _command(ranks_per_host, folder, "sharded", _SHARDED_EPOCHS, pace_s)
+        port = _free_port()
+
+        def begin(host: int) -> Any:
+            words = [*command]
+            if on_hosts:
+                options = (
+                    f"--nnodes {num_hosts} --node-rank {host} --master-addr 127.79.0.1 --master-port {port}"
+                )
+                words[2:2] = [*options.split(), "--local-addr", f"127.79.0.{host + 1}"]
+            return stack.enter_context(terminal.started(words, folder))
+
+        def ranks_of(host: int, count: int) -> list[tuple[int, int]]:
+            return [(host, int(_after(jobs[host].stdout, r"pid (\d+)"))) for _ in range(count)]
+
+        jobs = {host: begin(host) for host in range(num_hosts)}
+        ranks = list(itertools.chain.from_iterable(ranks_of(host, ranks_per_host) for host in jobs))
+        _after(jobs[0].stderr, f"({_FOLLOWS})")
+        for kind in events:
+            time.sleep(drawn.uniform(0.0, 2.0))
+            num_lost = min(2 if kind == "two killed" else 1, num_ranks - 1)
+            lost = drawn.sample(ranks, num_lost)
+            if kind == _HOST:
+                host = drawn.randrange(1, num_hosts)
+                lost = [each for each in ranks if each[0] == host]
+                _kill([jobs[host].pid, *(pid for _, pid in lost)])
+                jobs[host] = begin(host)
+            else:
+                _send([pid for _, pid in lost], signal.SIGTERM if kind == "told" else signal.SIGKILL)
+            ranks = [each for each in ranks if each not in lost]
+            for host, _ in lost:
+                ranks += ranks_of(host, 1)
+            _after(jobs[0].stderr, f"({num_ranks} ranks go on after step)")
+        (folder / "hurry").touch()
+        # a busy machine takes long for so many steps
+        ended = [each.communicate(timeout=3 * terminal.DEADLINE_S) for each in jobs.values()]
+    out, err = ("".join(each[place] for each in ended) for place in (0, 1))
     undone = [int(each) for each in re.findall(r"undone (\d+)", out)] or [-1]
     return {
         "seed": seed,
         "num_ranks": num_ranks,
+        "num_hosts": num_hosts,
         "pace_s": pace_s,
         "events": events,
         "undone": max(undone),
@@ -197,6 +229,11 @@ def _undisturbed(num_ranks: int, num_epochs: int, kind: str = "small") -> set[st
 
 def _bits(out: str) -> set[str]:
     return set(re.findall(r"bits ([0-9a-f]{64})", out)) or {out}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.79.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def _after(stream: Any, pattern: str) -> str:
@@ -258,33 +295,40 @@ def _stall(progress: Path, lost: int) -> float:
 
 @contextlib.contextmanager
 def _timed_job(
-    folder: Path, cores: Sequence[int], on_hosts: bool
+    folder: Path, cores: Sequence[int], num_hosts: int
 ) -> Iterator[tuple[list[str], Callable[[Sequence[str]], list[str]]]]:
-    """Start a job of four ranks. Yield the script, and a function: the command that runs another beside rank 0."""
+    """Start a job of four ranks. Yield what follows `paceline shadow`, and a function: the command that runs it.
+
+    With emulated hosts the first four have a rank each. The shadow is on the first of them, or on a fifth.
+    """
+    command = _command(4, folder, "timed", 100_000, 0.0)
+    script, options = command[-len(_TRAINING) - 4 :], list[str]()
     with contextlib.ExitStack() as stack:
-        commands, environment = [_on(cores, _command(4, folder, "timed", 100_000, 0.0))], dict[str, str]()
+        commands, environment = [_on(cores, command)], dict[str, str]()
         beside: Callable[[Sequence[str]], list[str]] = list
-        if on_hosts:
-            cluster = stack.enter_context(EmulatedCluster(ClusterSpec.parse(hosts=4, rate="1Gbit")))
-            commands, environment = [], {"PACELINE_TOKEN": "of the study"}
-            for host in cluster.hosts:
-                command = _command(1, folder, "timed", 100_000, 0.0)
-                first = cluster.hosts[0].address
-                options = f"--nnodes 4 --node-rank {host.index} --master-addr {first} --master-port 29500"
-                command[2:2] = [*options.split(), "--local-addr", host.address]
-                commands.append(host.command(_on(cores, command)))
-            beside = cluster.hosts[0].command
+        if num_hosts:
+            spec = ClusterSpec.parse(hosts=num_hosts, rate="1Gbit")
+            hosts = stack.enter_context(EmulatedCluster(spec)).hosts
+            environment = {"PACELINE_TOKEN": "of the study", "PACELINE_JOB": "timed", "PACELINE_NODES": "4:4"}
+            peers = ",".join(each.address for each in hosts[:4])
+            commands = []
+            for host in hosts[:4]:
+                own = _command(1, folder, "timed", 100_000, 0.0)
+                own[2:2] = ["--peers", peers, "--local-addr", host.address]
+                commands.append(host.command(_on(cores, own)))
+            beside = hosts[0 if num_hosts == 4 else 4].command
+            options = ["--peers", peers] if num_hosts > 4 else []
         jobs = [
             stack.enter_context(terminal.started(each, folder, environment, cold=True)) for each in commands
         ]
         for rank in range(4):
             _after(jobs[rank % len(jobs)].stdout, r"pid (\d+)")
-        yield commands[0][-len(_TRAINING) - 4 :], beside
+        yield [*options, "--", *script], beside
         for each in jobs:
             _kill(terminal.alive(each))
 
 
-def _measure(num_turns: int, report_folder: Path, has_free_core: bool, on_hosts: bool) -> None:
+def _measure(num_turns: int, report_folder: Path, has_free_core: bool, num_hosts: int) -> None:
     """Print the steps of each side, and store all times."""
     cores = sorted(os.sched_getaffinity(0))
     theirs, the_shadows = (cores[:-1], cores[-1:]) if has_free_core else (cores, cores)
@@ -292,7 +336,7 @@ def _measure(num_turns: int, report_folder: Path, has_free_core: bool, on_hosts:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "mode").write_text("none")
-        with _timed_job(folder, theirs, on_hosts) as (script, beside):
+        with _timed_job(folder, theirs, num_hosts) as (script, beside):
             for turn in range(num_turns):
                 for side in sorted(windows, key=lambda _: random.Random(turn).random()):
                     windows[side].append(_one_turn(side, folder, script, the_shadows, beside))
@@ -309,7 +353,12 @@ def _measure(num_turns: int, report_folder: Path, has_free_core: bool, on_hosts:
     }
     report_folder.mkdir(parents=True, exist_ok=True)
     record = {"steps_s": steps, "saves": saves, "load": os.getloadavg(), "cores": [theirs, the_shadows]}
-    name = "shadow-cost" + "-free-core" * has_free_core + "-4x1-1000mbit" * on_hosts
+    name = (
+        "shadow-cost"
+        + "-free-core" * has_free_core
+        + "-4x1-1000mbit" * (num_hosts > 0)
+        + "-apart" * (num_hosts > 4)
+    )
     (report_folder / f"{name}.json").write_text(json.dumps(record))
     base = statistics.median(steps["none"])
     for side, own in steps.items():
@@ -344,7 +393,7 @@ def _one_turn(
         time.sleep(_TURN_S)
         (folder / "mode").write_text("none")
         return begin, time.time()
-    words = ["paceline", "shadow", "checkpoints", "--keep", "1", "--write-every", "10s", "--", *script]
+    words = ["paceline", "shadow", "checkpoints", "--keep", "1", "--write-every", "10s", *script]
     with terminal.started(beside(_on(cores, words)), folder, cold=True) as shadow:
         _after(shadow.stderr, f"({_FOLLOWS})")
         begin = time.time()
