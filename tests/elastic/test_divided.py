@@ -3,6 +3,7 @@
 import socket
 import tempfile
 import threading
+import types
 from pathlib import Path
 from unittest import mock
 
@@ -18,10 +19,12 @@ from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.elastic import replay
 from paceline.elastic.agent_connection import ShadowOrders
 from paceline.elastic.checkpoints import CheckpointFolder
+from paceline.elastic.client import ElasticClient
 from paceline.elastic.handover import Carried, Piece, hand_over_to_all
 from paceline.elastic.replay import CONFIRMED, HELD_BYTES, Giver, Share, state_of_shadow
 from paceline.elastic.rollback import TrainingPosition
 from paceline.elastic.shadow import Shadow
+from paceline.elastic.watcher import OverError
 from paceline.optim import full_state_dict, shard
 from paceline.optim.shard import divide_among_members
 
@@ -75,23 +78,25 @@ class Training:
         self.step += 1
 
 
-def ends_of(rank, num_ranks, path):
-    """Return this rank's end of its connection to the shadow, and on rank 0 all ends of the shadow."""
+def ends_of(rank, num_ranks):
+    """Return this rank's end of its connection to the shadow, and on rank 0 all ends of the shadow.
+
+    The shadow is on the host of rank 0, and other ranks are on other hosts.
+    """
+    port = torch.zeros(1, dtype=torch.int64)
     if rank:
-        dist.barrier()
-        end = socket.socket(socket.AF_UNIX)
-        end.connect(path)
+        dist.broadcast(port, 0)
+        end = socket.create_connection(("127.0.0.1", int(port)))
         end.sendall(bytes([rank]))
         return end, []
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
-    listener.listen(num_ranks)
-    dist.barrier()
-    own, theirs = socket.socketpair()
-    ends = {0: theirs}
-    for _ in range(num_ranks - 1):
-        end, _ = listener.accept()
-        ends[end.recv(1)[0]] = end
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port[0] = listener.getsockname()[1]
+        dist.broadcast(port, 0)
+        own, theirs = socket.socketpair()
+        ends = {0: theirs}
+        for _ in range(num_ranks - 1):
+            end, _ = listener.accept()
+            ends[end.recv(1)[0]] = end
     return own, [ends[index] for index in range(num_ranks)]
 
 
@@ -103,7 +108,7 @@ def follow(rank, num_ranks, path):
         for _ in range(2):
             it.train(rank)
         with mock.patch.object(replay, "_LEAST_BYTES", 100):  # so that the snapshot takes several steps
-            end, ends = ends_of(rank, num_ranks, f"{path}/{kind}")
+            end, ends = ends_of(rank, num_ranks)
             if ends:
                 followed = Training(kind, is_wrapped=False)
                 followed.optimizer.__dict__["_divide_later"] = None  # as `shard` marks it on one rank
@@ -116,6 +121,8 @@ def follow(rank, num_ranks, path):
             for _ in range(12):
                 giver.go_on(it.position(), BATCH)
                 giver.drain()
+                if giver._confirmed < giver._turned_at:
+                    wrong.append((kind, "not confirmed", it.step))
                 it.train(rank)
             giver.end(it.position(), BATCH)
         state = full_state_dict(it.optimizer)
@@ -260,3 +267,26 @@ def test_a_shadow_that_holds_nothing_says_so():
         theirs.close()
         assert state_of_shadow(own, 5.0) == (-1, None)
         own.close()
+
+
+@pytest.mark.parametrize("comes_in", [True, False])
+def test_a_membership_that_ends_before_a_shadow_follows_goes_back_to_no_checkpoint(comes_in):
+    """The next one asks again. If ranks are to come in, this one ends for that: their host's shadow waits for it."""
+    client, told = object.__new__(ElasticClient), []
+    looks = iter([False] * 5)
+
+    class Watching:
+        epoch, wants_pause = 7, comes_in
+
+        @property
+        def is_over(self):
+            return next(looks, True)
+
+        def to_give(self):
+            return None
+
+    client.watcher, client.connection = Watching(), types.SimpleNamespace(tell=told.append)
+    client._troubled_in = -1
+    with pytest.raises(OverError, match="before a shadow gave its state"):
+        client.state_of_shadow()
+    assert [each.epoch for each in told] == [7] * comes_in

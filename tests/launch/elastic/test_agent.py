@@ -461,6 +461,54 @@ def test_a_spare_begins_anew_when_its_shadow_has_written(
     assert "1 ranks begin again: those before them were all lost" in notes
 
 
+# It trains until the test lets it end.
+STAYS = """
+import os, sys, time
+from paceline.elastic.agent_connection import AgentConnection, Following, InLoop, RankAssignment, Ready
+line = AgentConnection.of_this_process()
+line.tell(Ready("a card"))
+while not isinstance(said := line.hear(), RankAssignment):
+    pass
+line.tell(InLoop(True))
+line.tell(Following(said.epoch))
+while not os.path.exists("goes on"):
+    time.sleep(0.01)
+line.tell(InLoop(False, is_through=True))
+"""
+
+
+@pytest.mark.processes
+def test_a_shadow_that_died_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and later ever more rarely. It is told whose shadow it is: other jobs may run the same script."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(RESUME, "")  # is set below
+    agent, notes = made(tmp_path, monkeypatch, STAYS, OneHost(), 1)
+    shadow = tmp_path / "shadow"
+    shadow.write_text('#!/bin/sh\necho "$@" >> started\n')
+    shadow.chmod(0o700)
+    name = f"paceline-test/{os.getpid()}"
+    started = tmp_path / "started"
+    try:
+        while not agent._ranks.in_phase(Phase.WAITING, Phase.TRAINING):
+            agent.look()
+        monkeypatch.setattr("sys.executable", str(shadow))
+        with Shadows(name, ShadowStart(["train.py"], 5.0, "checkpoints"), notes.append) as agent.shadows:
+            looks = 0
+            while not agent.is_over and looks < MOST_LOOKS:
+                agent.look()
+                looks += 1
+                if started.exists() and started.read_text().count("\n") == 2:
+                    (tmp_path / "goes on").touch()
+    finally:
+        agent.end(signal.SIGTERM)
+    assert agent.is_over
+    words = started.read_text().splitlines()
+    assert len(words) == 2
+    assert all(
+        f"--agent {name}/{os.getpid()}." in each and each.endswith("--spare -- train.py") for each in words
+    )
+
+
 class Connected(OthersFirst):
     """A rank of another host gives its state late, and one of another takes this one's."""
 
