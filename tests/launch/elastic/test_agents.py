@@ -7,12 +7,15 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from paceline.elastic.discovery import Discovery
 from paceline.errors import ProtocolError
 from paceline.launch.elastic import links
-from paceline.launch.elastic.agents import Agents, AgentSetting
+from paceline.launch.elastic.agents import Agents, AgentSetting, GuestHosts
 from paceline.launch.elastic.decision import AgentInfo, Candidate, Decision
 from paceline.launch.elastic.links import (
     CODE_BYTES,
@@ -27,6 +30,7 @@ from paceline.launch.elastic.links import (
 )
 from paceline.launch.elastic.plan import NOT_STARTED, Address, Member, Plan, Proposal
 from paceline.launch.elastic.plan import Start as Begin
+from paceline.launch.elastic.record import JobRecord
 from paceline.launch.elastic.vote import Message, Promise, Quorum, Report
 from paceline.launch.elastic.wire import Packet, decode, encode
 from paceline.launch.launch_errors import LaunchError
@@ -163,6 +167,23 @@ def test_an_agent_with_another_token_stays_outside(start: Start) -> None:
             time.sleep(0.01)
     assert said == [f"waiting up to 0.5 s for ranks to train with: {missing}"]
     assert "1 of 2 hosts" in first._what_is_missing()
+
+
+def test_a_host_that_was_out_of_touch_until_the_job_ended_gives_up(start: Start, tmp_path: Path) -> None:
+    """The record says so. It had waited for the others' agents, which have ended, for 100 s."""
+    said, record = list[str](), JobRecord(tmp_path, "job")
+    first = start(needs=TWO)
+    second = start(first, needs=TWO, patience_s=1000.0, note=said.append)
+    epoch = meet([first, second])[0].epoch
+    guest = GuestHosts(Discovery("127.0.0.1", "", 0), 2, 1.0, record)
+    second._setting = replace(second._setting, guest=guest)
+    first.close()
+    with pytest.raises(LaunchError, match=r"ended well on the other hosts, while .* was out of touch"):
+        while propose(second, epoch + 1, step=3) is None:
+            if said:
+                record.end()
+            time.sleep(0.01)
+    assert "Not heard" in said[0]
 
 
 class _EnoughError(Exception):

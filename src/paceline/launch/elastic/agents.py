@@ -258,10 +258,7 @@ class Agents(Decider):
         self._check_thread()
         with self._lock:
             if self._council.is_all_over() and not self._council.is_member:
-                raise LaunchError(
-                    f"the job has ended well on the other hosts, while {self.name} was out of touch. Nothing is left "
-                    "to do here."
-                )
+                raise self._missed_end()
             if epoch == NOT_STARTED:
                 self._check_beginning()
                 return None
@@ -362,6 +359,12 @@ class Agents(Decider):
                 "were stopped. The output there says why. Start all hosts again."
             )
 
+    def _missed_end(self) -> LaunchError:
+        return LaunchError(
+            f"the job has ended well on the other hosts, while {self.name} was out of touch. Nothing is left to do "
+            "here."
+        )
+
     def _check_patience(self, now_s: float) -> None:
         if self._waits_since_s is None:
             self._waits_since_s = now_s
@@ -371,7 +374,12 @@ class Agents(Decider):
                 f"{self.name} waited {waited_s:.0f} s for ranks to train with: {self._what_is_missing()} Start all "
                 "hosts again, from the last checkpoint."
             )
-        if waited_s > min(_SAY_S, 0.5 * limit_s) and not self._has_said_missing:
+        if waited_s <= min(_SAY_S, 0.5 * limit_s):
+            return
+        guest = self._setting.guest
+        if guest is not None and guest.record is not None and guest.record.has_ended():
+            raise self._missed_end()
+        if not self._has_said_missing:
             self._has_said_missing = True
             self._note(f"waiting up to {limit_s:g} s for ranks to train with: {self._what_is_missing()}")
 

@@ -47,7 +47,7 @@ _STOPPED = "Start all hosts again, from the last checkpoint"  # of two hosts tha
 _KILLER_S = 5.0
 _LOSSES = ("killed", "agent killed", "moved", "split", "agent and ranks stopped")
 ENGINES = ("processes", "namespaces", "torchrun", "slurm", "ray")
-FOUR_HOSTS = (
+_FOUR_HOSTS = (
     1_000_000  # seeds from here on have four hosts and one of these events, to time it on a quiet machine
 )
 _KINDS: tuple[str, ...] = ("killed", "agent killed", "split")
@@ -104,7 +104,7 @@ class GuestOutcome:
 
 def engine_of(seed: int) -> str:
     """Return the engine of this case: they take turns, each with its share."""
-    if seed >= FOUR_HOSTS:
+    if seed >= _FOUR_HOSTS:
         return "namespaces"
     names = [name for name, share in zip(ENGINES, SHARES, strict=True) for _ in range(share)]
     return names[seed * 7 % len(names)]  # 7 and 50 have no common factor
@@ -126,7 +126,7 @@ def missing(engine: str) -> str:
 def random_guest_job(seed: int) -> GuestJob:
     """Draw a history. Two in three of one machine have one host, where ranks fail at random moments by themselves."""
     dice, engine = random.Random(f"guest {seed}"), engine_of(seed)
-    if seed >= FOUR_HOSTS:
+    if seed >= _FOUR_HOSTS:
         job = Job(4, 1, (*_options(dice, 4), "--epochs", str(_EPOCHS)), seed=seed, limit_s=_LIMIT_S)
         loss = Event(dice.choice(_KINDS), dice.randrange(4), dice.randint(4, 12), 5.0)
         return GuestJob(engine, 4, 4, job, (loss, Event("started after the end")))

@@ -305,7 +305,7 @@ def _timed_job(
     script, options = command[-len(_TRAINING) - 4 :], list[str]()
     with contextlib.ExitStack() as stack:
         commands, environment = [_on(cores, command)], dict[str, str]()
-        beside: Callable[[Sequence[str]], list[str]] = list
+        beside: Any = list
         if num_hosts:
             spec = ClusterSpec.parse(hosts=num_hosts, rate="1Gbit")
             hosts = stack.enter_context(EmulatedCluster(spec)).hosts
@@ -316,7 +316,14 @@ def _timed_job(
                 own = _command(1, folder, "timed", 100_000, 0.0)
                 own[2:2] = ["--peers", peers, "--local-addr", host.address]
                 commands.append(host.command(_on(cores, own)))
-            beside = hosts[0 if num_hosts == 4 else 4].command
+            at, setting = (
+                hosts[0 if num_hosts == 4 else 4],
+                [f"{name}={it}" for name, it in environment.items()],
+            )
+
+            def beside(words: Sequence[str]) -> list[str]:
+                return at.command(["env", *setting, *words])
+
             options = ["--peers", peers] if num_hosts > 4 else []
         jobs = [
             stack.enter_context(terminal.started(each, folder, environment, cold=True)) for each in commands
