@@ -107,7 +107,7 @@ class Job:
             giver._post({"mark": torch.zeros(1)})  # bytes, behind which all frames are sent
             giver.drain()
             giver._end.shutdown(socket.SHUT_RDWR)
-            giver._leave()
+            giver.leave()
 
     def is_equal(self, step):
         """Whether the shadow holds the bits of this step, all of them."""

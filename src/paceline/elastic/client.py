@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import time
 from collections.abc import Sequence
@@ -152,6 +153,10 @@ class ElasticClient:
                 break
             time.sleep(_LOOK_S)
         self._awaits_shadow = False
+        for each in self._givers:
+            if each.is_over:  # its receiver is gone
+                each.leave()
+        self._givers = [each for each in self._givers if not each.is_over]
         while (given := self.watcher.to_give()) is not None:
             self._orders.append((*given, None))
         for order, end, asked_for in self._orders:
@@ -164,17 +169,20 @@ class ElasticClient:
     def state_of_shadow(self) -> dict[str, Any] | None:
         """Return the whole state that a shadow holds, if one follows this membership. Local; blocks.
 
-        Raises OverError if the membership ends meanwhile. It does if ranks are to come in: while their agents vote for
-        the next one, a shadow there does not follow this one.
+        Raises OverError if the membership ends meanwhile. If ranks wait to come in, this ends it: a host that votes or
+        pauses for them lets no shadow follow.
         """
         until_s = time.monotonic() + _SHADOW_S
         while time.monotonic() < until_s and not self.watcher.is_over:
+            if self.watcher.wants_pause:
+                self._tell_trouble("no shadow follows while ranks are to come in")
             if (given := self.watcher.to_give()) is None:
-                if self.watcher.wants_pause:
-                    self._tell_trouble("no shadow follows while ranks are to come in")
                 time.sleep(_LOOK_S)
                 continue
             order, end = given
+            if order.num_shares and not self._has_answer(end):
+                end.close()
+                continue
             held, tree = state_of_shadow(end, self._limit_s) if order.num_shares else (None, None)
             self._orders.append((order, end, held))
             if tree is not None:
@@ -182,6 +190,16 @@ class ElasticClient:
         if self.watcher.is_over:
             raise OverError("this membership ended before a shadow gave its state")
         return None
+
+    def _has_answer(self, end: socket.socket) -> bool:
+        """Wait until the shadow says which step it holds. Return whether it has, and this membership goes on."""
+        until_s = time.monotonic() + self._limit_s
+        while not self.watcher.is_over and time.monotonic() < until_s:
+            if self.watcher.wants_pause:
+                self._tell_trouble("no shadow follows while ranks are to come in")
+            if select.select([end], [], [], _LOOK_S)[0]:
+                return True
+        return False
 
     def drain(self) -> None:
         """Let shadows read the last step, before this process may end. Local; blocks for a limited time."""

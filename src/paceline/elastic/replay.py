@@ -117,9 +117,9 @@ class Giver:
             self._post({"bytes": self._total * share.count})  # about
             if {each.device.type for each in self._parameters} - {"cpu"}:
                 self._post({"refused": _NO_SHADOW})
-                self._leave()
+                self.leave()
         elif carried.is_divided:
-            self._leave()  # no rank has the whole state
+            self.leave()  # no rank has the whole state
         self._memory = None if self.is_over or share is None else self._share_memory()
         threading.Thread(target=self._send, name="paceline-giver", daemon=True).start()
 
@@ -169,7 +169,7 @@ class Giver:
             self._post({"end": position.step})
         elif position.step > self._turned_at:
             self._turn(position, batch)
-        self._leave()
+        self.leave()
 
     # ---- to a shadow
 
@@ -250,7 +250,7 @@ class Giver:
         ]
         if any(gradient.layout is not torch.strided for _, gradient in found):
             self._post({"refused": "sparse gradients are not sent. Leave out sparse=True."})
-            self._leave()
+            self.leave()
         elif (found or self._share is not None) and not self.is_over:
             self._post(
                 {
@@ -281,7 +281,7 @@ class Giver:
         try:
             packed = pack(tree)
         except ConfigurationError:  # nothing that can be sent
-            self._leave()
+            self.leave()
             return
         tensors, begin = packed.tensors, _INLINE
         if is_live and self._memory is not None:
@@ -295,12 +295,12 @@ class Giver:
             sent = [t if t.is_cpu else AsyncValue(t) for t in copies]
             self._frames.put((packed.words, sent, begin, num_bytes))
         elif self._share is None:
-            self._leave()
+            self.leave()
         else:
             self._is_behind = True
 
-    def _leave(self) -> None:
-        """Give up, or end: what was posted is sent."""
+    def leave(self) -> None:
+        """Give up, or end: what was posted is sent. Local."""
         self.is_over = True
         self._frames.put(None)
         for hook in self._hooks:

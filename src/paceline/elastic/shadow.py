@@ -40,6 +40,7 @@ from paceline.elastic.agent_connection import (
     Refused,
     ShadowOrders,
     StillReplaying,
+    Trouble,
 )
 from paceline.elastic.checkpoints import CheckpointFolder, FolderInUseError, snapshot
 from paceline.elastic.handover import Carried, Piece
@@ -228,7 +229,7 @@ class Shadow:
         elif "wants_word" in tree:
             stream.confirm(self.step)
         elif tree:
-            self._check(tree, stream.is_here)
+            self._check(tree)
 
     def _lacking(self, turn: int, taken: Sequence[_Stream]) -> list[_Stream]:
         """Return the streams without which this turn cannot be applied to a whole state."""
@@ -321,13 +322,14 @@ class Shadow:
             each.is_valid = each.is_complete = False
             each.ask(_NO_STEP)
 
-    def _check(self, tree: dict[str, Any], is_here: bool) -> None:
-        """Refuse what cannot be followed, by what a giver says at first. One that `is_here` shares memory."""
+    def _check(self, tree: dict[str, Any]) -> None:
+        """Refuse what cannot be followed, by what a giver says at first. Those on this host share memory."""
         if "refused" in tree:
             raise ConfigurationError(f"the shadow cannot follow: {tree['refused']}")
         if self._rest or "bytes" not in tree:
             return
-        gradients = 2 * is_here * sum(each.nbytes for each in self._carried.parameters)
+        num_here = sum(each.is_here for each in self._streams)
+        gradients = 2 * sum(each.nbytes for each in self._carried.parameters) * num_here // len(self._streams)
         if why := _lacks_memory(2 * tree["bytes"] + gradients):
             raise ConfigurationError(
                 f"the shadow holds the state, a copy that is written, and gradients of two steps: it {why}"
@@ -475,4 +477,5 @@ def _obey(connection: AgentConnection, shadow: Shadow) -> RankAssignment | None:
             shadow.begin([ends[share] for share in sorted(ends)])
             shadow.follow()
             ends = {}
+            connection.tell(Trouble(epoch, "a rank's share has ended"))  # perhaps its connection alone
     return None

@@ -313,6 +313,8 @@ class Watcher:
             elif isinstance(message, Give):
                 end = self._connection.handed.popleft()
                 if message.epoch >= self.epoch:  # the agent may be ahead of the main thread
+                    # It outlives the membership: what was given in it is still sent.
+                    self._spared |= {os.fstat(end.fileno()).st_ino}
                     self._to_give.append((message, end))
                 else:
                     end.close()

@@ -29,7 +29,7 @@ from paceline.elastic.guest import JOB_PREFIX, PEERS, GuestSetting, facts_of, jo
 from paceline.errors import ConfigurationError
 from paceline.launch.agent import launch
 from paceline.launch.command_line import parse
-from paceline.launch.elastic.givers import call_host, call_others
+from paceline.launch.elastic.givers import ask_host, call_all
 from paceline.launch.elastic.plan import Address
 
 _NAMES = Path("/proc/net/unix")
@@ -119,23 +119,25 @@ class _Relay:
     def _call_all(self) -> tuple[list[socket.socket], str] | None:
         """Return a connection to each rank of the job, and their card. None if no agent has answered. Blocks."""
         began_s = heard_s = time.monotonic()
-        why, has_said = "", False
+        has_said = False
         while time.monotonic() - heard_s < self._setting.lost_after_s:
             found: Sequence[tuple[str, int]] = ()
+            why = ""
             with contextlib.suppress(OSError):
                 found = self._discovery.find()
             for address in found:
                 with contextlib.ExitStack() as closes, contextlib.suppress(OSError, ValueError):
-                    givers, here = call_host(Address(*address), self._token, closes)
+                    givers = ask_host(Address(*address), self._token)
                     heard_s = time.monotonic()
+                    if not givers.ranks:
+                        continue
                     try:
-                        ends = call_others(givers, here, self._token, closes)
+                        ends = call_all(Address(*address), givers, self._token, closes)
                     except OSError as error:
                         why = str(error)
                         raise
-                    if ends:
-                        closes.pop_all()
-                        return ends, givers.card
+                    closes.pop_all()
+                    return ends, givers.card
             if why and not has_said and time.monotonic() - began_s > _SAY_S:
                 has_said = True
                 self._note(f"the shadow cannot follow yet, it needs the ranks of all hosts: {why}")

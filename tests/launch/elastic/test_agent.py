@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import socket
 import time
@@ -14,7 +15,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from harness import warm
-from paceline.elastic.agent_connection import RESUME
+from paceline.elastic.agent_connection import RESUME, AgentConnection, Ready, Receive, Trouble
 from paceline.launch import command_line
 from paceline.launch.agent import _ranks_failed
 from paceline.launch.elastic.agent import Agent
@@ -507,6 +508,46 @@ def test_a_shadow_that_died_is_started_again(tmp_path: Path, monkeypatch: pytest
     assert all(
         f"--agent {name}/{os.getpid()}." in each and each.endswith("--spare -- train.py") for each in words
     )
+
+
+@pytest.mark.processes
+def test_a_shadow_whose_connections_have_ended_follows_the_same_membership_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at once, as the membership may be over. A word of an earlier one changes nothing."""
+    monkeypatch.chdir(tmp_path)
+    agent, notes = made(tmp_path, monkeypatch, STAYS, OneHost(), 1)
+    name = f"paceline-test/{os.getpid()}"
+    with Shadows(name, ShadowStart(["train.py"], 5.0), notes.append) as agent.shadows:
+        shadow = AgentConnection.to_job(agent.shadows._name)
+        shadow.tell(Ready("a card"))
+        received = []
+
+        def look_until(num: int) -> None:
+            looks = 0
+            while len(received) < num and looks < MOST_LOOKS:
+                agent.look()
+                looks += 1
+                while select.select([shadow], [], [], 0)[0]:
+                    received.append(shadow.hear())
+
+        try:
+            look_until(1)
+            epoch = received[0].epoch
+            shadow.tell(Trouble(epoch - 1, "of the one before"))
+            shadow.tell(Trouble(epoch, "it has ended"))
+            told_s = time.monotonic()
+            look_until(2)
+            assert time.monotonic() - told_s > 0.9
+            (tmp_path / "goes on").touch()
+            while not agent.is_over:
+                agent.look()
+        finally:
+            shadow.close()
+            for each in shadow.handed:
+                each.close()
+            agent.end(signal.SIGTERM)
+    assert received == [Receive(0, 1, epoch)] * 2
 
 
 class Connected(OthersFirst):

@@ -25,7 +25,7 @@ from paceline.errors import ConfigurationError, ProtocolError
 from paceline.host.addresses import is_loopback
 from paceline.launch.elastic.council import Beginning, Council
 from paceline.launch.elastic.decision import AgentInfo, Decision
-from paceline.launch.elastic.givers import call_host
+from paceline.launch.elastic.givers import ask_host, call_host
 from paceline.launch.elastic.links import (
     Closed,
     Links,
@@ -284,7 +284,7 @@ class Agents(Decider):
             is_fit = self._broken is None and not self._council.has_rival
             return is_fit and self._council.holds_vote(time.monotonic())
 
-    def ask_for_state(self, take: Callable[[socket.socket], None]) -> bool:
+    def ask_for_state(self, take: Callable[[socket.socket], object]) -> bool:
         with self._lock:
             trainers = self._council.trainers()
         if trainers:
@@ -292,7 +292,7 @@ class Agents(Decider):
             threading.Thread(target=self._call, args=words, name="paceline call", daemon=True).start()
         return bool(trainers)
 
-    def _call(self, address: Address, take: Callable[[socket.socket], None]) -> None:
+    def _call(self, address: Address, take: Callable[[socket.socket], object]) -> None:
         try:
             end = call_for_state(address, self._setting.token)
         except OSError:  # it reads the end at once, and receives everything later
@@ -301,24 +301,27 @@ class Agents(Decider):
         with end:
             take(end)
 
-    def ask_for_shares(self, epoch: int, take: Callable[[int, socket.socket], object]) -> bool:
-        threading.Thread(
+    def ask_for_shares(self, epoch: int, take: Callable[[int, socket.socket], bool]) -> None:
+        calls = threading.Thread(
             target=self._call_all, args=(epoch, take), name="paceline calls", daemon=True
-        ).start()
-        return True
+        )
+        calls.start()
 
-    def _call_all(self, epoch: int, take: Callable[[int, socket.socket], object]) -> None:
-        """Call every agent whose ranks train, until each has answered in this epoch, or that is over."""
-        answered: set[Address] = set()
+    def _call_all(self, epoch: int, take: Callable[[int, socket.socket], bool]) -> None:
+        """Call every agent whose ranks train, until each has answered in this epoch, that is over, or none is taken."""
+        answered, pause_s = set[Address](), _CALL_S
         while waiting := self._trainers_in(epoch) - answered:
             for address in waiting:
                 with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as closes:
+                    if (told := ask_host(address, self._setting.token)).epoch != epoch or not told.ranks:
+                        continue
                     givers, ends = call_host(address, self._setting.token, closes)
                     if givers.epoch == epoch and ends:
                         answered.add(address)
-                        for rank, end in ends.items():
-                            take(rank, end)
-            time.sleep(_CALL_S)
+                        if not all(take(rank, end) for rank, end in ends.items()):
+                            return
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _TURN_S)
 
     def _trainers_in(self, epoch: int) -> set[Address]:
         with self._lock:

@@ -3,7 +3,8 @@
 Rules
 1. An agent that is called says which ranks train on its host, in which epoch, and where the agents of the others are
    (`Givers`). Each rank gives over a connection of its own, the share that has its number.
-2. A shadow needs all shares of one epoch. If an agent has not heard of that yet, or of its end, it is called again.
+2. A shadow needs all shares of one epoch. If an agent has not heard of that yet, or of its end, it is called again. It
+   is asked first, because each connection to a rank costs that rank a thread.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 from paceline.launch.elastic.links import call_for_state, hear_about
 from paceline.launch.elastic.plan import Address
+
+_NO_PLACE = 255  # of a rank: the agent says what it knows, and no more
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,12 @@ class Givers:
             raise ValueError(f"an agent tells a shadow {told!r:.200}") from error
 
 
+def ask_host(address: Address, token: str) -> Givers:
+    """Return what the agent there says. None of its ranks gives yet. Blocks; errors as for `call_host`."""
+    with call_for_state(address, token, _NO_PLACE) as end:
+        return Givers.of(hear_about(end))
+
+
 def call_host(
     address: Address, token: str, closes: contextlib.ExitStack
 ) -> tuple[Givers, dict[int, socket.socket]]:
@@ -64,22 +73,28 @@ def call_host(
     return first, ends
 
 
-def call_others(
-    givers: Givers, here: dict[int, socket.socket], token: str, closes: contextlib.ExitStack
+def call_all(
+    address: Address, givers: Givers, token: str, closes: contextlib.ExitStack
 ) -> list[socket.socket]:
-    """Return connections to all ranks of a membership, of which one host has given these; none if no rank trains there.
+    """Return connections to all ranks of a membership, by number, of which the agent at `address` says this.
 
-    Blocks; `closes` and errors as for `call_host`. An error names the agent that does not answer.
+    No rank gives before all agents agree. Blocks; `closes` and errors as for `call_host`. An error names the agent that
+    does not answer.
     """
-    ends = dict(here)
-    for other in givers.others if here else ():
+    told = {address: givers}
+    for other in givers.others:
         try:
-            its, more = call_host(other, token, closes)
+            told[other] = ask_host(other, token)
         except OSError as error:
             raise OSError(f"{other.host}:{other.port}: {error.strerror or error}") from error
-        if its.epoch != givers.epoch:
+        if told[other].epoch != givers.epoch:
             raise OSError(f"{other.host}:{other.port} is in another membership")
-        ends.update(more)
-    if here and sorted(ends) != [*range(givers.size)]:
+    if sorted(rank for its in told.values() for rank in its.ranks) != [*range(givers.size)]:
         raise OSError("the membership changes")
+    ends: dict[int, socket.socket] = {}
+    for host, before in told.items():
+        its, more = call_host(host, token, closes)
+        if (its.epoch, its.ranks) != (before.epoch, before.ranks):
+            raise OSError("the membership changes")
+        ends.update(more)
     return [ends[rank] for rank in sorted(ends)]

@@ -50,6 +50,8 @@ _HEAD = _LENGTH.size + CODE_BYTES
 _PART_BYTES = 1 << 16
 _ASKS, _SHADOWS, _GIVES = b"state ", b"share ", b"given"
 _CUT_MS = 10_000  # that what a giver has sent may be unconfirmed
+_SLOW_MS = 60_000  # the same to a shadow, which may read nothing while it writes
+_LOST_MS = 5_000  # that what a receiver has sent may be
 # Seconds, and how often: who only reads hears nothing of a cut.
 _SILENCE = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 
@@ -82,6 +84,9 @@ def call_for_state(address: Address, token: str, place: int | None = None) -> so
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _SILENCE:
             end.setsockopt(socket.IPPROTO_TCP, option, value)
+        end.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_MS
+        )  # else nothing probes unconfirmed bytes
         closes.pop_all()
     return end
 
@@ -247,10 +252,11 @@ class Links:
         given = self._incoming.pop(connection).socket
         self._selector.unregister(given)
         given.setblocking(True)
-        given.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _CUT_MS)
+        asks = asked.startswith(_SHADOWS)
+        given.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SLOW_MS if asks else _CUT_MS)
         with contextlib.suppress(OSError):  # who has it next sees that
             given.sendall(_code_of(self._token, asked[-NONCE_BYTES:], 0, _GIVES))
-        return given, asked[len(_SHADOWS)] if asked.startswith(_SHADOWS) else None
+        return given, asked[len(_SHADOWS)] if asks else None
 
     # ---- incoming
 

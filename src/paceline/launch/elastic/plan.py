@@ -104,19 +104,20 @@ class Decider(ABC):
         """Return whether no other host can train on without this one, whose ranks hold the newest state. Local."""
         return True
 
-    def ask_for_state(self, take: Callable[[socket.socket], None]) -> bool:
+    def ask_for_state(self, take: Callable[[socket.socket], object]) -> bool:
         """Have a rank of another host give its state to one of this host; False: none trains. Local; never blocks.
 
         `take` is given the socket over which the state comes, on another thread.
         """
         return False
 
-    def ask_for_shares(self, epoch: int, take: Callable[[int, socket.socket], object]) -> bool:
-        """Have ranks of other hosts give their states to a shadow of this host; False: there are none. Local.
+    def ask_for_shares(self, epoch: int, take: Callable[[int, socket.socket], bool]) -> None:
+        """Have ranks of other hosts give their states to a shadow of this host. Local; never blocks.
 
-        `take` is given each rank's number and a socket, on another thread, as long as this epoch lasts.
+        `take` is given each rank's number and a socket, on another thread, as long as this epoch lasts. It returns
+        whether the shadow has got that.
         """
-        return False
+        return
 
     def trainers(self) -> list[Address]:
         """Return where agents of other hosts listen whose ranks train. Local."""

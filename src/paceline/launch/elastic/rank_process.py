@@ -27,8 +27,8 @@ class AgentsRank(ABC):
     connection: AgentConnection
     pid: int
 
-    def tell(self, message: Message, handing: socket.socket | None = None) -> None:
-        self.connection.tell(message, waits=False, handing=handing)
+    def tell(self, message: Message, handing: socket.socket | None = None) -> bool:
+        return self.connection.tell(message, waits=False, handing=handing)
 
     def hear(self) -> Message | None:
         """Return a message that has come; None if the process has closed its end or sent something else."""

@@ -18,6 +18,7 @@ Rules
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import select
@@ -40,6 +41,7 @@ from paceline.elastic.agent_connection import (
     Receive,
     Refused,
     StillReplaying,
+    Trouble,
     difference,
 )
 from paceline.elastic.guest import LOCAL, PEERS, PREPARED, credentials_of_peer
@@ -53,7 +55,11 @@ if TYPE_CHECKING:
 
 _MOST_WAITING = 8
 _FINISH_S = 300.0  # that a shadow may take to write what it holds
-_PAUSE_S = 10.0  # before one that has ended is started again, then twice as long each time
+_PAUSE_S, _MOST_PAUSE_S = (
+    10.0,
+    60.0,
+)  # before one that has ended is started again, then twice as long each time
+_AGAIN_S = 1.0  # before one whose connections have ended follows the same membership again
 
 
 @dataclass
@@ -64,6 +70,7 @@ class _Shadow:
     said: Ready | None = None  # what it has in common with the ranks; None: it has not said so
     epoch: int = NOT_STARTED  # of the membership that it follows
     is_whole: bool = False  # whether it holds the whole state
+    again_s: float = math.inf  # when it may follow the same membership again, if its connections have ended
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ class Followed:
     ranks: Sequence[Rank]  # of this host, by their numbers
     size: int  # how many ranks there are on all hosts
     card: str | None  # what the ranks have in common
-    ask_others: Callable[[int, Callable[[int, socket.socket], object]], object]  # `Decider.ask_for_shares`
+    ask_others: Callable[[int, Callable[[int, socket.socket], bool]], None]  # `Decider.ask_for_shares`
 
 
 class Shadows:
@@ -154,7 +161,8 @@ class Shadows:
                     end.close()
         for shadow in list(self._shadows):
             self._hear_all_of(shadow)
-            if shadow in self._shadows and shadow.epoch != followed.epoch != NOT_STARTED:
+            is_due = shadow.epoch != followed.epoch or time.monotonic() >= shadow.again_s
+            if shadow in self._shadows and is_due and followed.epoch != NOT_STARTED:
                 self._serve(shadow, followed)
 
     def finish(self) -> bool:
@@ -195,7 +203,11 @@ class Shadows:
             self._end_started()
         if self._started and self._started[-1].poll() is not None and now_s >= self._again_s:
             self._started.clear()
-            self._is_wanted, self._again_s, self._pause_s = True, now_s + self._pause_s, 2 * self._pause_s
+            self._is_wanted, self._again_s, self._pause_s = (
+                True,
+                now_s + self._pause_s,
+                min(2 * self._pause_s, _MOST_PAUSE_S),
+            )
 
     def _end_started(self) -> None:
         """Have the shadows that were started here write what they hold, and end. A second signal would disturb them."""
@@ -223,6 +235,9 @@ class Shadows:
                 shadow.said, shadow.epoch = message, NOT_STARTED
             elif isinstance(message, (CaughtUp, StillReplaying)):
                 shadow.is_whole = isinstance(message, CaughtUp)
+                self._pause_s = _PAUSE_S
+            elif isinstance(message, Trouble) and message.epoch == shadow.epoch:
+                shadow.again_s = time.monotonic() + _AGAIN_S
             elif message is None:
                 self._shadows.remove(shadow)
                 shadow.process.close()
@@ -230,7 +245,7 @@ class Shadows:
 
     def _serve(self, shadow: _Shadow, followed: Followed) -> None:
         epoch, card, tell = followed.epoch, followed.card, shadow.process.tell
-        shadow.epoch = epoch
+        shadow.epoch, shadow.again_s = epoch, math.inf
         if shadow.said is None:  # it asks whether the job has begun
             tell(Following(epoch))
             return
