@@ -174,8 +174,7 @@ class ElasticClient:
         """
         until_s = time.monotonic() + _SHADOW_S
         while time.monotonic() < until_s and not self.watcher.is_over:
-            if self.watcher.wants_pause:
-                self._tell_trouble("no shadow follows while ranks are to come in")
+            self._end_for_newcomers()
             if (given := self.watcher.to_give()) is None:
                 time.sleep(_LOOK_S)
                 continue
@@ -195,11 +194,15 @@ class ElasticClient:
         """Wait until the shadow says which step it holds. Return whether it has, and this membership goes on."""
         until_s = time.monotonic() + self._limit_s
         while not self.watcher.is_over and time.monotonic() < until_s:
-            if self.watcher.wants_pause:
-                self._tell_trouble("no shadow follows while ranks are to come in")
+            self._end_for_newcomers()
             if select.select([end], [], [], _LOOK_S)[0]:
                 return True
         return False
+
+    def _end_for_newcomers(self) -> None:
+        """Have this membership end if ranks wait to come in: `state_of_shadow`."""
+        if self.watcher.wants_pause:
+            self._tell_trouble("no shadow follows while ranks are to come in")
 
     def drain(self) -> None:
         """Let shadows read the last step, before this process may end. Local; blocks for a limited time."""

@@ -16,7 +16,7 @@ from paceline.launch.elastic.links import tell_about
 from paceline.launch.elastic.plan import NOT_STARTED, Address, Member, Proposal
 from paceline.launch.elastic.vote import Quorum
 
-NOWHERE = Address("127.0.0.1", 1)  # nobody listens there
+NOWHERE = Address("127.0.0.1", 1)  # no process listens there
 Answer = Callable[[], Givers]
 
 
@@ -44,7 +44,7 @@ def epoch_of(agents: list[Agents]) -> int:
 
 @contextlib.contextmanager
 def giving(agent: Agents, answer: Answer) -> Iterator[None]:
-    """Answer whoever asks that agent, and let each rank send its number."""
+    """Answer each request to that agent, and let each rank send its number."""
     ends = threading.Event()
 
     def serve() -> None:
@@ -153,7 +153,7 @@ def test_a_shadow_beside_a_rank_gets_the_states_of_other_hosts(agents: list[Agen
         assert (numbers([end]), len(answers)) == ([1], 1)
 
 
-def test_nobody_is_called_for_an_epoch_that_is_over(agents: list[Agents]) -> None:
+def test_no_agent_is_called_after_the_end_of_an_epoch(agents: list[Agents]) -> None:
     """The thread that calls ends."""
     first, _ = agents
     epoch = epoch_of(agents)

@@ -55,10 +55,8 @@ if TYPE_CHECKING:
 
 _MOST_WAITING = 8
 _FINISH_S = 300.0  # that a shadow may take to write what it holds
-_PAUSE_S, _MOST_PAUSE_S = (
-    10.0,
-    60.0,
-)  # before one that has ended is started again, then twice as long each time
+_PAUSE_S = 10.0  # before one that has ended is started again, then twice as long each time
+_MOST_PAUSE_S = 600.0  # the same at most, if it did not fail
 _AGAIN_S = 1.0  # before one whose connections have ended follows the same membership again
 
 
@@ -201,13 +199,12 @@ class Shadows:
         now_s = time.monotonic()
         if self._how.is_elsewhere and not is_due:
             self._end_started()
-        if self._started and self._started[-1].poll() is not None and now_s >= self._again_s:
+        code = self._started[-1].poll() if self._started else None
+        if code is not None and now_s >= self._again_s:
             self._started.clear()
-            self._is_wanted, self._again_s, self._pause_s = (
-                True,
-                now_s + self._pause_s,
-                min(2 * self._pause_s, _MOST_PAUSE_S),
-            )
+            self._is_wanted, self._again_s = True, now_s + self._pause_s
+            # One that fails may fail always, and says so each time. With code 0 another one was there.
+            self._pause_s = 2 * self._pause_s if code else min(2 * self._pause_s, _MOST_PAUSE_S)
 
     def _end_started(self) -> None:
         """Have the shadows that were started here write what they hold, and end. A second signal would disturb them."""
